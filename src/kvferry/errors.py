@@ -38,24 +38,18 @@ class SilentCopy(KVFerryError):
 
 
 class Unnameable(KVFerryError):
-    """Raised if the content of a request cannot be identified, so that its KV cannot be stored or found.
-
-    For example, no reliable digest of a multimodal item or a LoRA adapter can be computed.
-    """
+    """Raised if the content of a request cannot be identified, so that its KV cannot be stored or found."""
 
 
 class NotYetNamed(Unnameable):
-    """Raised if a digest of the request's content, such as of a LoRA adapter, is still being computed.
-
-    A later call may succeed.
-    """
+    """Raised if a digest of content, such as a LoRA adapter's, is not yet computed. Try again later."""
 
 
 class Incompatible(KVFerryError):
     """Raised if KV cannot be moved between two engines or formats, because their descriptions differ.
 
     Attributes:
-        differences: descriptions of all differences, one sentence each.
+        differences: one sentence each.
     """
 
     def __init__(self, differences: Sequence[str]) -> None:
@@ -72,14 +66,8 @@ class TransferError(KVFerryError):
 
 
 class ChunkError(KVFerryError):
-    """Raised if a chunk cannot be written to a tier, or if a chunk in a tier is damaged.
-
-    A chunk is the stored KV of a fixed number of tokens. A tier is a store of chunks, such as host memory.
-    """
+    """Raised if a chunk cannot be written to a tier, or if a chunk in a tier is damaged."""
 
 
 class OtherVersion(ChunkError):
-    """Raised if a stored chunk of KV has a format version that this release of kvferry cannot read.
-
-    The chunk is not damaged: the release that wrote it can read it.
-    """
+    """Raised if this release cannot read the format version of a chunk, which is not damaged."""

@@ -18,7 +18,6 @@ class Extra:
     """An extra of kvferry, as in ``pip install '.[vllm]'``.
 
     Attributes:
-        name: name of the extra.
         modules: names of its packages for users, by the names to import.
         alternative: packages that take its place on machines without CUDA; empty if it works there too.
     """
@@ -46,15 +45,7 @@ BENCH = Extra("bench", {"torch": "torch", "nixl": "NIXL"})
 
 
 def require(command: str, extra: Extra) -> None:
-    """Check that the packages of an extra are installed. Nothing is imported.
-
-    Args:
-        command: full name of the command that needs the packages.
-        extra: the extra that has them.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Raise ConfigError if a package of an extra that a command needs is not installed. Import nothing."""
     for module, name in extra.modules.items():
         if not _is_installed(module):
             raise ConfigError(f"{command} needs {name}, which is not installed; {extra.advice}")

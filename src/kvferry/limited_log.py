@@ -12,8 +12,13 @@ from kvferry.units import counted
 class LimitedLog:
     """A logger of warnings that limits their rate, so that clients and peers cannot fill the log.
 
-    Time is divided into windows. In each window, warnings with the same cause are logged once, and the total
-    number of warnings is limited. The next logged line says how many warnings were left out. Not thread-safe.
+    In each window of time, warnings with the same cause are logged once, and the total number of warnings is
+    limited. The next logged line says how many warnings were left out. Not thread-safe.
+
+    Args:
+        most: maximum number of warnings per window.
+        seconds: length of a window. The first one begins now.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -24,14 +29,6 @@ class LimitedLog:
         seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the logger. The first window begins now.
-
-        Args:
-            logger: logger for the warnings.
-            most: maximum number of warnings per window.
-            seconds: length of a window, in seconds.
-            clock: function that returns the current time in seconds, monotonic.
-        """
         self._logger, self._most, self._seconds, self._clock = logger, most, seconds, clock
         self._said: set[str] = set()
         self._began = clock()
@@ -40,12 +37,8 @@ class LimitedLog:
     def say(self, cause: str, text: str, error: BaseException | None = None) -> None:
         """Log a warning, unless the rate of warnings is too high.
 
-        The warning is left out if one with the same cause was already logged in this window, or if the
-        maximum number of warnings per window is reached.
-
         Args:
             cause: key that identifies the cause of the warning.
-            text: text of the warning.
             error: unexpected exception whose traceback is logged; None if there is no exception.
         """
         now = self._clock()

@@ -33,7 +33,8 @@ class _MissingModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Raise ConfigError, except for the attributes that Python itself looks up."""
+        """Raise ConfigError."""
+        # Python itself looks these up, for example to inspect a module.
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise _needs(f"{self._name}.{attribute}", "a POSIX system")
@@ -67,26 +68,12 @@ def has_posix() -> bool:
 
 
 def require_posix(what: str) -> None:
-    """Check that this machine has a POSIX system, such as Linux or macOS.
-
-    Args:
-        what: subject of the error message.
-
-    Raises:
-        ConfigError: it has another system.
-    """
+    """Raise ConfigError with the subject `what` unless this machine has a POSIX system."""
     if not has_posix():
         raise _needs(what, "a POSIX system")
 
 
 def require_linux(what: str) -> None:
-    """Check that this machine runs Linux.
-
-    Args:
-        what: subject of the error message.
-
-    Raises:
-        ConfigError: it runs another system.
-    """
+    """Raise ConfigError with the subject `what` unless this machine runs Linux."""
     if not is_linux():
         raise _needs(what, "Linux")

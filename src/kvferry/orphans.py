@@ -14,9 +14,6 @@ _libc = ctypes.CDLL(None, use_errno=True) if is_linux() else None
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started the process ends.
-
-    Call this in the child process.
-    """
+    """Make the kernel kill this child process when the thread that started it ends."""
     assert _libc is not None  # noqa: S101 - only Linux starts such processes
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -8,36 +8,19 @@ from pathlib import Path
 
 from kvferry.errors import ConfigError
 
+# Permissions of a file's owner.
 _OWNERS = 0o700
-"""Permission bits of a file's owner: read, write and execute."""
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file, and if it is new, give it mode 0600. Pass this function as the `opener` of `open`.
-
-    Only the owner can then read or write the file. An existing file keeps its mode.
-
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`.
-
-    Returns:
-        File descriptor.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Open a file, and if it is new, give it mode 0600: an `opener` for `open`."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def check_umask(status: str | None = None) -> None:
-    """Check that the umask does not remove the owner's permissions from the files that this process creates.
+    """Raise ConfigError if the umask takes the owner's permissions from the files that this process creates.
 
-    Args:
-        status: text in the format of ``/proc/self/status``; None to read that file.
-
-    Raises:
-        ConfigError: the umask removes some of the owner's permissions.
+    `status` is text in the format of ``/proc/self/status``; None to read that file.
     """
     if status is None:
         try:

@@ -14,15 +14,14 @@ _BOLD, _DIM = "bold", "dim"
 
 
 class Report:
-    """A console, and the width that lines have at most."""
+    """A console, and the maximum width of lines.
+
+    Args:
+        console: console to print to. Its own width is not used.
+        width: columns; None for no limit.
+    """
 
     def __init__(self, console: Console, width: int | None) -> None:
-        """Create a report.
-
-        Args:
-            console: console to print to. Its own width is not used.
-            width: maximum width of a line, in columns; None for no limit.
-        """
         self.width = width
         self._console = console
 
@@ -32,19 +31,14 @@ class Report:
         return cls(Console(highlight=False), output_width())
 
     def text(self, text: str = "", style: str = "", *, indent: int = 0, hanging: int = 0) -> None:
-        """Print a paragraph. Unprintable characters are replaced.
+        """Print a paragraph in a style of `rich`. Unprintable characters are replaced.
 
-        Args:
-            text: text of the paragraph; empty for a blank line.
-            style: style of the text, as in `rich`.
-            indent: indentation of every line, in columns.
-            hanging: additional indentation of all lines except the first, in columns.
+        `hanging` is additional indentation of all lines except the first.
         """
         for line in wrap(printable(text), self.width, indent, hanging):
             self._line(line, style)
 
     def heading(self, text: str) -> None:
-        """Print a line in bold."""
         self.text(text, _BOLD)
 
     def note(self, text: str) -> None:
@@ -54,13 +48,7 @@ class Report:
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, last_is_total: bool = False
     ) -> None:
-        """Print a table, and the headings of the columns that the width has no room for.
-
-        Args:
-            columns: columns of the table.
-            rows: cells of each row, one per column.
-            last_is_total: True to print the last row in bold.
-        """
+        """Print a table, and the headings of the columns that the width has no room for."""
         fitted = fit_table(columns, rows, self.width)
         for line in fitted.head:
             self._line(line, _BOLD)
@@ -71,4 +59,5 @@ class Report:
             self.note(f"A wider terminal also shows: {', '.join(fitted.left_out)}.")
 
     def _line(self, line: str, style: str) -> None:
+        # rich would wrap at the width of its own console.
         self._console.print(Text(line, style), soft_wrap=True)

@@ -15,7 +15,6 @@ from kvferry.terminal import printable, wrap
 _GAP = "  "
 _DOTS = ".."
 _TALLEST_HEAD = 4
-"""Maximum number of lines of headings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ class FittedTable:
 
     @property
     def lines(self) -> list[str]:
-        """All lines, from the headings to the last row."""
         return [*self.head, *(line for row in self.rows for line in row)]
 
 
@@ -134,8 +132,6 @@ def fit_table(
 def shortened(name: str, width: int) -> str:
     """Shorten a name to at most `width` terminal cells. Dots replace the middle of a long name.
 
-    The start and the end of the name are kept, because addresses may differ in either.
-
     >>> shortened("decode-0.kv.svc.cluster.local:8000", 20)
     'decode-0.kv...l:8000'
     """
@@ -143,6 +139,7 @@ def shortened(name: str, width: int) -> str:
     room = width - len(_DOTS)
     if cell_len(shown) <= width or room < 3:
         return set_cell_size(shown, max(0, min(width, cell_len(shown))))
+    # Both ends are kept, because addresses may differ in either.
     end = chop_cells(shown[::-1], (room + 1) // 3)[0][::-1]
     return set_cell_size(shown, room - cell_len(end)) + _DOTS + end
 
@@ -159,10 +156,7 @@ def _split(heading: str, width: int) -> list[str]:
 
 
 def _heading_width(column: Column, height: int) -> int:
-    """Return the smallest width at which a heading has at most `height` lines.
-
-    No word of it is split.
-    """
+    """Return the smallest width at which a heading has at most `height` lines, without splitting a word."""
     longest = max(map(cell_len, column.heading.split()))
     widths = range(longest, cell_len(column.heading) + 1)
     return next(width for width in widths if len(_split(column.heading, width)) <= height)

@@ -15,10 +15,6 @@ _KEPT = "\N{NO-BREAK SPACE}"
 def printable(text: str, instead: str = "?") -> str:
     r"""Replace the unprintable characters of a text, so that it is safe to print on a terminal.
 
-    Args:
-        text: text from an engine, a file or a request.
-        instead: replacement for each unprintable character.
-
     >>> printable("cmpl-\x1b[31m5f\n")
     'cmpl-?[31m5f?'
     """
@@ -26,12 +22,7 @@ def printable(text: str, instead: str = "?") -> str:
 
 
 def shown(text: str, most: int = 100) -> str:
-    r"""Escape and shorten a text from a client or a peer, for a log line or a message.
-
-    Args:
-        text: text to show. Its unprintable characters are replaced by escape sequences.
-        most: maximum number of characters to keep. If `text` is longer, its middle is replaced by a note with
-            the length of `text`. Its end is kept, because ids differ there.
+    r"""Escape and shorten a text from a client or a peer to `most` characters, for a log line or a message.
 
     >>> shown("cmpl-\x1b[31m5f\n")
     'cmpl-\\x1b[31m5f\\n'
@@ -40,6 +31,7 @@ def shown(text: str, most: int = 100) -> str:
     """
     if len(text) > most:
         head = most // 2
+        # Ids differ at their end.
         text = f"{text[:head]}...({len(text)} characters)...{text[head - most :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -47,13 +39,8 @@ def shown(text: str, most: int = 100) -> str:
 def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> list[str]:
     r"""Split a text into lines of at most `width` columns, at spaces. A number stays with the word after it.
 
-    An empty text gives one empty line.
-
-    Args:
-        text: text to split.
-        width: maximum width of a line, in columns; None for a single line.
-        indent: indentation of every line, in columns.
-        hanging: additional indentation of all lines except the first, in columns.
+    An empty text gives one empty line, a `width` of None a single line. `hanging` is additional indentation
+    of all lines except the first.
 
     >>> wrap("read 2.69 MiB in 3.7 ms", 12)
     ['read', '2.69 MiB in', '3.7 ms']
@@ -71,36 +58,18 @@ def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> lis
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
-    """Wrap a text into lines of at most `report_width` columns, and replace unprintable characters.
-
-    An empty text gives one empty line. Without a terminal, the text is one line.
-
-    Args:
-        text: text to wrap.
-        indent: indentation of every line, in columns.
-        hanging: additional indentation of all lines except the first, in columns.
-    """
+    """Wrap a text as `wrap` does to `report_width`, and replace unprintable characters."""
     return wrap(printable(text), report_width(), indent, hanging)
 
 
 def report_width() -> int | None:
-    """Return the width of prose in columns: that of the output, but at least 40 and at most 80.
-
-    Returns:
-        The width; None for no limit, see `output_width`.
-    """
+    """Return the width of prose in columns: from 40 to 80, or None for no limit."""
     width = output_width()
     return None if width is None else max(_NARROWEST, min(_WIDEST, width))
 
 
 def output_width() -> int | None:
-    """Return the width of standard output in columns.
-
-    The environment variable ``COLUMNS`` sets it. Without that, it is the width of the terminal.
-
-    Returns:
-        The width; None if standard output is no terminal, for lines without limit.
-    """
+    """Return the columns of standard output by ``COLUMNS`` or the terminal; None without a terminal."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)

@@ -10,6 +10,7 @@ _BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10
 _AGES = (("days", 86_400, 0), ("h", 3600, 1), ("min", 60, 0))
 _LARGEST_EXACT = 100_000
 _LARGEST_WITH_DIGITS = 100
+# Below this, milliseconds with three digits do not round to 1000.
 _ROUNDS_TO_A_SECOND = 0.9995
 
 
@@ -70,7 +71,7 @@ def plural(number: float, noun: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration, given in seconds, as microseconds, milliseconds or seconds.
+    """Format a duration as microseconds, milliseconds or seconds.
 
     >>> format_seconds(42e-6), format_seconds(0.00965), format_seconds(1.2)
     ('42 µs', '9.65 ms', '1.2 s')
@@ -82,8 +83,6 @@ def format_seconds(seconds: float) -> str:
 
 def format_age(seconds: float) -> str:
     """Format a duration in the largest unit (s, min, h or days) of which it has at least two.
-
-    A duration below 2 minutes is given in seconds, a negative one as ``0 s``.
 
     >>> [format_age(each) for each in (-0.5, 119, 120, 7200, 9000, 172_800, 345_600)]
     ['0 s', '119 s', '2 min', '2.0 h', '2.5 h', '2 days', '4 days']

@@ -11,14 +11,7 @@ from pathlib import Path
 def replace_file(path: Path, text: str) -> None:
     """Write a text to a file in UTF-8. An existing file keeps its permissions, and its content on a failure.
 
-    A device or a pipe is written to directly.
-
-    Args:
-        path: path of the file. A symbolic link is followed.
-        text: new content.
-
-    Raises:
-        OSError: the file cannot be written.
+    A symbolic link is followed. A device or a pipe is written to directly.
     """
     path = path.resolve()
     mode = path.stat().st_mode if path.exists() else None
@@ -38,13 +31,8 @@ def replace_file(path: Path, text: str) -> None:
 def create_private_file(path: Path, text: str) -> None:
     """Write a text to a new file in UTF-8. Only its owner can read it.
 
-    Args:
-        path: path of the file.
-        text: content.
-
     Raises:
         FileExistsError: there is a file, or a symbolic link, at this path.
-        OSError: the file cannot be written.
     """
     beside = _write_beside(path, text, 0o600)
     try:
@@ -63,6 +51,7 @@ def _write_beside(path: Path, text: str, mode: int) -> Path:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Before the rename: after a crash, some file systems have the new name without the content.
             os.fsync(file.fileno())
     except OSError:
         beside.unlink(missing_ok=True)

@@ -98,13 +98,13 @@ class QueueByHand(TierQueue):
     """A real queue whose operations end when a test says: `jobs_of` and `answer`."""
 
     def __init__(self, tier: FakeTier, clock: Callable[[], float], **options: Any) -> None:
-        self.reads, self.writes = ByHand(), ByHand()
+        self.read_jobs, self.write_jobs = ByHand(), ByHand()
         super().__init__(
             tier, tier.name, clock=clock, refresh_seconds=None, start_threads=self._start, **options
         )
 
     def _start(self, count: int, name: str) -> ByHand:
-        return self.reads if name.endswith("-read") else self.writes
+        return self.read_jobs if name.endswith("-read") else self.write_jobs
 
 
 queue_by_hand = QueueByHand
@@ -114,14 +114,14 @@ def jobs_of(queue: QueueByHand) -> list[tuple[str, bytes, memoryview]]:
     """Operations under way: what, key, memory."""
     return [
         (what, job.args[0], job.args[2])
-        for what, threads in (("read", queue.reads), ("write", queue.writes))
+        for what, threads in (("read", queue.read_jobs), ("write", queue.write_jobs))
         for job in threads.jobs
     ]
 
 
 def answer(queue: QueueByHand, what: str, key: bytes, as_: GetOutcome | PutOutcome | type[Exception]) -> None:
     """Let an operation end."""
-    threads = queue.reads if what == "read" else queue.writes
+    threads = queue.read_jobs if what == "read" else queue.write_jobs
     job = next(job for job in threads.jobs if job.args[0] == key)
     threads.jobs.remove(job)
     if what == "read":

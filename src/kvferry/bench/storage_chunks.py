@@ -167,7 +167,7 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
             _check(queue.name, done)
             ended += 1
         # A storage that hangs would make the benchmark wait for good.
-        if queue.stuck_for_reading or queue.stuck_for_writing:
+        if queue.reads.stuck or queue.writes.stuck:
             raise TransferError(f"{queue.name} tier: nothing has ended for seconds")
         if ended < count:
             time.sleep(_POLL_SECONDS)

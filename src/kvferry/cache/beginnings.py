@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 
 class BegunChunk(NamedTuple):
-    """A stored chunk that is found by its beginnings.
-
-    Attributes:
-        key: key of the chunk in its KV cache group.
-        tokens: number of tokens in the chunk.
-    """
+    """A stored chunk that is found by its beginnings: its key and number of tokens."""
 
     key: bytes
     tokens: int
@@ -47,12 +42,7 @@ class ChunkBeginnings:
         return range((first // self._block_tokens + 1) * self._block_tokens, last + 1, self._block_tokens)
 
     def add(self, chunk: BegunChunk, beginnings: Iterable[bytes]) -> None:
-        """Add a chunk that is not yet known.
-
-        Args:
-            chunk: the chunk.
-            beginnings: key of each of its beginnings, in the chunk's KV cache group.
-        """
+        """Add a chunk that is not yet known, with the keys of its beginnings."""
         for key in beginnings:
             self._chunks[key] = (*self._chunks.get(key, ()), chunk)
 
@@ -66,5 +56,4 @@ class ChunkBeginnings:
                 del self._chunks[key]
 
     def chunks_with(self, beginning: bytes) -> tuple[BegunChunk, ...]:
-        """Return the chunks that have a beginning with this key."""
         return self._chunks.get(beginning, ())

@@ -1,7 +1,7 @@
 """The tiered cache of one engine: chunks of KV by key, in host memory and in slower tiers.
 
-Only the engine's scheduling thread uses it. Every chunk passes through host memory. The engine's ranks copy
-chunks between host memory and their KV blocks. Background threads copy them between host memory and storage.
+Every chunk passes through host memory. The engine's ranks copy chunks between host memory and their KV
+blocks. Background threads copy them between host memory and storage.
 
     store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and queued for every slow tier (`writing`)
     load    fetch ─▶ in host memory, from any tier, and held (`reading`) ─▶ (ranks copy) ─▶ close
@@ -33,14 +33,25 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome
 
 
 class ChunkCache:
-    """The chunks of one engine in host memory and storage. Not thread-safe.
+    """The chunks of one engine in host memory and storage. Only the engine's scheduling thread may use it.
 
-    A chunk is the KV of a fixed number of tokens in one KV cache group.
+    Chunks that the slow tiers contain already can be loaded from the start.
+
+    Args:
+        host: empty host tier. From now on, only the cache may change it.
+        memory_at: map an offset and a size, in bytes, to writable memory of the arena.
+        groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
+            sequence.
+        slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
+        clock: monotonic seconds.
 
     Attributes:
-        counts: numbers of stored, failed, fetched and missed chunks since the start.
-        writing: queued and running writes of each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them. `reading.fetch` starts a load.
+        host: host tier, which callers must not change.
+        writing: writes of each slow tier, the fastest tier first.
+        reading: reads from the slow tiers, and the loads that wait for them.
+
+    Raises:
+        ValueError: the tiers do not share one key table.
     """
 
     def __init__(
@@ -51,25 +62,11 @@ class ChunkCache:
         slow_tiers: Sequence[SlowTier] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a cache. Chunks that the slow tiers already contain can be loaded from the start.
-
-        Args:
-            host: empty host tier. From now on, only the cache may change it.
-            memory_at: function that maps an offset and a size, in bytes, to writable host memory of the arena
-                (host memory that holds chunks).
-            groups: KV cache groups of the model with the byte formats of their chunks. A chunk's group is an
-                index into this sequence.
-            slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
-            clock: function that returns monotonic seconds.
-
-        Raises:
-            ValueError: the tiers do not share one key table (record of which tier has which chunks).
-        """
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
         self.counts, self._events = CacheCounts(), 0
         self._times = TransferTimes()
-        self._host, self._clock = host, clock
+        self.host, self._clock = host, clock
         self._memory_at, self._groups = memory_at, tuple(groups)
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
         self.writing = tuple(Writing(one, host, self._slot_memory) for one in slow_tiers)
@@ -78,35 +75,17 @@ class ChunkCache:
 
     @property
     def events(self) -> int:
-        """Counter that increases whenever the values in `counts` may have changed.
-
-        While it stays the same, `counts` need not be read again.
-        """
+        """Counter that increases whenever the values in `counts` may have changed."""
         return self._events + self.reading.events
 
     @property
     def busy(self) -> bool:
-        """True if a load waits for chunks, or if a write to a slow tier is in flight or due (`Writing.due`).
-
-        Writes to a tier whose writes hang do not count, and neither do reads for cancelled loads.
-        """
+        """Whether a load waits for chunks, or a write to a tier that does not hang is in flight or due."""
         return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
 
-    @property
-    def host(self) -> HostTier:
-        """The host tier. Callers may read its state, but must not change it."""
-        return self._host
-
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return the reason why a chunk could not be found in any tier.
-
-        FILLING means that the chunk is being copied to host memory, and cannot be read yet. EVICTED means
-        that host memory or a slow tier evicted the chunk recently. ABSENT means neither.
-
-        Args:
-            key: key of the chunk.
-        """
-        why = self._host.miss_reason(key)
+        """Return why a chunk could not be found in any tier."""
+        why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT and any(
             queue.tier.keys.recently_evicted(key) for queue in self._queues
         ):
@@ -117,8 +96,8 @@ class ChunkCache:
     def same_name_namespace(self) -> str:
         """Digest (hex) of another namespace with the same model name; empty if there is none.
 
-        It is set only if a slow tier holds that namespace but no chunks in this engine's own namespace. An
-        engine with other settings has probably stored chunks there.
+        It is set only if a slow tier has that namespace, but no chunks of this engine's own. An engine with
+        other settings has probably stored chunks there.
         """
         return next(
             (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
@@ -126,82 +105,56 @@ class ChunkCache:
         )
 
     def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
-        """Return a mask of the chunks that can be loaded now: bool of shape (len(keys),).
-
-        Args:
-            keys: keys of the chunks.
-            without: names of tiers from which the chunks must not be loaded.
-        """
+        """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
         return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
 
     @property
     def tiers(self) -> list[str]:
-        """Names of the slow tiers, the fastest first."""
         return [queue.name for queue in self._queues]
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Reserve a slot (memory of one chunk in host memory) for a chunk that ranks will fill.
+        """Reserve a slot in host memory for a chunk that ranks will fill; None if it is dropped.
 
-        Return None if host memory has the chunk, is already being filled with it, or has no room for it. In
-        all three cases the host tier counts the chunk as dropped.
-
-        Args:
-            key: key of the chunk.
-            group: index of the chunk's KV cache group.
+        The host tier counts a chunk as dropped that it has, that is being filled, or that has no room.
         """
         self._events += 1
-        return self._host.reserve(key, group)
+        return self.host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
-        """Make a chunk available for loads after the ranks have filled its slot.
-
-        The chunk is also queued for writing to every slow tier. If the ranks failed, the slot is freed
-        instead. Call this method only when no rank uses the slot any more.
+        """Make a chunk available for loads, and queue it for every slow tier, once no rank uses its slot.
 
         Args:
-            slot: slot (memory of one chunk) that `reserve` returned.
-            tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
-            failure: reason why the ranks failed; None if they filled the slot.
-            cold: True if tiers evict the chunk before all others, until it is used.
+            tokens: number of tokens in the chunk; 0 for a snapshot.
+            failure: reason why the ranks failed, so that the slot is freed; None if they filled it.
         """
         self._events += 1
         if failure is not None:
             self.counts.failed += 1
-            self._host.abort(slot)
-        elif self._host.commit(slot, cold=cold):
+            self.host.abort(slot)
+        elif self.host.commit(slot, cold=cold):
             self.counts.stored += 1
             for writing in self.writing:
                 writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def hold(self, key: bytes) -> Slot | None:
-        """Hold a chunk in host memory, so that it is not evicted until `close`.
-
-        Return None if host memory does not have the chunk.
-        """
-        return self._host.hold(key)
+        """Hold a chunk in host memory until `close`; None if host memory does not have it."""
+        return self.host.hold(key)
 
     def close(self, slot: Slot) -> None:
-        """Release a slot (memory of one chunk in host memory) after a load. The chunk can then be evicted."""
-        self._host.close(slot)
+        """Release a slot after a load."""
+        self.host.close(slot)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Mark chunks of a prompt as used, so that other chunks are evicted before them.
+        """Mark chunks as used, in the order of their prompt, and `cold` ones to be evicted first.
 
-        Within the prompt, the last chunks are evicted first. Keys of chunks that no tier has are allowed.
-
-        Args:
-            keys: keys of the chunks, the first chunk of the prompt first.
-            cold: keys of further chunks, which host memory evicts before all others until they are used.
+        Keys of chunks that no tier has are allowed.
         """
-        self._host.mark_used(keys, cold)
+        self.host.mark_used(keys, cold)
         for queue in self._queues:
             queue.mark_used(keys)
 
     def poll(self) -> None:
-        """Collect the results of reads and writes that have ended, and start more reads and writes.
-
-        The engine calls this once per step.
-        """
+        """Collect the results of reads and writes, and start more. Call this once per step."""
         for queue, writing in zip(self._queues, self.writing, strict=True):
             for done in queue.done():
                 self._events += 1
@@ -213,31 +166,27 @@ class ChunkCache:
                     if done.what is PutOutcome.STORED:
                         self._times.writes.setdefault(queue.name, []).append(done.seconds)
                     writing.on_write_ended(done.key)
+        # After all results: freed slots make room for more chunks of waiting loads.
         self.reading.advance()
         for writing in self.writing:
             self._events += writing.pump()
 
     def take_times(self) -> TransferTimes:
-        """Return the durations of chunk transfers since the last call, and clear them.
-
-        The engine calls this once per step.
-        """
+        """Return the durations of chunk transfers since the last call."""
         times, self._times = self._times, TransferTimes()
         return times
 
     def clear(self) -> None:
         """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
         self._events += 1
-        self._host.clear()
+        self.host.clear()
         for writing in self.writing:
             writing.drop_queued()
 
     def shutdown(self, patience_seconds: float) -> None:
-        """Write all queued chunks to the slow tiers, and end the threads that read and write these tiers.
+        """Write all queued chunks to the slow tiers, and end their threads.
 
-        Args:
-            patience_seconds: approximate longest time to wait. Reads and writes that have not ended by then
-                are abandoned, and a warning is logged.
+        What has not ended after about `patience_seconds` is abandoned, and a warning is logged.
         """
         for writing in self.writing:
             writing.flush()
@@ -246,16 +195,10 @@ class ChunkCache:
             queue.close(max(ends - self._clock(), 0))
 
     def _slot_memory(self, slot: Slot) -> memoryview:
-        """Return the writable memory of a slot (space of one chunk in host memory)."""
         return self._memory_at(slot.offset, self._groups[slot.group].chunk_bytes)
 
     def _describe_chunk(self, group: int, tokens: int) -> ChunkGroup:
-        """Return the description that a slow tier stores with a chunk: group, number of tokens and layout.
-
-        Args:
-            group: index of the KV cache group.
-            tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
-        """
+        # A description is made of each kind of chunk once. There are few.
         if (group, tokens) not in self._descriptions:
             self._descriptions[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._descriptions[group, tokens]

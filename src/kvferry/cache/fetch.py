@@ -11,19 +11,12 @@ from kvferry.tiers.outcome import GetOutcome
 
 @dataclass(frozen=True, slots=True)
 class WantedChunk:
-    """A chunk that a load needs.
+    """A chunk that a load needs."""
 
-    Attributes:
-        group: index of the KV cache group.
-        number: index of the chunk in the prompt; 0 for the chunk that starts at the first token.
-        key: key of the chunk in this group.
-        tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
-    """
-
-    group: int
-    number: int
-    key: bytes
-    tokens: int
+    group: int  # index of the KV cache group
+    number: int  # index of the chunk in the prompt
+    key: bytes  # key of the chunk in this group
+    tokens: int  # number of tokens in the chunk; 0 for a snapshot
 
 
 @dataclass(slots=True)
@@ -32,43 +25,32 @@ class Fetch:
 
     `reading.Reading` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to
     `ready`. The load takes ready chunks with `take`.
-
-    Attributes:
-        remaining: chunks that are neither held (kept in host memory for this load) nor being read.
-        without: names of tiers that the load must not read from.
-        reading: chunks that are being read, by key.
-        ready: chunks in host memory, each with its slot (memory of one chunk). The chunk is not evicted until
-            the load closes the slot.
-        tiers: names of the tiers, host memory included, that have provided chunks of this load so far.
-        failed: names of the tiers in which a read for this load had an I/O error. A tier that merely no
-            longer has a chunk is not included.
-        failure: reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
-        miss: outcome for the chunk that caused the failure, e.g. ABSENT if no tier has it any more; None if
-            there is no failure, or if the fetch failed because the cache was reset.
     """
 
+    # Chunks that are neither held nor being read.
     remaining: deque[WantedChunk] = field(default_factory=deque)
-    without: frozenset[str] = frozenset()
-    reading: dict[bytes, WantedChunk] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
+    reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
+    # Chunks in host memory, held until the load closes the slot.
     ready: deque[tuple[WantedChunk, Slot]] = field(default_factory=deque)
+    # Names of the tiers, host memory included, that have provided chunks of this load so far.
     tiers: set[str] = field(default_factory=set)
+    # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
+    # chunk is not included.
     failed: set[str] = field(default_factory=set)
+    # Reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
     failure: str | None = None
+    # Outcome for the chunk that caused the failure, such as ABSENT if no tier has it any more; None if there
+    # is no failure, or if the cache was reset.
     miss: GetOutcome | None = None
 
     @property
     def over(self) -> bool:
-        """True if the load has no chunk left to wait for.
-
-        All chunks are ready or were taken, or the fetch has failed or was cancelled.
-        """
+        """Whether the load has no chunk left to wait for: all are ready or taken, or it has failed."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
-        """Remove all ready chunks, and return each with its slot (memory of one chunk in host memory).
-
-        The caller must close the slots.
-        """
+        """Remove and return all ready chunks. The caller must close the slots."""
         found = list(self.ready)
         self.ready.clear()
         return found

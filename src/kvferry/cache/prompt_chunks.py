@@ -1,11 +1,8 @@
 """The chunks of one request in each KV cache group: their keys, and the longest cached prefix.
 
-`keys.chunk` gives each chunk of the prompt one key for all groups. The key of a group's chunk is that key
-with its last byte replaced by the index of the group. This leaves 248 bits of digest, and one mapping or
-directory can hold the chunks of all groups. A *tail* is the incomplete chunk at the end of a prompt.
-
-A prefix ends with a chunk or with the prompt. If the engine knows chunks by their beginnings, a prefix may
-also end inside a chunk: a chunk with the same beginning stands in for the tail there.
+A *tail* is the incomplete chunk at the end of a prompt. A prefix ends with a chunk or with the prompt. If the
+engine knows chunks by their beginnings, a prefix may also end inside a chunk: a chunk with the same beginning
+stands in for the tail there.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ class PromptChunks:
     """The chunk keys of one request in each KV cache group, and their look-up in the tiers. Not thread-safe.
 
     Args:
-        groups: KV cache groups of the model with the byte formats of their chunks.
-        keys: chunk keys of the request.
         beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
 
     Attributes:
@@ -55,47 +50,23 @@ class PromptChunks:
 
     @property
     def has_tail(self) -> bool:
-        """True if a cached prefix may end with a tail (an incomplete chunk).
-
-        It is False if the model has a KV cache group with recurrent state.
-        """
+        """Whether a cached prefix may end with a tail: not if a group has recurrent state."""
         return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
-        """Return the key of a whole chunk in a KV cache group.
-
-        Args:
-            group: index of the group.
-            number: index of the chunk in the prompt.
-        """
+        """Return the key of a whole chunk in a group, by its index in the prompt."""
         return _group_key(self.keys.chunk(number), group)
 
     def tail(self, group: int, tokens: int) -> bytes:
-        """Return the key of the last chunk of the prefix that has `tokens` tokens.
-
-        This chunk is incomplete (a tail) unless `tokens` is a multiple of the number of tokens per chunk.
-
-        Args:
-            group: index of the KV cache group.
-            tokens: number of tokens in the prefix of the request.
-        """
+        """Return the key of the last chunk of the prefix of `tokens` tokens, which may be whole or a tail."""
         return _group_key(self.keys.at(tokens), group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
-        """Return the keys of all chunks of the request in all KV cache groups, the first chunk first.
-
-        These are the whole chunks of the request so far, and the tail (incomplete last chunk) of its prompt.
-        There is no tail if the prompt consists of whole chunks or if `has_tail` is False.
-
-        Args:
-            prompt: number of tokens in the prompt.
-        """
+        """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
         return [key for _, _, key in self._each(prompt)]
 
     def keys_by_need(self, prompt: int, ends: Iterable[int]) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of the chunks to mark as used when the request ends, and of those to make cold.
-
-        A chunk of the prompt may be in neither list. A prompt that needs it marks it as used.
 
         Args:
             prompt: number of tokens in the prompt.
@@ -103,7 +74,8 @@ class PromptChunks:
 
         Returns:
             (used, cold). `used` are the chunks of `all_keys` that these prefixes need, in the same order.
-            `cold` are the chunks of generated tokens that none of them needs (`retention.needed_chunks`).
+            `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt may be in
+            neither: a prompt that needs it marks it as used.
         """
         needed = self.needed_chunks(ends)
         whole = prompt // self.keys.chunk_tokens
@@ -118,22 +90,11 @@ class PromptChunks:
         return used, cold
 
     def needed_chunks(self, ends: Iterable[int]) -> tuple[Collection[int] | None, ...]:
-        """Return the chunks that later prompts are likely to need, as `retention.needed_chunks` does.
-
-        Args:
-            ends: lengths in tokens of the prefixes that later prompts are likely to load. `shared_tokens` is
-                added to them.
-        """
+        """Return the chunks that later prompts need to load prefixes of `ends` or `shared_tokens` tokens."""
         return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of one chunk of a prompt, which may be the incomplete chunk (tail) at its end.
-
-        Args:
-            chunked: number of tokens of the prompt, and number of tokens per chunk.
-            group: index of the KV cache group.
-            number: index of the chunk in the prompt.
-        """
+        """Return the key of one chunk of a prompt, which may be its tail."""
         whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
         return self.key(group, number) if whole else self.tail(group, chunked.tokens)
 
@@ -145,16 +106,13 @@ class PromptChunks:
         *,
         in_full: bool = True,
     ) -> Coverage:
-        """Look up the request's chunks in the tiers. Return which prefixes of the request can be loaded.
-
-        The call sets `shared_tokens`.
+        """Look up the request's chunks in the tiers, set `shared_tokens`, and return the loadable prefixes.
 
         Args:
             tokens: number of tokens of the request to look up; `keys` must cover at least these tokens.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: function that returns, for the tags (last 8 bytes of keys) of chunks, the number
-                that identifies each chunk's tier: 0 for host memory, n for the n-th slow tier, `NO_TIER` for
-                none.
+            tier_numbers: return the number of the tier of each tag: 0 for host memory, n for the n-th slow
+                tier, `NO_TIER` for none.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """
@@ -169,18 +127,14 @@ class PromptChunks:
         tags = self._tags(chunked)
         found = coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
         self.shared_tokens = found.full_attention_tokens
+        # They are those of one look-up: chunks may have been evicted since.
         self._stand_ins.clear()
         if self._beginnings is None or not self.has_tail:
             return found
         return self._end_inside(found, self._beginnings, tokens if in_full else tokens - 1, tier_numbers)
 
     def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
-        """Yield the chunks that a load of the tokens in `span` needs, in the order of the prompt.
-
-        Args:
-            found: result of `look_up`.
-            span: tokens to load.
-        """
+        """Yield the chunks that a load of `span` needs after a look-up, in the order of the prompt."""
         chunked = found.chunked
         numbers = chunks_to_load(self._groups, chunked, span.total, span.part)
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
@@ -200,20 +154,14 @@ class PromptChunks:
         last: int,
         tier_numbers: Callable[[Tags], TierNumbers],
     ) -> Coverage:
-        """Return the coverage of the longest prefix that ends inside a chunk; `found` if none is longer.
-
-        Args:
-            found: coverage of the prefixes that end with chunks.
-            beginnings: the tiers' chunks by their beginnings.
-            last: position after the last token that may be loaded.
-            tier_numbers: as for `look_up`.
-        """
+        """Return the coverage of the longest prefix, up to `last`, that ends inside a chunk; else `found`."""
         size, groups = self.keys.chunk_tokens, range(len(self._groups))
 
         def is_lacking(end: int) -> bool:
             return not all(beginnings.chunks_with(self.tail(group, end)) for group in groups)
 
         attends = any(attends_to_all(one.kind) for one in self._groups)
+        # A chunk inside of which a prefix ends must follow whole chunks that are all cached.
         furthest = found.full_attention_tokens if attends else last
         for number in range(furthest // size, found.tokens // size - 1, -1):
             low, high = number * size, (number + 1) * size
@@ -233,7 +181,7 @@ class PromptChunks:
         return found
 
     def _each(self, prompt: int) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the chunks of `all_keys`: index in the request, index of the KV cache group, and key."""
+        """Yield the chunks of `all_keys`: index in the request, index of the group, and key."""
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = list(enumerate(self.keys.chunks()))
         if rest and self.has_tail:
@@ -243,14 +191,7 @@ class PromptChunks:
                 yield number, group, _group_key(key, group)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
-        """Return the tags (last 8 bytes) of the keys of a prompt's chunks in all KV cache groups.
-
-        Args:
-            chunked: number of tokens of the prompt, and number of tokens per chunk.
-
-        Returns:
-            Tags, uint64 of shape (groups, chunks).
-        """
+        """Return the tags of a prompt's chunks in all groups: uint64 of shape (groups, chunks)."""
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
             self._of_any = np.concatenate((self._of_any, self._new_tags()))
@@ -260,11 +201,7 @@ class PromptChunks:
         return tags | self._numbers
 
     def _new_tags(self) -> Tags:
-        """Return the tags of the whole chunks that `keys` has gained since the last call.
-
-        A tag is the last 8 bytes of a chunk's key. Its last byte identifies the KV cache group. That byte is
-        0 in the result, and `_tags` sets it. The result is uint64 of shape (new chunks,).
-        """
+        """Return the tags of the whole chunks that `keys` has gained, without a group: uint64 (chunks,)."""
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
 
 
@@ -273,10 +210,6 @@ _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
 def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a KV cache group: `key` with its last byte replaced by the group's index.
-
-    Args:
-        key: key of the chunk's tokens, which is common to all groups.
-        group: index of the KV cache group, below 256.
-    """
+    """Return the key of a chunk in a group, from the key of its tokens and the group's index below 256."""
+    # 248 bits of digest are left, and one mapping or directory can hold the chunks of all groups.
     return key[:-1] + bytes((group,))

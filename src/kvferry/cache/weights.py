@@ -2,8 +2,7 @@
 
 A model's name does not identify its weights, and files of different weights can have equal headers and sizes.
 So all bytes are digested, at several GB/s, with BLAKE3 on all cores. A JSON file, the *digest file*, keeps
-the digest of each weight file by device, inode, size, modification time and change time. A file that is
-copied over another of the same size can keep the modification time, but not the change time.
+the digest of each weight file.
 
 The digest file is only a cache. If it is missing, damaged or not writable, the weights are read again.
 Concurrent writers may lose each other's new digests, but do not damage the file.
@@ -30,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _BUFFER_BYTES = 4 << 20
+# Bytes read between two progress messages. Reading so many takes seconds.
 _PROGRESS_BYTES = 8 << 30
-"""Number of bytes read between two progress messages. Reading so many takes seconds."""
+# Granularity of file times on some file systems. A file changed more recently may change again unnoticed.
 _SETTLED_SECONDS = 2.0
-"""Granularity of file times on some file systems. A file changed more recently may change again unnoticed."""
+# Maximum number of digests in the digest file.
 _MOST_FILES = 4096
-"""Maximum number of digests in the digest file."""
 
 
 def weights_of(model: Path) -> str | None:
@@ -63,12 +62,9 @@ def digest_of_files(
     """Return the digest of the content of files, in the given order: 32 hex digits.
 
     Args:
-        files: paths of the files.
-        digest_file: path of the JSON file that caches digests; None for the one in the user's cache
-            directory.
-        now: function that returns the current time in seconds since 1970, to compare with file times. The
-            digest of a file that changed less than `_SETTLED_SECONDS` ago is not cached.
-        digest: function that reads and digests one open file; None for `digest_file_content`.
+        digest_file: None for the one in the user's cache directory.
+        now: seconds since 1970, to compare with file times.
+        digest: read and digest one open file; None for `digest_file_content`.
         max_digests: maximum number of digests in the digest file.
 
     Raises:
@@ -101,53 +97,39 @@ def digest_of_files(
 
 
 def file_key(stat: os.stat_result) -> str:
-    """Return the key under which a file's digest is cached: its device, inode, size and times.
-
-    If the file changes, its key changes.
-    """
+    """Return the key under which a file's digest is cached. If the file changes, its key changes."""
+    # A file that is copied over another of the same size can keep the modification time, but not the change
+    # time.
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def cached_digests() -> tuple[Path | None, int]:
-    """Return (path of this user's digest file, number of digests in the file).
+    """Return the path of this user's digest file, and the number of its digests.
 
-    The digest file is a JSON file that caches digests of weights. The path is None if the user has no cache
-    directory. The file need not exist.
+    The path is None for a user without a cache directory.
     """
     digest_file = _default_digest_file()
     return digest_file, len(_read_digest_file(digest_file))
 
 
 class Progress:
-    """Logs a message each time `_PROGRESS_BYTES` more bytes of weight files have been read.
-
-    Args:
-        files: files to read; the messages contain their number.
-    """
+    """Logs a message each time `_PROGRESS_BYTES` more bytes of weight files have been read."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._of = f"{len(files)} weight files"
         self._read = 0
 
     def add(self, count: int) -> None:
-        """Add `count` bytes to the number of bytes read, and log a message when one is due."""
         before, self._read = self._read, self._read + count
         if before // _PROGRESS_BYTES != self._read // _PROGRESS_BYTES:
             logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)
 
 
 def digest_file_content(file: FileIO, progress: Progress) -> str:
-    """Return the BLAKE3 digest of an open file, in hex.
-
-    The file is not read through a memory map, because truncation of a mapped file would kill the process
-    (SIGBUS).
-
-    Args:
-        file: unbuffered binary file.
-        progress: counter of the bytes read. Mutated.
-    """
+    """Return the BLAKE3 digest of an unbuffered binary file, in hex. `progress` counts the bytes."""
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
+    # Not through a memory map: if somebody truncates a mapped file, the process gets SIGBUS.
     while count := file.readinto(buffer):
         hasher.update(buffer[:count])
         progress.add(count)
@@ -155,10 +137,6 @@ def digest_file_content(file: FileIO, progress: Progress) -> str:
 
 
 def _default_digest_file() -> Path | None:
-    """Return the path of the digest file (JSON file that caches digests) in the user's cache directory.
-
-    Return None if the user has no cache directory.
-    """
     try:
         return user_cache() / "weights.json"
     except ConfigError:
@@ -166,13 +144,7 @@ def _default_digest_file() -> Path | None:
 
 
 def _read_digest_file(digest_file: Path | None) -> dict[str, str]:
-    """Return the digests in the digest file (JSON file that caches digests of weights), by file key.
-
-    The result is empty if the file is missing or damaged.
-
-    Args:
-        digest_file: path of the digest file; None for a user without a cache directory.
-    """
+    """Return the digests in the digest file by file key; none if it is missing or damaged."""
     if digest_file is None:
         return {}
     try:
@@ -184,23 +156,12 @@ def _read_digest_file(digest_file: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
-    """Return a checksum of cached digests, which is stored beside them in the digest file to detect damage.
-
-    Args:
-        files: digests by file key.
-    """
+    """Return a checksum of the digests by file key, which detects damage."""
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _add_digests(digest_file: Path | None, news: dict[str, str], max_digests: int) -> None:
-    """Add new digests to the digest file (JSON file that caches digests of weights).
-
-    The file keeps only the newest `max_digests` digests. If it cannot be written, it stays as it is.
-
-    Args:
-        digest_file: path of the digest file; None for a user without a cache directory.
-        news: new digests by file key.
-    """
+    """Add new digests by file key to the digest file, and keep the newest `max_digests`."""
     if digest_file is None:
         return
     kept = {key: digest for key, digest in _read_digest_file(digest_file).items() if key not in news} | news
@@ -211,6 +172,7 @@ def _add_digests(digest_file: Path | None, news: dict[str, str], max_digests: in
         try:
             with os.fdopen(handle, "w") as temporary:
                 json.dump({"check": _check(files), "files": files}, temporary)
+            # A rename, so that readers see the old file or the new one.
             Path(name).replace(digest_file)
         except OSError:
             Path(name).unlink(missing_ok=True)

@@ -129,10 +129,9 @@ def path(where: str) -> None:
 
     If a file tier could not use the directory, print only its real path and the reason.
     """
+    from kvferry.tiers.files.directory_checks import check_directory, try_directory  # noqa: PLC0415
     from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage  # noqa: PLC0415
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
-    from kvferry.tiers.files.opening import check_directory  # noqa: PLC0415
-    from kvferry.tiers.files.trial import try_directory  # noqa: PLC0415
 
     _print_result(real=os.path.realpath(where))
     try:

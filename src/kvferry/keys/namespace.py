@@ -32,19 +32,14 @@ _DEEPEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The scope of chunk keys: all facts about model and format that determine the bytes of chunks.
+    """The scope of chunk keys: all facts about model and format that determine the bytes of chunks."""
 
-    `of` creates it from facts, and `read` from the note (small JSON file) that a tier stores.
-
-    Attributes:
-        text: facts as canonical JSON.
-        name: display name of the model. Comparison and digest ignore it.
-    """
-
-    text: str
+    text: str  # facts as canonical JSON
+    # Display name of the model. Comparison and digest ignore it.
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        # One text per set of facts, because the digest is over the text.
         if _canonical(_parse(self.text)) != self.text:
             raise Unnameable("namespace: what was read is not in the form in which namespaces are written")
 
@@ -60,21 +55,17 @@ class Namespace:
         form: Sequence[str],
         name: str,
     ) -> Namespace:
-        """Create the namespace of an engine from facts about its model and the format of its chunks.
+        """Create the namespace of an engine.
 
         Args:
             weights: digest of the content of the weights.
             model: other properties of the model and of the engine's settings that affect KV, by name.
-            dtype: element type of the model's activations.
-            kv_dtype: element type of the KV cache.
             scales: scales of a quantised KV cache, by name; empty if there are none or if `form` has them.
                 Scales that an engine computes at run time give another namespace in each run.
             form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
-            name: display name of the model.
 
         Raises:
-            Unnameable: a required fact is empty, or JSON cannot hold a fact exactly. The message names the
-                fact.
+            Unnameable: a required fact is empty, or JSON cannot hold a fact exactly.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,
@@ -90,17 +81,7 @@ class Namespace:
 
     @classmethod
     def read(cls, note: str) -> Namespace:
-        """Return the namespace that a note describes. A note is a small JSON file that a tier stores.
-
-        The caller should compare the namespace's digest with the expected digest, because a note may have
-        been changed.
-
-        Args:
-            note: text of the note.
-
-        Raises:
-            Unnameable: the text is not a valid note.
-        """
+        """Return the namespace that a note describes. Compare its digest: the note may have been changed."""
         found = _parse(note)
         facts, name = found.get("facts"), found.get("name")
         if not isinstance(facts, dict) or not isinstance(name, str):
@@ -109,21 +90,18 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """JSON text of a small file that a tier stores beside the chunks, so that people can read it.
-
-        It holds the model's name and `facts`: the facts of model and format that the keys depend on.
-        """
+        """Text of the note of this namespace."""
         return _to_json({"facts": self.facts, "name": self.name})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about model and format that determine the bytes of chunks, as a new dict of JSON types."""
+        """Facts as a new dict of JSON types."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
     @property
     def digest(self) -> bytes:
-        """BLAKE2b digest, 32 bytes, of the facts as canonical JSON (`text`)."""
+        """BLAKE2b digest of `text`, 32 bytes."""
         return blake2b(self.text.encode("ascii"), digest_size=32).digest()
 
 
@@ -139,12 +117,7 @@ def differences(a: Namespace, b: Namespace) -> tuple[str, ...]:
 
 
 def _iter_differences(where: str, a: Any, b: Any) -> Iterator[str]:
-    """Yield one sentence for each difference between the values that a fact has in two namespaces.
-
-    Args:
-        where: dotted path of the values in the facts; empty if all facts are compared.
-        a, b: values in the first and in the second namespace.
-    """
+    """Yield one sentence for each difference between two values of a fact at a dotted path."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted(a.keys() | b.keys()):
             yield from _iter_differences(
@@ -159,31 +132,25 @@ def _iter_differences(where: str, a: Any, b: Any) -> Iterator[str]:
         yield f"{where}: the first has {one}, the second has {other}"
 
 
+# An absent fact, as distinct from null.
 _NONE = object()
-"""A marker for an absent fact, as distinct from null."""
-
+# Maximum length of the two values in a message; longer values are only described.
 _LONGEST = 400
-"""Maximum length of the two values in a message; longer values are only described."""
 
 
 def _as_text(value: Any) -> str:
-    """Return the value of a fact as text for a message: JSON, or "none" if the fact is absent."""
     return "none" if value is _NONE else json.dumps(value, sort_keys=True)
 
 
 def _summary(value: Any) -> str:
-    """Return a short description of a value that is too long for a message: its size or its beginning."""
+    """Return the size or the beginning of a value that is too long for a message."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return f"{len(value)} facts" if isinstance(value, dict) else f"{_as_text(value)[:100]}"
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Parse the text of a JSON object.
-
-    Raises:
-        Unnameable: the text is not JSON, or not an object.
-    """
+    """Parse the text of a JSON object, or raise Unnameable."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -194,35 +161,19 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _canonical(facts: Mapping[str, Fact]) -> str:
-    """Return the facts of a namespace as canonical JSON: sorted keys, ASCII, fixed whitespace.
-
-    Raises:
-        Unnameable: a fact cannot be written exactly as JSON.
-    """
+    """Return facts as canonical JSON, or raise Unnameable."""
     return _to_json(_to_builtin("", facts, 0))
 
 
 def _to_json(plain: Any) -> str:
-    """Return a value of built-in types as canonical JSON: sorted keys, ASCII, a line feed at the end."""
     return json.dumps(plain, sort_keys=True, indent=1, separators=(",", ": "), allow_nan=False) + "\n"
 
 
 def _to_builtin(where: str, value: Any, depth: int) -> Any:
-    """Return the value of a fact, converted to built-in types that JSON can hold exactly.
-
-    Subclasses of built-in scalar types are refused: an instance may equal a built-in value but mean something
-    else.
-
-    Args:
-        where: dotted path of the value in the facts, for messages.
-        value: value to convert.
-        depth: number of mappings and lists around the value, at most `_DEEPEST`.
-
-    Raises:
-        Unnameable: the value cannot be written exactly as JSON.
-    """
+    """Return a fact at a dotted path as built-in types that JSON can hold exactly, or raise Unnameable."""
     if depth > _DEEPEST:
         raise Unnameable(f"namespace: {where[:60]}... is nested deeper than {_DEEPEST}")
+    # The exact type: an instance of a subclass may equal a built-in value but mean something else.
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -250,33 +201,13 @@ def _to_builtin(where: str, value: Any, depth: int) -> Any:
 
 
 def _check_key(where: str, key: Any) -> str:
-    """Check a key of a mapping of facts, and return the key unchanged.
-
-    Args:
-        where: dotted path of the mapping in the facts, for messages.
-        key: key to check.
-
-    Raises:
-        Unnameable: JSON cannot hold the key exactly.
-    """
     if type(key) is not str:
         raise Unnameable(f"namespace: {where} has the key {key!r}, which is no text; 1 and '1' would be one")
     return _check_encodable(f"{where}.{key!a}", key)
 
 
 def _check_encodable(where: str, text: str) -> str:
-    """Check that a string has no surrogates, and return the string unchanged.
-
-    A pair of surrogates has the same JSON as the character that the pair encodes, so two different strings
-    would have equal digests.
-
-    Args:
-        where: dotted path of the string in the facts, for messages.
-        text: string to check.
-
-    Raises:
-        Unnameable: the string has a surrogate.
-    """
+    # A pair of surrogates has the same JSON as the character that it encodes: two texts with one digest.
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unnameable(f"namespace: {where} has half a character (a surrogate) in it; give whole ones")
     return text

@@ -17,9 +17,7 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     """Return the digest of token ids and of other inputs that determine the KV: BLAKE2b, 32 hex digits.
 
     Args:
-        tokens: token ids of the prompt, in order.
-        extras: the other inputs as strings, such as LoRA adapter, multimodal hashes or cache salt. Their
-            order affects the digest.
+        extras: the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True

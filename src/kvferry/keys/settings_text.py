@@ -8,6 +8,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
+# Keys in the configuration of a model or processor that do not affect the content of its KV cache.
 NOT_CONTENT = frozenset(
     {
         # names and versions
@@ -34,24 +35,20 @@ NOT_CONTENT = frozenset(
         "num_lookahead_tokens", "n_predict",
     }
 )  # fmt: skip
-"""Keys in the configuration of a model or processor that do not affect the content of its KV cache."""
 
+# Further settings are combined into a digest.
 MAX_SETTINGS = 4096
-"""Maximum number of settings; further ones are combined into a digest."""
+# Characters of a key or value; a longer one is its beginning (`_HEAD`) and a digest.
 _LONGEST = 120
-"""Maximum length of a key or value, in characters; a longer one is its beginning and a digest."""
 _HEAD = 72
-"""Length of the beginning that a shortened text keeps, in characters."""
+# Maximum nesting depth of objects, because an object may contain itself.
 _DEEPEST = 6
-"""Maximum nesting depth of objects, because an object may contain itself."""
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Flatten a nested configuration to a mapping from dotted key to text.
 
-    Keys that do not affect the content of a KV cache (`NOT_CONTENT`) are left out. Null settings are left out
-    too, so that a null setting equals an absent one. All settings after the first `MAX_SETTINGS` are replaced
-    by one entry with their digest.
+    Keys in `NOT_CONTENT` are left out, and null settings, so that a null setting equals an absent one.
 
     >>> settings_of({"rope": {"theta": 1e4, "factor": None}, "layers": [1, 2], "use_cache": True})
     {'layers': '[1, 2]', 'rope.theta': '10000'}
@@ -82,12 +79,7 @@ def text_of(value: Any) -> str:
 
 
 def _flatten(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of each setting in a nested configuration.
-
-    Args:
-        where: dotted key of the configuration; empty for the outermost mapping.
-        config: settings, possibly nested.
-    """
+    """Yield (dotted key, text) of each setting in a nested configuration at a dotted key."""
     for key, value in config.items():
         if str(key) in NOT_CONTENT or value is None:
             continue
@@ -99,13 +91,7 @@ def _flatten(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _to_json_types(value: Any, depth: int = 0) -> Any:
-    """Convert the value of a setting to JSON types. The result is the same in every process.
-
-    Args:
-        value: value to convert.
-        depth: number of collections and objects around the value. Beyond `_DEEPEST`, a collection or object
-            is converted to text as a whole.
-    """
+    """Convert a value to JSON types, in the same way in every process; to text beyond `_DEEPEST`."""
     members = _members(value) if depth <= _DEEPEST else None
     if isinstance(members, Mapping):
         return {str(key): _to_json_types(each, depth + 1) for key, each in members.items()}
@@ -127,7 +113,7 @@ def _members(value: Any) -> Mapping[Any, Any] | list[Any] | None:
 
 
 def _to_scalar(value: Any) -> bool | int | float | str | None:
-    """Convert a value that is neither a collection nor an object with attributes to a JSON scalar."""
+    # JSON files write 10000 and 1e4 for one setting. Beyond 2^53 a float stands for several integers.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):

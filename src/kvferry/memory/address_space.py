@@ -1,8 +1,4 @@
-"""Tensor views of registered memory, looked up by address.
-
-Transfer plans contain addresses, but copies need tensors. An `AddressSpace` keeps one flat tensor over the
-memory of each region. It allocates nothing.
-"""
+"""Tensor views of registered memory by address: plans contain addresses, but copies need tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class _CudaBytes:
 
 
 def tensor_over(region: Region) -> torch.Tensor:
-    """Return a tensor that views the memory of a region, uint8 of shape (length,)."""
+    """Return a tensor over the memory of a region, uint8 of shape (length,)."""
     if region.memory == "VRAM":
         return torch.as_tensor(_CudaBytes(region), device=f"cuda:{region.device}")
     memory = (ctypes.c_uint8 * region.length).from_address(region.address)
@@ -41,13 +37,13 @@ def tensor_over(region: Region) -> torch.Tensor:
 
 
 def region_over(tensor: torch.Tensor) -> Region:
-    """Return the region of a contiguous tensor's memory: address, length, kind and device."""
+    """Return the region of a contiguous tensor's memory."""
     kind, device = ("VRAM", tensor.device.index) if tensor.is_cuda else ("DRAM", 0)
     return Region(tensor.data_ptr(), tensor.nbytes, kind, device)
 
 
 class AddressSpace:
-    """Tensor views of registered regions of memory, looked up by address.
+    """Tensor views of registered regions of memory, looked up by address. It allocates nothing.
 
     The caller must keep the memory allocated.
     """
@@ -58,18 +54,15 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, copy: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """Return a view of the bytes that a strided copy reads or writes, in several blocks or packed cells.
-
-        A packed cell is the KV of a few tokens in contiguous memory. The view repeats the copy for each block
-        or packed cell, at equal distances.
+        """Return a view of the bytes that a strided copy touches on one side, in blocks or packed cells.
 
         Args:
-            copy: strided copy (nested loops over contiguous runs of bytes). Its start on `side` is the
-                absolute address of the first run in the first block or packed cell.
-            side: "src" to view the bytes that the copy reads, "dst" to view the bytes that it writes.
+            copy: its start on `side` is the absolute address of the first run in the first block or packed
+                cell.
+            side: "src" or "dst".
             stride: bytes from one block or packed cell to the next.
             count: number of blocks or packed cells.
-            word: size in bytes of an element of the view: 1, 2, 4 or 8 (see `largest_word`).
+            word: size in bytes of an element of the view: 1, 2, 4 or 8 (`largest_word`).
 
         Returns:
             Tensor of shape (count, count of every loop, elements of a run) that shares the memory.
@@ -101,26 +94,15 @@ class AddressSpace:
         return flat.as_strided(shape, strides, (first - low) // word)
 
     def _region_of(self, low: int, high: int) -> int | None:
-        """Return the index of the region that contains a whole range of addresses; None if no region does.
-
-        Args:
-            low: first address of the range.
-            high: address after the last byte of the range.
-        """
+        """Return the index of the region that contains addresses from `low` to `high` (excluded), or None."""
         at = bisect.bisect_right(self._starts, low) - 1
         holds = at >= 0 and high <= self._starts[at] + self._regions[at].length
         return at if holds else None
 
     def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
-        """Return the regions that contain the runs of a view; None if a run is outside all regions.
+        """Return the regions that contain runs of `run` bytes, of which the lowest begins at `low`; or None.
 
-        A run is a piece of contiguous bytes.
-
-        Args:
-            low: lowest address of all runs.
-            axes: (distance in bytes from one run to the next, number of runs) along each axis, shortest
-                distance first.
-            run: length of a run in bytes.
+        `axes` are (distance in bytes, number of runs), the shortest distance first.
         """
         high = low + sum(abs(distance) * (count - 1) for distance, count in axes) + run
         if (at := self._region_of(low, high)) is not None:
@@ -139,6 +121,7 @@ class AddressSpace:
     def _flat(self, at: int, word: int) -> torch.Tensor:
         if (at, word) not in self._words:
             region = self._regions[at]
+            # A tensor of words has whole words only. The bytes after the last are in the view of bytes.
             whole = tensor_over(
                 Region(region.address, region.length // word * word, region.memory, region.device)
             )
@@ -147,16 +130,10 @@ class AddressSpace:
 
     @property
     def on_host(self) -> bool:
-        """True if all regions are in host memory."""
         return all(region.memory == "DRAM" for region in self._regions)
 
     def bytes_at(self, address: int) -> tuple[npt.NDArray[np.uint8] | torch.Tensor, int]:
-        """Return the memory of the region that contains `address`, and the address's byte offset in it.
-
-        Returns:
-            (memory, byte offset). The memory is that of the region, uint8 of shape (length,): an array in
-            host memory, a tensor on a GPU.
-        """
+        """Return the memory of an address's region, an array or on a GPU a tensor, and its offset there."""
         at = max(bisect.bisect_right(self._starts, address) - 1, 0)
         flat = self._flat(at, 1)
         return flat.numpy() if self.on_host else flat, address - self._starts[at]
@@ -167,14 +144,7 @@ class AddressSpace:
 
 
 def largest_word(copy: StridedCopy, *offsets: Any) -> int:
-    """Return the largest element size in bytes that tensor views of a strided copy can have: 8, 4, 2 or 1.
-
-    The element size divides the length of the copy's runs, its strides and all `offsets`.
-
-    Args:
-        copy: strided copy (nested loops over contiguous runs of bytes).
-        offsets: further distances in bytes, e.g. between cells.
-    """
+    """Return the largest element size, 8, 4, 2 or 1, that divides runs, strides and `offsets` in bytes."""
     numbers = [copy.run, *offsets]
     numbers += [n for loop in copy.loops for n in (loop.src, loop.dst)]
     return gcd(8, *(int(n) for n in numbers))

@@ -1,9 +1,5 @@
 """Copy cells between an engine's KV blocks and chunks in host memory.
 
-A chunk is a fixed number of tokens of a KV cache group, as a tier stores it. A cell is the unit of copying:
-the largest number of tokens that divides both a block and a chunk. The arena is the host memory that holds
-the chunks.
-
 The planner treats the arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
 side the strided copies have offsets within a chunk.
 """
@@ -29,10 +25,18 @@ from kvferry.planning.template import Route
 class ChunkCopies:
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
-    A cell is a run of tokens that is copied as one unit. Blocks and chunks consist of whole cells. A route is
-    a set of layers with the same strided copies. If the blocks are on a GPU, `store`, `load` and `clear` only
-    queue their copies on the calling thread's current stream, and `wait` waits for them. Until then nothing
-    else may write to these blocks and chunks.
+    If the blocks are on a GPU, `store`, `load` and `clear` only queue their copies on the calling thread's
+    current stream, and `wait` waits for them. Until then nothing else may write to these blocks and chunks.
+
+    Args:
+        side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
+        engine: registered memory of the rank.
+        memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
+            CUDA (`host_registration`).
+        engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
+
+    Raises:
+        TransferError: the strided copies exceed the rank's memory.
     """
 
     def __init__(
@@ -43,20 +47,6 @@ class ChunkCopies:
         memory: npt.NDArray[np.uint8],
         engine_bytes: int,
     ) -> None:
-        """Create tensor views of the rank's KV blocks.
-
-        Args:
-            route: layers to copy, with their strided copies between the rank and a pool of chunks. The pool
-                is described with address 0, so its addresses are byte offsets in host memory.
-            side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
-            engine: registered memory of the rank.
-            memory: host memory that holds the chunks (the arena), uint8 of shape (bytes,). If the blocks are
-                on a GPU, it must be registered with CUDA (`host_registration`).
-            engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
-
-        Raises:
-            TransferError: the strided copies exceed the rank's memory.
-        """
         self._storing, self._memory = side == "src", memory
         stride = route.src_stride if self._storing else route.dst_stride
         blocks = route.src_blocks if self._storing else route.dst_blocks
@@ -78,41 +68,22 @@ class ChunkCopies:
         self._packed = memory if self._pool.on_host else torch.from_numpy(memory)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from KV blocks to chunks in host memory.
-
-        Args:
-            cells: cells to copy. Their `dst_block` holds the index of each cell's chunk in `offsets`.
-            offsets: byte offset of each chunk in host memory, from `offsets_of`, int64 of shape (n,).
-        """
+        """Copy cells from KV blocks to chunks. `cells.dst_block` indexes `offsets`, from `offsets_of`."""
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks in host memory to KV blocks.
-
-        Args:
-            cells: cells to copy. Their `src_block` holds the index of each cell's chunk in `offsets`.
-            offsets: byte offset of each chunk in host memory, from `offsets_of`, int64 of shape (n,).
-        """
+        """Copy cells from chunks to KV blocks. `cells.src_block` indexes `offsets`, from `offsets_of`."""
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:
-        """Zero cells of one chunk in host memory.
-
-        Args:
-            cells: cells to zero. Only their indices in the prompt are used, not their block ids.
-            offset: byte offset of the chunk in host memory.
-        """
+        """Zero cells of the chunk at a byte offset in host memory. The block ids of `cells` are not used."""
         for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number).tolist():
                 for view in part.copies:
                     packed_cell(view, self._memory, at)[...] = 0
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the KV of these blocks in all layers of the route (layers with the same strided copies).
-
-        Args:
-            blocks: block ids, int64 of shape (n,).
-        """
+        """Zero the KV of blocks, by id, in all layers of the route."""
         self._pool.clear(blocks)
 
     def wait(self) -> None:
@@ -126,35 +97,18 @@ class ChunkCopies:
             self._pool.copy(part, places, self._packed, offsets)
 
     def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return strided copies in the form that `PoolCells` takes, for the blocks of this rank's engine.
-
-        Copies with a negative stride are replaced by copies without, because tensor views allow none.
-
-        Args:
-            part: strided copies of a cell (run of tokens), and the offsets of all cells of a block.
-        """
+        """Return strided copies in the form that `PoolCells` takes."""
         at = part.src_offsets if self._storing else part.dst_offsets
+        # Tensor views allow no negative strides.
         return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
-    """Return the byte offset of each cell in the arena (host memory that holds chunks).
-
-    A cell is a run of tokens that is copied as one unit.
-
-    Args:
-        chunk_cells: byte offset of every cell of a chunk, from the start of the chunk.
-        chunks: byte offset in the arena of each cell's chunk, or of the one chunk that holds all cells.
-        number: index of each cell, counted from the start of the prompt, int64 of shape (n,). It determines
-            the cell's position in its chunk.
-    """
+    """Return the byte offset of each cell in the arena, from those of the chunks and of the cells in one."""
     return chunks + chunk_cells[number % len(chunk_cells)]
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:
-    """Return the byte offsets of chunks as the array that `ChunkCopies.store` and `load` take.
-
-    The array is int64 of shape (len(offsets) + 1,). The first chunk has index 1. Index 0 is unused: these
-    indices take the place of block ids, and block id 0 means "no block".
-    """
+    """Return the byte offsets of chunks as an array for `ChunkCopies`: int64 of shape (chunks + 1,)."""
+    # Indices into it take the place of block ids, and block id 0 means "no block".
     return np.array((0, *offsets), np.int64)

@@ -24,15 +24,12 @@ CopyKernel: TypeAlias = Callable[[Int64s, Int64s, int, Int64s, bool], None]
 Nothing is checked: every run must be inside memory, and the two sides must not overlap.
 """
 
+# Largest number of loops that the kernel takes.
 MAX_LOOPS = 16
-"""Largest number of loops that the kernel takes."""
 
 
 def load_kernel(library: Path) -> CopyKernel:
-    """Load the native kernel that copies cells in host memory.
-
-    Args:
-        library: path of the shared library with the kernel.
+    """Load the kernel from a shared library.
 
     Raises:
         OSError: the library is missing, or was built for another kind of machine.
@@ -65,4 +62,3 @@ def _kernel_or_reason() -> tuple[CopyKernel | None, str]:
 
 
 KERNEL, WHY_NO_KERNEL = _kernel_or_reason()
-"""The kernel, or None; and the reason why there is none, or ``""``."""

@@ -1,9 +1,7 @@
 """Copy cells between a block pool on a GPU and packed memory: staging memory, or registered host memory.
 
-There are two ways. The *kernel* (`device_kernel`) copies all cells of a strided copy in one launch, whatever
-their runs. The GPU's *copy engine* takes one call per run; it is used between GPU and host if runs are long
-(`PoolCells.engine_bytes`), because it then reaches the bus's full speed and leaves the GPU's cores to the
-engine. Without Triton the copy engine copies everything.
+The *kernel* (`device_kernel`) copies all cells of a strided copy in one launch, whatever their runs. The
+GPU's *copy engine* takes one call per run. Without Triton it copies everything.
 
 Copies are queued on the calling thread's current stream (`device_stream`). Nothing here waits for them.
 """
@@ -25,41 +23,28 @@ from kvferry.planning.descriptors import Int64s
 if TYPE_CHECKING:
     from kvferry.memory.pool_cells import CellViews, CopyView
 
+# Words that a program of the kernel copies at a time, and its warps.
 _TILE_WORDS, _WARPS = 2048, 8
-"""Words that a program of the kernel copies at a time, and its warps."""
-
+# Programs per streaming multiprocessor for copies inside of a GPU.
 _PROGRAMS_PER_CORE = 4
-"""Programs per streaming multiprocessor for copies inside of a GPU."""
-
+# Between GPU and host, more programs would take cores from the engine, for no more speed.
 _HOST_PROGRAMS = 16
-"""Programs for copies between GPU and host. More would take cores from the engine, for no more speed."""
-
+# Programs where Triton's interpreter runs the kernel.
 _CPU_PROGRAMS = 3
-"""Programs where Triton's interpreter runs the kernel."""
-
 _LARGEST_WORD, _LARGEST_UNIT = 8, 16
 
 
 def copy_cells_on_device(
     part: CellViews, places: Int64s, memory: torch.Tensor, offsets: Int64s, engine_bytes: int
 ) -> None:
-    """Queue copies of cells between a block pool on a GPU and packed memory.
-
-    A cell is a run of tokens that is copied as one unit.
-
-    Args:
-        part: strided copies with their views of the block pool.
-        places: index of each cell on the first axis of `CopyView.elements`, int64 of shape (n,).
-        memory: packed memory, uint8 of shape (bytes,): on the pool's GPU, or host memory that is registered
-            with CUDA.
-        offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
-        engine_bytes: run length in bytes from which the copy engine copies between GPU and host.
+    """Queue copies of cells between a block pool on a GPU and packed memory, as `PoolCells.copy` does.
 
     Raises:
         TransferError: a cell is outside the block pool or `memory`. Nothing is copied.
     """
     if not len(places):
         return
+    # All of them first: an error must leave nothing copied.
     for view in part.copies:
         check_bounds("places of the block pool", places, 0, len(view.elements))
         check_bounds("bytes of the packed memory", offsets + view.offset, 0, len(memory) - view.extent + 1)
@@ -74,6 +59,7 @@ def copy_cells_on_device(
         if uses_copy_engine(view.copy.run, engine_bytes, to_or_from_host=to_or_from_host):
             _copy_by_engine(view, places, words, offsets)
             continue
+        # Most copies of a cell have one stride, so one upload is enough.
         if stride not in cells:
             cells[stride] = _upload(np.stack([places * stride, offsets]), view.elements.device)
         packed = words[view.offset // view.word :]
@@ -81,22 +67,13 @@ def copy_cells_on_device(
 
 
 def uses_copy_engine(run: int, engine_bytes: int, *, to_or_from_host: bool) -> bool:
-    """Return True if the GPU's copy engine copies runs of a length, False if the kernel does.
-
-    Args:
-        run: length of a run in bytes.
-        engine_bytes: run length from which the copy engine copies between GPU and host.
-        to_or_from_host: True for a copy between GPU and host, False for one inside of a GPU.
-    """
+    """Return whether the GPU's copy engine copies runs of a length in bytes, and not the kernel."""
+    # With long runs it reaches the full speed of the bus, and leaves the GPU's cores to the engine.
     return device_kernel.copy_cells_kernel is None or (to_or_from_host and run >= engine_bytes)
 
 
 def compile_kernel(view: CopyView) -> None:
-    """Compile the kernel for a strided copy, so that its first transfer need not wait for it.
-
-    Args:
-        view: strided copy with its view of the block pool.
-    """
+    """Compile the kernel for a strided copy, so that its first transfer need not wait for it."""
     if device_kernel.copy_cells_kernel is not None:
         device = view.elements.device
         packed = torch.zeros(2 * _LARGEST_UNIT, dtype=torch.uint8, device=device)
@@ -109,7 +86,6 @@ def _launch(view: CopyView, packed: torch.Tensor, cells: torch.Tensor, unit: int
     """Launch the kernel on the calling thread's current stream.
 
     Args:
-        view: strided copy with its view of the block pool.
         packed: words of packed memory. It begins at the first run of a cell with offset 0.
         cells: byte offset of each cell in the pool, and in `packed`, int64 of shape (2, n), on the GPU.
         unit: bytes that divide all offsets and strides.
@@ -135,14 +111,7 @@ def _launch(view: CopyView, packed: torch.Tensor, cells: torch.Tensor, unit: int
 
 
 def _copy_by_engine(view: CopyView, places: Int64s, words: torch.Tensor, offsets: Int64s) -> None:
-    """Queue one copy per run. The copy engine of the GPU executes each of them.
-
-    Args:
-        view: strided copy with its view of the block pool.
-        places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
-        words: packed memory, in words of the view.
-        offsets: byte offset in `words` of each packed cell, int64 of shape (n,).
-    """
+    """Queue one copy per run for the copy engine of the GPU."""
     strides = [stride // view.word for stride in view.strides]
     for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
         cell = view.elements[place]
@@ -154,12 +123,7 @@ def _copy_by_engine(view: CopyView, places: Int64s, words: torch.Tensor, offsets
 
 
 def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Return an array on the device. The upload is queued on the current stream, like the copies that use it.
-
-    Args:
-        cells: int64 of any shape.
-        device: device of the block pool.
-    """
+    """Return an array on the device. The upload is queued like the copies that use it."""
     host = torch.from_numpy(cells)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
@@ -167,9 +131,7 @@ def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
 def copy_unit(view: CopyView, bits: int) -> int:
     """Return the bytes that the kernel copies at a time: 16 if everything is a multiple of 16, else a word.
 
-    Args:
-        view: strided copy with its view of the block pool.
-        bits: bitwise or of the address of packed memory and of the byte offsets of all cells.
+    `bits` is the bitwise or of the address of packed memory and of the byte offsets of all cells.
     """
     strides = int(np.bitwise_or.reduce(view.loops[:, 1:].reshape(-1), initial=0))
     bits |= strides | view.elements.data_ptr() | view.offset | view.copy.run
@@ -186,5 +148,4 @@ def _programs(pool: torch.Tensor, packed: torch.Tensor) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,10 +1,8 @@
-"""The Triton kernel that copies cells on a GPU, if Triton is installed.
+"""The Triton kernel that copies cells on a GPU, if Triton is installed. vLLM for CUDA installs it.
 
-vLLM for CUDA installs Triton. Engines on CPUs have none, and need none.
-
-A copy has two sides. One side is the block pool, the other is packed memory: staging memory on the same GPU,
-or host memory that is registered with CUDA. The kernel sees only addresses, so it copies between any two of
-them. A *tile* is the part of a cell that one program copies at a time: some runs, and some words of each.
+The kernel sees only addresses, so it copies between any two of the block pool, staging memory on the same
+GPU, and host memory that is registered with CUDA. A *tile* is the part of a cell that one program copies at a
+time: some runs, and some words of each.
 """
 
 # The kernel's arguments have no annotations that Python could check: Triton compiles them.
@@ -34,23 +32,19 @@ else:
     ):  # fmt: skip
         """Copy cells, which consist of runs at the places that nested loops describe.
 
-        All offsets and strides are multiples of `UNIT` bytes. Triton copies `UNIT` bytes at a time only if it
-        can prove this, hence the divisions and multiplications by a constant.
-
         Args:
             source, destination: pointers to words of `WORD` bytes.
             source_cells, destination_cells: byte offset of each cell from these pointers, int64 of shape
                 (n,).
             loops: int64 of shape (LOOPS, 3), the innermost loop first: count, and stride in bytes at the
                 source and at the destination.
-            run_words: words of a run.
             tasks: number of tiles of all cells. With 0, the kernel copies nothing.
-            tiles: number of tiles of a cell.
-            column_tiles: number of tiles of a run.
-            LOOPS: number of loops.
+            tiles, column_tiles: number of tiles of a cell, and of a run.
             ROWS, COLUMNS: runs of a tile, and words of each run in it.
             WORD, UNIT: bytes of a word, and the divisor of all offsets and strides.
         """
+        # Triton copies `UNIT` bytes at a time only if it can prove that offsets and strides are multiples,
+        # hence the divisions and multiplications by a constant.
         words_per_unit: tl.constexpr = UNIT // WORD
         runs: tl.constexpr = ROWS
         for task in range(tl.program_id(0), tasks, tl.num_programs(0)):

@@ -36,25 +36,16 @@ class DeviceEvent(Protocol):
 
 
 def enter_stream(region: Region) -> None:
-    """Make a region's GPU the calling thread's device, and a new stream the thread's current stream.
-
-    A thread without a device would use device 0. NIXL also needs the device's context in the threads that
-    call it.
-
-    Args:
-        region: memory that the thread copies. Nothing is done for host memory.
-    """
+    """Make a region's GPU this thread's device, and a new stream its current one. Host memory has none."""
     if region.memory == "VRAM":
+        # A thread without a device would use device 0. NIXL also needs the device's context in threads that
+        # call it.
         torch.cuda.set_device(region.device)
         torch.cuda.set_stream(torch.cuda.Stream(region.device))
 
 
 def on_device(region: Region) -> AbstractContextManager[object]:
-    """Return a context manager in which a region's GPU is the calling thread's device.
-
-    Args:
-        region: memory of the GPU. The context does nothing for host memory.
-    """
+    """Make a region's GPU the calling thread's device in the ``with`` statement. Host memory has none."""
     found: Any = torch.cuda.device(region.device) if region.memory == "VRAM" else nullcontext()
     return found  # type: ignore[no-any-return]
 
@@ -67,20 +58,17 @@ def record_event() -> DeviceEvent | None:
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
+    # A blocking event, for which a thread sleeps.
     event: DeviceEvent = torch.cuda.Event(blocking=True)
     event.record()
     return event
 
 
 def wait_event(region: Region, event: DeviceEvent | None) -> None:
-    """Make the calling thread's later copies of a region's memory wait for an event.
+    """Make the calling thread's later copies of a region's memory wait for an event, if there is one.
 
     For GPU memory the thread's current stream waits, and the call returns at once. For host memory the call
     itself waits.
-
-    Args:
-        region: memory that the thread copies.
-        event: event from `record_event`; None to wait for nothing.
     """
     if event is None:
         return
@@ -91,11 +79,7 @@ def wait_event(region: Region, event: DeviceEvent | None) -> None:
 
 
 def finish_stream(device: torch.device) -> None:
-    """Wait until the work on the calling thread's current stream of a device is done.
-
-    Args:
-        device: device of the copied memory. The function returns at once if it is the CPU.
-    """
+    """Wait until the work on the calling thread's current stream of a device is done. A CPU has none."""
     if device.type == "cpu":
         return
     # A blocking event lets the thread sleep. `Stream.synchronize` would keep a core busy.

@@ -2,17 +2,14 @@
 
 A view of a cache is rarely contiguous, and on such a view `reshape`, `flatten`, `ravel` and `contiguous` copy
 silently. Writes to the copy are lost. A transport that registers the copy serves memory that no engine
-writes. On a guarded view these operations raise `SilentCopy`, and they raise it before they copy, because a
-copy of a whole cache may not fit into memory. All other operations work as on any tensor:
+writes. On a guarded view these operations raise `SilentCopy`. All other operations work as on any tensor:
 
     return a view                   indexing, permute, view, narrow, reshape if possible: guarded as well
     write to the buffer             in place, `copy_`, `out=`, by assignment
     return new memory               clone, gather by index, another dtype or device, arithmetic: not guarded
 
-The guard intercepts calls from Python (`__torch_function__`). It ignores copies inside operations, such as
-those of a matmul. `__torch_dispatch__` could not distinguish these cases: there, the copies of a reshape, a
-clone and a matmul are the same call. The guard does not protect memory outside torch: numpy arrays, dlpack
-capsules, raw pointers.
+The guard ignores copies inside operations, such as those of a matmul. It does not protect memory outside
+torch: numpy arrays, dlpack capsules, raw pointers.
 """
 
 from __future__ import annotations
@@ -24,14 +21,16 @@ import torch
 
 from kvferry.errors import SilentCopy
 
+# Operations that torch allows to return a view *or* a copy, with the same dtype and device.
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
-"""Operations that torch allows to return a view *or* a copy, with the same dtype and device."""
 
 
 class _GuardedView(torch.Tensor):
-    """A view of a KV cache that raises `SilentCopy` where torch would silently copy. Created by `guard`."""
+    """A view of a KV cache that raises `SilentCopy` where torch would silently copy."""
 
     @classmethod
+    # Calls from Python. `__torch_dispatch__` could not tell the copies of a reshape, a clone and a matmul
+    # apart.
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -58,23 +57,12 @@ def guard(view: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that an operation on a guarded view returns a view, and not a copy of the memory.
-
-    The operation is tried on a meta tensor (tensor without memory) of the same shape and strides.
-
-    Args:
-        func: torch operation.
-        name: name of the operation.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
-
-    Raises:
-        SilentCopy: the operation would copy.
-    """
+    """Raise `SilentCopy` if an operation on a guarded view would return a copy."""
     keyword = "" if args else "input" if "input" in kwargs else "self"
     view = kwargs[keyword] if keyword else args[0]
     if not isinstance(view, _GuardedView):
         return
+    # Tried on a tensor without memory: a copy of a whole cache may not fit.
     shadow = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
     tried = func(**{**kwargs, keyword: shadow}) if keyword else func(shadow, *args[1:], **kwargs)
     if not _share_memory(tried, shadow):
@@ -90,14 +78,7 @@ def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
-    """Return the result of an operation, and guard all tensors in it that share memory with a guarded view.
-
-    A guarded view is a tensor that raises `SilentCopy` where torch would silently copy.
-
-    Args:
-        result: result of the operation: a tensor, a list or tuple of results, or anything else.
-        views: guarded views among the arguments of the operation.
-    """
+    """Return the result of an operation, in which all tensors that share memory with `views` are guarded."""
     if isinstance(result, torch.Tensor) and not isinstance(result, _GuardedView):
         return guard(result) if any(_share_memory(result, view) for view in views) else result
     if type(result) in (list, tuple):
@@ -115,5 +96,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors share storage. This also works for meta tensors, which have no addresses."""
+    """Return whether two tensors share storage. This also works for meta tensors, which have no addresses."""
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

@@ -1,7 +1,4 @@
-"""Copy cells between a block pool and packed memory, both in host memory.
-
-The native kernel copies all cells in one call. Where there is no kernel, numpy copies one cell at a time.
-"""
+"""Copy cells between a block pool and packed memory, both in host memory."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ if TYPE_CHECKING:
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
+# Bytes from which a copy is written past the CPU's caches, which it would fill.
 STREAMED_BYTES = 1 << 18
-"""Bytes from which a copy is written past the CPU's caches, which it would fill."""
 
 
 def copy_cells(
@@ -30,17 +27,9 @@ def copy_cells(
     offsets: Int64s,
     streamed_bytes: int = STREAMED_BYTES,
 ) -> None:
-    """Copy cells between a block pool and packed cells, both in host memory, by one strided copy.
+    """Copy cells of a block pool in host memory, as `PoolCells.copy` does, by one strided copy.
 
-    A cell is a run of tokens that is copied as one unit. A packed cell is a cell in contiguous memory. Cells
-    are copied out of the pool if `view.storing` is True, and into the pool otherwise.
-
-    Args:
-        view: strided copy with its view of the block pool.
-        places: index of each cell on the first axis of `view.elements`, int64 of shape (n,).
-        memory: host memory that holds the packed cells, uint8 of shape (bytes,).
-        offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
-        streamed_bytes: bytes from which the native kernel writes past the CPU's caches.
+    The native kernel writes `streamed_bytes` or more past the CPU's caches.
 
     Raises:
         TransferError: a cell is outside the block pool or `memory`. Nothing was copied.
@@ -52,6 +41,7 @@ def copy_cells(
     check_bounds("bytes of the packed memory", offsets + view.offset, 0, memory.size - view.extent + 1)
     kernel = copy_kernel.KERNEL
     if kernel is None or len(view.loops) > copy_kernel.MAX_LOOPS:
+        # Without a kernel, numpy copies one cell at a time.
         for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
             cell = packed_cell(view, memory, offset)
             if view.storing:
@@ -69,24 +59,12 @@ def copy_cells(
 
 
 def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:
-    """Return a view of the bytes of a packed cell that a strided copy reads or writes.
-
-    A packed cell is a run of tokens, copied as one unit, in contiguous memory.
-
-    Args:
-        view: strided copy with the shape and strides of the packed side.
-        memory: host memory that holds the packed cell, uint8 of shape (bytes,).
-        offset: byte offset of the cell in `memory`.
-    """
+    """Return a view of the bytes that a strided copy reads or writes in the packed cell at an offset."""
     return np.ndarray(view.shape, _WORDS[view.word], memory.data, offset + view.offset, view.strides)
 
 
 def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8], offsets: Int64s) -> None:
-    """Raise `TransferError` if the native kernel cannot take the arrays. The kernel does not check them.
-
-    It takes one int64 index and one int64 offset per cell, no negative strides, and contiguous memory. The
-    memory must be writable to store cells.
-    """
+    """Raise `TransferError` if the native kernel, which checks nothing, cannot take the arrays."""
     if not (places.dtype == offsets.dtype == np.int64 and places.shape == offsets.shape == (len(places),)):
         raise TransferError(
             f"a copy has {places.dtype} places of shape {places.shape} and {offsets.dtype} offsets of shape "
@@ -99,14 +77,7 @@ def _check_arrays(view: CopyView, places: Int64s, memory: npt.NDArray[np.uint8],
 
 
 def check_bounds(what: str, values: Int64s, low: int, high: int) -> None:
-    """Raise `TransferError` unless all `values` are in the range ``[low, high)``.
-
-    Args:
-        what: name of the memory that the values index.
-        values: places or byte offsets, int64 of shape (n,).
-        low: smallest allowed value.
-        high: value after the largest allowed value.
-    """
+    """Raise `TransferError` unless all places or offsets in `what` are in the range ``[low, high)``."""
     least, most = int(values.min()), int(values.max())
     if least < low or most >= high:
         raise TransferError(

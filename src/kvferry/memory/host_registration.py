@@ -1,7 +1,6 @@
 """Registration of host memory with CUDA, so that GPUs access it directly.
 
-Copies to and from registered memory are asynchronous, and kernels can read and write it. The memory stays
-where it is: several processes may register the same shared memory, each for itself.
+Several processes may register the same shared memory, each for itself.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.units import format_bytes
 
+# Flags of cudaHostRegister: for all CUDA contexts of the process, and mapped into their addresses.
 _PORTABLE_AND_MAPPED = 3
-"""Flags of ``cudaHostRegister``: for all CUDA contexts of the process, and mapped into their addresses."""
 
 
 class HostRegistration:
-    """Host memory that is registered with CUDA until `close`."""
+    """Host memory that is registered with CUDA until `close`, and must stay mapped until then.
+
+    `memory` begins at a page. TransferError is raised if CUDA cannot register it.
+    """
 
     def __init__(self, memory: Region) -> None:
-        """Register host memory with CUDA.
-
-        Args:
-            memory: region of host memory, which begins at a page. It must stay mapped until `close`.
-
-        Raises:
-            TransferError: CUDA cannot register the memory.
-        """
         self._address = memory.address
         cudart = torch.cuda.cudart()
         code = cudart.cudaHostRegister(memory.address, memory.length, _PORTABLE_AND_MAPPED).value

@@ -2,11 +2,6 @@
 
 A transport that copies between processes pins memory page by page. With pages of 4 KiB that takes about five
 times as long as with pages of 2 MiB.
-
-If ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``madvise``, a process must request huge pages. torch
-does not request them. If ``shmem_enabled`` is ``never`` (the default), shared memory gets no huge pages. But
-``MADV_COLLAPSE`` ignores both settings: it can move shared memory to huge pages, if the memory is mapped at a
-multiple of the size of a huge page.
 """
 
 from __future__ import annotations
@@ -22,32 +17,30 @@ from kvferry.geometry import Region
 
 logger = logging.getLogger(__name__)
 
+# MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory.
 _FIXED, _NORESERVE = 0x10, 0x4000
-"""MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory."""
+# MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use.
 _HUGEPAGE, _COLLAPSE = 14, 25
-"""MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use."""
 _PAGE, _LARGE_PAGE = 4096, 2 << 20
 _STEP_BYTES = 32 << 20
 
+# Memory in use that is moved at once. A larger region would delay an engine's start for minutes.
 COLLAPSE_BYTES = 8 << 30
-"""Maximum size of memory in use that `request_huge_pages` moves at once, in bytes.
-
-A larger region would delay an engine's start for minutes.
-"""
 
 
 def request_huge_pages(region: Region, *, touched: bool) -> None:
-    """Ask the kernel to back a region of memory with huge pages. If it refuses, the memory stays as it is.
+    """Ask the kernel to back host memory with huge pages. If it refuses, the memory stays as it is.
 
-    Args:
-        region: memory to back with huge pages. Nothing is done for GPU memory.
-        touched: True if the memory has been written to already. Then a region of at most `COLLAPSE_BYTES` is
-            moved to huge pages at once. This takes about as long as writing to the whole region.
+    If the memory was `touched`, which means written to, at most `COLLAPSE_BYTES` are moved to huge pages at
+    once. This takes about as long as writing to the whole region.
     """
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
     if region.memory != "DRAM" or os.uname().sysname != "Linux":
         return
+    # If /sys/kernel/mm/transparent_hugepage/enabled is madvise, a process must request huge pages, which
+    # torch does not. If shmem_enabled is never, the default, shared memory gets none. MADV_COLLAPSE ignores
+    # both settings.
     for advice in (_HUGEPAGE, _COLLAPSE) if touched and length <= COLLAPSE_BYTES else (_HUGEPAGE,):
         _advise(first, length, advice)
 
@@ -55,18 +48,14 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
 def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
     """Map a shared memory file at an address that is a multiple of the size of a huge page.
 
-    Args:
-        fd: file descriptor of the shared memory file.
-        size: size of the file in bytes.
-        writable: False to map memory that is only read.
-
     Returns:
-        The mapping, and the byte offset in the mapping at which the file begins. The file is unmapped when
-        the mapping is closed.
+        The mapping, and the byte offset in it at which the file begins. The file is unmapped when the mapping
+        is closed.
 
     Raises:
         OSError: the file cannot be mapped.
     """
+    # Reserve a huge page more than needed, then map the file over it at the first multiple.
     room = mmap.mmap(-1, size + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     skip = -address % _LARGE_PAGE
@@ -86,15 +75,13 @@ def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap,
 
 
 class HugePageCollapser:
-    """A thread that moves memory in use to huge pages. This takes seconds per GiB, in the background."""
+    """A thread that moves memory in use to huge pages, in seconds per GiB. Pages not in use are skipped.
+
+    Args:
+        region: memory to move; it must stay mapped until `stop` returns.
+    """
 
     def __init__(self, region: Region) -> None:
-        """Start the thread that moves the memory to huge pages.
-
-        Args:
-            region: memory to move; it must stay mapped until `stop` returns. Pages not yet in use are
-                skipped.
-        """
         self._region, self._stopped = region, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-pages", daemon=True)
         self._thread.start()
@@ -116,13 +103,7 @@ class HugePageCollapser:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Call ``madvise`` for a range of memory; return 0, or the errno if the call fails.
-
-    Args:
-        address: address of the first byte.
-        length: number of bytes.
-        advice: number of the advice, e.g. that of MADV_COLLAPSE.
-    """
+    """Call ``madvise`` for a range of memory; return 0, or the errno if the call fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0

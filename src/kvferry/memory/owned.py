@@ -1,9 +1,8 @@
 """The KV cache of one rank in one allocation, with the tensor views that an engine works on.
 
-The buffer is an array of bytes, in any memory layout. Attention code gets a view of each layer with axes
-``(blocks, heads, tokens, content)``. Recurrent layers get a view of each field with axes
-``(blocks, heads, *inner)``. Kernels that compute addresses get the page maps (sizes and strides). The planner
-and the transport get the geometry (addresses and layout). All of them describe the same memory.
+The buffer is an array of bytes, in any memory layout. Attention code gets a view of each layer, recurrent
+layers one of each field, kernels that compute addresses the page maps, planner and transport the geometry.
+All of them describe the same memory.
 """
 
 from __future__ import annotations
@@ -21,36 +20,28 @@ from kvferry.geometry.store import ModelCache
 from kvferry.memory.address_space import region_over
 from kvferry.memory.guard import guard
 
+# Default dtype of a recurrent field, by the size of its elements in bytes.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Default dtype of a recurrent field, by the size of its elements in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedCache:
-    """The KV cache of one rank in a buffer that `allocate` has created.
+    """The KV cache of one rank in a buffer that `allocate` has created."""
 
-    Attributes:
-        buffer: memory of the cache, uint8 of shape (bytes,), initially zero. Views keep it allocated.
-        geometry: addresses and layout of the cache, for planning; its only region is the buffer.
-        maps: addresses and strides of the cache, one map per KV cache group in the order of
-            `geometry.groups`.
-    """
-
+    # Memory of the cache, uint8 of shape (bytes,), initially zero. Views keep it allocated.
     buffer: torch.Tensor
-    geometry: RankGeometry
+    geometry: RankGeometry  # addresses and layout, for planning; its only region is the buffer
+    # Addresses and strides, one map per KV cache group in the order of `geometry.groups`.
     maps: tuple[PageMap, ...]
 
     def views(self, dtype: torch.dtype = torch.uint8, *, guarded: bool = True) -> dict[str, torch.Tensor]:
-        """Return a view of every attention layer, by layer name.
+        """Return a view of every attention layer by name, with axes ``(blocks, heads, tokens, content)``.
 
-        The axes are ``(blocks, heads, tokens, content)``. If a block consists of several kernel blocks
-        (blocks as the attention kernel addresses them), the first axis counts kernel blocks. The content axis
-        holds all fields (K, V, scales) side by side. Use uint8 if the elements of the fields differ in size,
-        e.g. fp8 KV with float32 scales.
+        If a block consists of several kernel blocks, the first axis counts kernel blocks. The content axis
+        holds all fields side by side, so the dtype is uint8 if their elements differ in size.
 
         Args:
-            dtype: dtype of the views' elements; uint8 to view bytes.
-            guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
+            guarded: True for views that raise SilentCopy where torch would silently copy.
 
         Raises:
             GeometryError: `dtype` has more than one byte, and a layer's elements differ from it in size.
@@ -74,18 +65,14 @@ class OwnedCache:
     def states(
         self, dtypes: Mapping[str, torch.dtype] | None = None, *, guarded: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return a view of every field of every recurrent layer, by layer name and field name.
+        """Return a view of every field of every recurrent layer, by layer and field name.
 
-        The axes are ``(blocks, heads, *inner)``. If a field has no head axis, the length of this axis is 1.
-
-        Args:
-            dtypes: dtype of each field, by field name. A field without an entry is viewed as integers of its
-                element size.
-            guarded: True for guarded views. They raise SilentCopy where torch would silently copy.
+        The axes are ``(blocks, heads, *inner)``. If a field has no head axis, the length of this axis is 1. A
+        field without an entry in `dtypes` is viewed as integers.
 
         Raises:
-            GeometryError: the elements of a field differ in size from its dtype, or no integer dtype has
-                their size.
+            GeometryError: the elements of a field differ in size from its dtype, or no integer has their
+                size.
         """
         found = {}
         for _, group, _, layer in self._layers():
@@ -104,17 +91,6 @@ class OwnedCache:
                 yield where, group, slot, layer
 
     def _elements(self, layer: Layer, field: Field, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return a view of one field of a recurrent layer, with axes ``(blocks, heads, *inner)``.
-
-        Args:
-            layer: layer of the cache.
-            field: field of the layer's page.
-            dtype: dtype of the elements; None for integers of the size of the elements.
-
-        Raises:
-            GeometryError: the elements of the field differ in size from `dtype`, or no integer dtype has
-                their size.
-        """
         dtype = dtype or _BITS.get(field.item_bytes)
         if dtype is None or dtype.itemsize != field.item_bytes:
             raise GeometryError(
@@ -134,14 +110,12 @@ def allocate(model: ModelCache, engine: EngineShape, rank: int, device: torch.de
     """Allocate the KV cache of one rank, filled with zeros.
 
     Args:
-        model: description of the KV cache of each of the model's layers.
-        engine: parallel sizes and layout settings of the engine.
         rank: index of the worker: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
-        device: torch device, such as ``cpu`` or ``cuda:0``.
 
     Raises:
         GeometryError: an engine with these settings cannot serve this model. The message gives the reason.
     """
+    # Laid out twice: the size is known only from a layout, and the addresses only from the buffer.
     size = lay_out_rank(model, engine, rank, 0).geometry.regions[0].length
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     placed = lay_out_rank(model, engine, rank, buffer.data_ptr())

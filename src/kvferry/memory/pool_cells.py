@@ -1,10 +1,9 @@
 """Strided views of the cells of a block pool: the engine's side of every copy.
 
-A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. Cells
-with the same strided copies differ only in their start. So each strided copy has one view of the whole pool.
-The first axis of the view counts the *places*, the positions at which a cell may start, and a copy indexes
-that axis. Contiguous runs are never listed: a transposed layout, with runs of one element, is an ordinary
-copy between two strided views.
+Cells with the same strided copies differ only in their start. So each strided copy has one view of the whole
+pool. The first axis of the view counts the *places*, the positions at which a cell may start, at equal
+distances, and a copy indexes that axis. Contiguous runs are never listed: a transposed layout, with runs of
+one element, is an ordinary copy between two strided views.
 """
 
 from __future__ import annotations
@@ -30,80 +29,59 @@ from kvferry.planning.strided_copy import StridedCopy
 class CopyView:
     """A view of a block pool through which one strided copy can be run for any cell.
 
-    The copy connects a cell (run of tokens that is copied as one unit) in the pool with the same cell outside
-    the pool: in contiguous memory, or in a chunk in host memory. A place is a position in the pool at which a
-    cell may start.
-
-    Attributes:
-        copy: strided copy of a cell: nested loops over contiguous runs of bytes.
-        storing: True if the pool is the source of the copy, False if it is the destination.
-        loops: loops of the copy, sorted by descending stride in the pool, int64 of shape (loops, 3). A row is
-            (count, source stride in bytes, destination stride in bytes).
-        word: size in bytes of an element of `elements`.
-        elements: view of the pool, of shape (places, count of every loop in `copy.loops`, elements of a run).
-            It is a numpy array for host memory, and a tensor for GPU memory.
-        device_loops: the loops in GPU memory, the innermost first, int64 of shape (loops, 3); None for host
-            memory.
-        offset: byte offset of the first run in the cell outside the pool.
-        shape: shape of a view of the cell outside the pool: (count of every loop in `copy.loops`, elements of
-            a run).
-        strides: strides of that view, in bytes.
-        extent: bytes from the start of the first run to the end of the last run, outside the pool.
+    The copy connects a cell in the pool with the same cell outside of it, in packed memory or in a chunk.
     """
 
     copy: StridedCopy
-    storing: bool
+    storing: bool  # whether the pool is the source of the copy
+    # Loops of the copy, sorted by descending stride in the pool, int64 of shape (loops, 3). A row is (count,
+    # source stride in bytes, destination stride in bytes).
     loops: Int64s
-    word: int
+    word: int  # size in bytes of an element of `elements`
+    # View of the pool, of shape (places, count of every loop in `copy.loops`, elements of a run): an array
+    # for host memory, a tensor for GPU memory.
     elements: Any
-    device_loops: Any
-    offset: int
+    device_loops: Any  # the loops in GPU memory, the innermost first; None for host memory
+    offset: int  # byte offset of the first run in the cell outside the pool
+    # Those of a view of that cell, in elements and in bytes.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    extent: int
+    extent: int  # bytes from the start of its first run to the end of its last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellViews:
-    """Views of a block pool through which a set of strided copies can be run for any cell.
+    """Views of a block pool through which a set of strided copies can be run for any cell."""
 
-    A cell is a run of tokens that is copied as one unit. A place is a position in the pool at which a cell
-    may start. Places lie at equal distances.
-
-    Attributes:
-        block_places: number of places from the start of one block to the start of the next.
-        cell_places: number of places from the start of a block to each of its cells, int64 of shape
-            (cells per block,).
-        copies: view of the block pool for each strided copy.
-    """
-
-    block_places: int
+    block_places: int  # number of places from the start of one block to the start of the next
+    # Number of places from the start of a block to each of its cells, int64 of shape (cells per block,).
     cell_places: Int64s
     copies: tuple[CopyView, ...]
 
     def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
-        """Return the index of each cell on the first axis of `CopyView.elements`.
+        """Return the index of each cell on the first axis of `CopyView.elements`, int64.
 
-        A cell is a run of tokens that is copied as one unit. The axis has an index for every place in the
-        block pool at which a cell may start.
-
-        Args:
-            blocks: block id of each cell, int64.
-            numbers: index of each cell, counted from the start of the prompt, int64. It determines the cell's
-                position in its block. The shape is broadcast with that of `blocks`.
-
-        Returns:
-            Indices, int64 of the broadcast shape.
+        `numbers` count from the start of the prompt. They and the block ids are int64 and broadcast.
         """
         return blocks * self.block_places + self.cell_places[numbers % len(self.cell_places)]
 
 
 class PoolCells:
-    """Views of all cells (runs of tokens that are copied as one unit) of a block pool, created once.
+    """Views of all cells of a block pool, created once.
 
-    Attributes:
-        parts: views of the cells, for each entry of the constructor's argument `parts`, in the same order.
-        on_host: True if the pool is in host memory, False if it is on a GPU.
+    Args:
+        parts: strided copies that together copy a cell. Their addresses in the pool are those of block 0. On
+            the other side, they are byte offsets in a packed cell or in a chunk.
+        pool: registered memory that holds the blocks.
+        side: side of the copies that is the pool, "src" or "dst".
+        stride: bytes from one block to the next.
+        blocks: number of blocks.
+        alignments: for each part, a number of bytes that divides all distances between its cells outside
+            the pool. Empty for no limit.
+        engine_bytes: run length in bytes from which the GPU's copy engine copies between GPU and host.
+
+    Raises:
+        TransferError: the copies exceed the pool's memory.
     """
 
     def __init__(
@@ -117,41 +95,22 @@ class PoolCells:
         alignments: Sequence[int] = (),
         engine_bytes: int = 0,
     ) -> None:
-        """Create the views of the block pool.
-
-        Args:
-            parts: strided copies that together copy a cell (run of tokens that is copied as one unit). Their
-                addresses in the pool are those of block 0. On the other side, they are byte offsets in a
-                packed cell (cell in contiguous memory) or in a chunk.
-            pool: registered memory that holds the blocks.
-            side: side of the copies that is the pool, "src" or "dst".
-            stride: bytes from one block to the next.
-            blocks: number of blocks.
-            alignments: for each part, a number of bytes that divides all distances between its cells outside
-                the pool. The element size of the part's copies divides this number, too. Empty for no limit.
-            engine_bytes: run length in bytes from which the GPU's copy engine copies between GPU and host.
-
-        Raises:
-            TransferError: the copies exceed the pool's memory.
-        """
         self._pool, self._side, self._stride, self._blocks = pool, side, stride, blocks
         self.on_host, self._engine_bytes = pool.on_host, engine_bytes
         self.parts = tuple(map(self._part, parts, alignments or [0] * len(parts)))
         if not self.on_host:
             for part in self.parts:
                 for view in part.copies:
+                    # Now, or the first transfer of each kind would wait for it.
                     compile_kernel(view)
 
     def copy(self, part: CellViews, places: Int64s, memory: Any, offsets: Int64s) -> None:
         """Copy cells between the pool and packed memory. On a GPU, only queue the copies; `wait` waits.
 
-        A cell is a run of tokens that is copied as one unit.
-
         Args:
-            part: entry of `parts` to copy.
             places: index of each cell on the first axis of `CopyView.elements`, int64 of shape (n,).
-            memory: packed memory, uint8 of shape (bytes,): a numpy array for a pool in host memory, a tensor
-                for a pool on a GPU. If the tensor is in host memory, it must be registered with CUDA.
+            memory: uint8 of shape (bytes,): an array for a pool in host memory, a tensor for a pool on a GPU.
+                If the tensor is in host memory, it must be registered with CUDA.
             offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
 
         Raises:
@@ -164,13 +123,7 @@ class PoolCells:
             copy_cells(view, places, memory, offsets)
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of these blocks that belong to the pool's cells. On a GPU, only queue it.
-
-        Bytes that no strided copy of a cell reads or writes stay as they are.
-
-        Args:
-            blocks: block ids, int64 of shape (n,).
-        """
+        """Zero the bytes of blocks that the strided copies touch. On a GPU, only queue it."""
         for part in self.parts:
             places = part.places(blocks[:, None], np.arange(len(part.cell_places))).reshape(-1).tolist()
             for view in part.copies:
@@ -178,10 +131,8 @@ class PoolCells:
                     view.elements[place] = 0
 
     def wait(self) -> None:
-        """Wait until the copies that the calling thread has queued are done. Other threads' work goes on.
-
-        Return at once if the pool is in host memory.
-        """
+        """Wait until the copies that the calling thread has queued are done. Other threads' work goes on."""
+        # All views are on one device.
         for part in self.parts[:1]:
             for view in part.copies[:1]:
                 if not self.on_host:
@@ -194,15 +145,10 @@ class PoolCells:
         return CellViews(self._stride // unit, np.array(part.at, np.int64) // unit, views)
 
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
-        """Return a view of the block pool with which one strided copy can copy each cell of the pool.
+        """Return the view of the block pool for one strided copy, which starts at the first place.
 
-        A cell is a run of tokens that is copied as one unit. A place is a position in the pool at which a
-        cell may start.
-
-        Args:
-            copy: strided copy for a cell at the first place.
-            places: (bytes from one place to the next, number of places).
-            alignment: common divisor of the distances in bytes between cells, in the pool and outside it.
+        `places` are (bytes from one place to the next, number of places). `alignment` divides the distances
+        in bytes between cells, in the pool and outside it.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

@@ -2,9 +2,8 @@
 
 A memory file (memfd) has no name in any file system, so a crash leaves no file behind, and the size of
 ``/dev/shm`` (64 MiB in many containers) does not limit it. The kernel frees its memory when the last process
-that maps it ends. Another process opens it as ``/proc/<pid>/fd/<fd>`` of its owner. So that process must run
-on the same machine, as the same user and in the same process namespace. A random token in the file's name
-keeps it from taking another process's file for the owner's.
+that maps it ends. Another process of the same machine, user and process namespace opens it as
+``/proc/<pid>/fd/<fd>`` of its owner.
 """
 
 from __future__ import annotations
@@ -26,32 +25,22 @@ _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if is_linu
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """What another process needs to open a sealed memory file.
+    """What another process needs to open a sealed memory file."""
 
-    Attributes:
-        pid: id of the process that owns the file.
-        fd: number of the file's descriptor in that process.
-        token: random id of the file, 32 hex digits.
-        size: size of the file in bytes.
-    """
-
-    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 45)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]  # id of the process that owns the file
+    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # number of the file's descriptor in that process
+    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]  # random id of the file, 32 hex digits
+    size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 45)]  # size of the file in bytes
 
     @classmethod
     def create(cls, size: int) -> SharedFile:
-        """Create a sealed memory file of `size` bytes. Its descriptor, `fd`, is to be closed by the caller.
-
-        Raises:
-            ConfigError: see `sealed_file`.
-        """
+        """Create a file as `sealed_file` does. Its descriptor, `fd`, is to be closed by the caller."""
+        # Keeps another process from taking a later file of this descriptor for this one.
         token = secrets.token_hex(16)
         return cls(os.getpid(), sealed_file(_file_name(token), size), token, size)
 
     def open(self, *, writable: bool) -> int:
-        """Open the file, which another process of this machine owns, and return a file descriptor.
+        """Open the file, which another process of this machine owns, and return a descriptor.
 
         Raises:
             TransferError: the owner has ended, its descriptor now refers to another file, its size is not
@@ -68,6 +57,7 @@ class SharedFile:
                 "user or in another process namespace"
             ) from error
         try:
+            # Again: the owner may have ended in between, and its process id may be another's.
             self._check(path, str(Path(f"/proc/self/fd/{fd}").readlink()))
             size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if size != self.size or seals & _SEALED != _SEALED:
@@ -92,13 +82,7 @@ def _file_name(token: str) -> str:
 
 
 def sealed_file(name: str, size: int) -> int:
-    """Create a memory file (memfd) whose size is sealed, and return its file descriptor.
-
-    No process can change the size any more, so processes that map the file can rely on it.
-
-    Args:
-        name: name of the file, as ``/proc`` shows it.
-        size: size of the file in bytes.
+    """Create a memory file whose size no process can change any more, and return its descriptor.
 
     Raises:
         ConfigError: the file cannot be created or sealed, for example because of a limit of the file size or

@@ -13,11 +13,11 @@ from kvferry.tiers.paths import CacheEntry
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The capacity of a cache, its bytes in use, and the free room of its disk. Unknown values are None.
+    """The capacity of a cache, and the free room of its disk. Unknown values are None.
 
     Attributes:
         capacity: maximum bytes of all files of the cache together.
-        charged: bytes in use, as recorded by the cache; includes space reserved for chunks being written.
+        charged: bytes in use, with space that is reserved for chunks being written.
         free: free bytes on the disk.
         free_files: free inodes on the disk.
     """
@@ -30,12 +30,11 @@ class SpaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """The result of `CacheAdmin.collect`, which evicts files until a cache fits into a capacity.
+    """The result of `CacheAdmin.collect`.
 
     Attributes:
         swept: number of removed temporary files of dead writers.
-        evicted: number of evicted files: chunks in the cache, and bad chunks in quarantine.
-        evicted_bytes: bytes of the evicted files.
+        evicted: number of evicted files: chunks, and bad chunks in quarantine.
         charged: bytes in use after the eviction.
         capacity: limit that was applied to the bytes in use.
     """
@@ -48,7 +47,7 @@ class CollectResult:
 
 
 class StoredFile(Protocol):
-    """A file or object of a cache that is open for reading. Callers must check its content for damage.
+    """A file or object that is open for reading. Callers must check its content for damage.
 
     Attributes:
         size: length of the file in bytes.
@@ -57,7 +56,7 @@ class StoredFile(Protocol):
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        """Return the `size` bytes at `offset` of the file, or fewer if the file ends earlier.
+        """Return the `size` bytes at `offset`, or fewer if the file ends earlier.
 
         Raises:
             OSError: the file cannot be read.
@@ -65,9 +64,9 @@ class StoredFile(Protocol):
         ...
 
     def quarantine(self) -> bool:
-        """Move the file to quarantine, where no engine reads it. Return whether the file was moved.
+        """Move the file to quarantine, where no engine reads it. Return whether it was moved.
 
-        In a cache directory, nothing is moved if another file has replaced this file since it was opened.
+        In a directory, nothing is moved if another file has replaced this one since it was opened.
         """
         ...
 
@@ -89,47 +88,50 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield an entry for each file that kvferry has written into the cache. Skip files of other programs.
+        """Yield an entry for each file that kvferry has written into the cache.
 
-        Raises ConfigError if the files cannot be listed.
+        Raises:
+            ConfigError: the files cannot be listed.
         """
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Return a context manager that opens the file of an entry for reading.
+        """Open the file of an entry for reading.
 
-        Entering the context raises FileNotFoundError if the file is gone, and another OSError if it cannot be
-        opened.
+        Raises:
+            FileNotFoundError: the file is gone.
+            OSError: it cannot be opened.
         """
         ...
 
     def space(self) -> SpaceUsage:
-        """Return the capacity of the cache, the bytes in use, and the free room on its disk."""
+        """Return capacity, bytes in use, and free room.
+
+        Raises:
+            ConfigError: the free room cannot be read.
+        """
         ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Evict files of the cache until at most `capacity` bytes are in use.
+        """Remove leftovers of dead writers, count the bytes in use, and evict down to a capacity.
 
-        Before that, remove the temporary files that dead writers left behind, and count the bytes in use
-        again. Files are evicted in the order of `CacheEntry.used_ns`, the earliest first.
+        Files are evicted in the order of `CacheEntry.used_ns`, the earliest first.
 
         Args:
-            capacity: maximum bytes in use after this call. It does not change the capacity of the cache. None
-                for the capacity of the cache.
+            capacity: maximum bytes in use after this call, which does not become the capacity of the cache.
+                None for the capacity of the cache.
 
         Raises:
-            ConfigError: the cache cannot be read or changed, or `capacity` is None and the capacity of the
-                cache is unknown.
+            ConfigError: the cache cannot be read or changed, others held the lock of its ledger for too long,
+                or `capacity` is None and that of the cache is unknown.
         """
         ...
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry files of the cache, and no other files.
-
-        Returns:
-            The number of removed files, and the sum of their bytes.
+        """Remove all kvferry files, but no folders with other files. Return their number and bytes.
 
         Raises:
-            ConfigError: the cache cannot be read or changed.
+            ConfigError: the cache cannot be read or changed, or others held the lock of its ledger for too
+                long.
         """
         ...

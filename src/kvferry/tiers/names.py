@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-PEER = "peer"
-"""Name that other engines have as a tier, and as a source of KV."""
-
+PEER = "peer"  # other engines, as a tier and as a source of KV
 HOST = "host"
-"""Name of the host tier: chunks in host memory."""
-
-TIERS = "tiers"
-"""Name of the source that loads from an engine's own tiers."""
+TIERS = "tiers"  # the source that loads from an engine's own tiers
 
 
 class Medium(Enum):
-    """The kind of storage that KV was loaded from. Engines that report loaded tokens by medium use it."""
+    """The kind of storage that KV was loaded from, for engines that report loaded tokens by medium."""
 
     PEER = auto()
     HOST = auto()
@@ -27,11 +22,7 @@ class Medium(Enum):
 
 
 def tier_name(kind: str, earlier: int) -> str:
-    """Return the unique name of a tier in a list of tiers: its kind, and a number if the kind is repeated.
-
-    Args:
-        kind: kind of the tier.
-        earlier: number of earlier tiers of the same kind in the list.
+    """Return the name of a tier that follows `earlier` tiers of its kind.
 
     >>> tier_name("file", 0), tier_name("file", 1)
     ('file', 'file.2')
@@ -40,7 +31,7 @@ def tier_name(kind: str, earlier: int) -> str:
 
 
 def tier_kind(name: str) -> str:
-    """Return the kind of the tier with a given name: the name without its number.
+    """Return the kind of the tier with a given name.
 
     >>> tier_kind("file"), tier_kind("file.2")
     ('file', 'file')

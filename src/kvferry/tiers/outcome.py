@@ -9,11 +9,7 @@ from threading import Lock
 
 
 class PutOutcome(StrEnum):
-    """The outcome of storing a chunk in a tier.
-
-    After `STORED` and `PRESENT`, the tier has the chunk. After any other outcome, the chunk is *dropped*: the
-    tier does not have it.
-    """
+    """The outcome of storing a chunk. After all but `STORED` and `PRESENT`, the chunk is *dropped*."""
 
     STORED = "stored"
     PRESENT = "present"  # the tier had it already
@@ -25,7 +21,6 @@ class PutOutcome(StrEnum):
 
     @property
     def dropped(self) -> bool:
-        """Return whether the outcome means that the tier does not have the chunk."""
         return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
 
 
@@ -41,33 +36,23 @@ class GetOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The counts of one storage tier in one process, since the process opened the tier.
+    """The counts of one storage tier in one process, since the process opened the tier."""
 
-    Attributes:
-        puts, gets: numbers of attempts to store and to fetch a chunk, by outcome.
-        stored_bytes: bytes of the stored files, including headers and padding.
-        evicted: number of files that this process evicted to make room.
-        evicted_bytes: bytes of the evicted files.
-        quarantined: number of bad chunks moved to quarantine.
-        swept: number of removed temporary files of dead writers.
-    """
-
+    # Numbers of attempts to store and to fetch a chunk, by outcome.
     puts: dict[PutOutcome, int]
     gets: dict[GetOutcome, int]
-    stored_bytes: int
-    evicted: int
+    stored_bytes: int  # bytes of the stored files, including headers and padding
+    evicted: int  # number of files that this process evicted to make room
     evicted_bytes: int
-    quarantined: int
-    swept: int
+    quarantined: int  # number of bad chunks moved to quarantine
+    swept: int  # number of removed temporary files of dead writers
 
     @property
     def dropped(self) -> dict[PutOutcome, int]:
-        """Number of chunks that were not stored, for each reason."""
         return {reason: count for reason, count in self.puts.items() if reason.dropped}
 
     @property
     def misses(self) -> dict[GetOutcome, int]:
-        """Number of fetches that missed, for each reason."""
         return {reason: count for reason, count in self.gets.items() if reason is not GetOutcome.HIT}
 
 
@@ -81,35 +66,20 @@ class OutcomeCounter:
     _lock: Lock = field(default_factory=Lock)
 
     def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
-        """Count an attempt to store a chunk. Return whether this is the first attempt with this outcome.
-
-        The caller uses the result to log each kind of failure only once.
-
-        Args:
-            what: outcome of the attempt.
-            stored_bytes: size of the chunk file in bytes. It is added to `TierStats.stored_bytes` if the
-                chunk was stored.
-        """
+        """Count a store of a file of `stored_bytes`. Return whether to log it: the first of its outcome."""
         with self._lock:
             self._puts[what] += 1
             self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
             return self._puts[what] == 1
 
     def count_get(self, what: GetOutcome) -> bool:
-        """Count an attempt to fetch a chunk. Return whether this is the first attempt with this outcome.
-
-        The caller uses the result to log each kind of failure only once.
-        """
+        """Count a fetch. Return whether to log it: the first of its outcome."""
         with self._lock:
             self._gets[what] += 1
             return self._gets[what] == 1
 
     def add(self, **counts: int) -> None:
-        """Add to the counts of events other than puts and gets, for example ``add(evicted=1)``.
-
-        Args:
-            counts: numbers to add. Each argument has the name of an integer field of `TierStats`.
-        """
+        """Add to integer fields of `TierStats`, for example ``add(evicted=1)``."""
         with self._lock:
             self._sums.update(counts)
 

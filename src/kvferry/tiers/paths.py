@@ -1,9 +1,7 @@
 """File names in a directory of the file tier, and listings of its files. `docs/format.md` shows the layout.
 
 The object tier uses the same layout below its URL. A *path* includes the directory or the URL, a *name* is
-relative to it. The *root* is the directory.
-
-kvferry counts, moves and removes only files whose names match the patterns of this module.
+relative to it. kvferry counts, moves and removes only files whose names match the patterns of this module.
 """
 
 from __future__ import annotations
@@ -21,16 +19,12 @@ from pathlib import Path
 
 from kvferry.user_cache import user_cache
 
+# Version of the layout of a directory, which the marker contains.
 DIRECTORY_VERSION = 1
-"""Version of the layout of a directory."""
 MARKER = "kvferry.json"
-"""Name of the file that marks a directory of the file tier and contains the version of its layout."""
 LEDGER = "ledger"
-"""Name of the file with the capacity and the bytes in use."""
 QUARANTINE = "quarantine"
-"""Name of the folder for bad chunks."""
 NAMESPACE_NOTE = "namespace.json"
-"""Name of the file in a namespace's folder that describes the namespace."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
@@ -52,123 +46,72 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """A file or object of a cache.
+    """A file or object of a cache."""
 
-    Attributes:
-        path: path of the file, or URL of the object.
-        kind: purpose of the file.
-        size: length of the file in bytes.
-        charged: bytes that count against the capacity. They differ from `size` only for a temporary file, for
-            which the reserved bytes count.
-        used_ns: time in nanoseconds since 1970 at which the file was last used, or the object was stored.
-        namespace: digest of the namespace (scope of chunk keys), 64 hex digits; empty if the file belongs to
-            none.
-        boot: boot id of the machine that writes a temporary file; empty for other files.
-    """
-
-    path: str
+    path: str  # path of the file, or URL of the object
     kind: EntryKind
-    size: int
+    size: int  # length of the file in bytes
+    # Bytes that count against the capacity: of a temporary file those reserved, of others `size`.
     charged: int
-    used_ns: int
-    namespace: str = ""
-    boot: str = ""
+    used_ns: int  # nanoseconds since 1970 at which the file was last used, or the object was stored
+    namespace: str = ""  # digest of the namespace, 64 hex digits; empty if the file belongs to none
+    boot: str = ""  # boot id of the machine that writes a temporary file; empty for other files
 
 
 def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
-    """Return the path of the chunk file for a key. The file need not exist.
-
-    Args:
-        root: path of the file tier's directory.
-        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
-        key: key of the chunk, 16 to 32 bytes.
-    """
+    """Return the path of the file of a chunk, which need not exist."""
     return f"{root}/{chunk_name(namespace, key)}"
 
 
 def chunk_name(namespace: bytes, key: bytes) -> str:
-    """Return the name of the chunk file for a key, relative to the directory or the URL of the tier.
-
-    Args:
-        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
-        key: key of the chunk, 16 to 32 bytes.
-    """
+    """Return the name of the file of a chunk."""
     return f"{namespace.hex()}/{key[:1].hex()}/{key.hex()}.kv"
 
 
 def note_name(namespace: bytes) -> str:
-    """Return the name of a namespace's note (descriptive file), relative to the tier's directory or URL.
-
-    Args:
-        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
-    """
+    """Return the name of the note of a namespace."""
     return f"{namespace.hex()}/{NAMESPACE_NOTE}"
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the chunk key in a file name without folders; None if the name is not that of a chunk file."""
+    """Return the key in a file name without folders; None if it is no name of a chunk."""
     found = _CHUNK.fullmatch(name)
     return bytes.fromhex(found[1]) if found else None
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:
-    """Return the chunk keys in file names without folders. Names of other files are skipped."""
+    """Return the keys in file names without folders. Names of other files are skipped."""
     # A file name has no slash. One search over all names takes a third of the time of one search per name.
     found = _CHUNKS.findall("/".join(names))
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
 
 
 def is_chunk_folder(name: str) -> bool:
-    """Return whether `name` can be the name of a chunk folder (a subfolder of a namespace's folder)."""
+    """Return whether a name is that of a folder for chunks, inside a namespace's folder."""
     return _BUCKET.fullmatch(name) is not None
 
 
 def temporary_path(final: str, reserved: int) -> str:
-    """Return an unused path for a temporary file in the folder of `final`.
-
-    Args:
-        final: path to which the file will be renamed when it is complete.
-        reserved: number of bytes reserved for the file. The number becomes part of the temporary name.
-    """
+    """Return an unused path for a temporary file, with its reserved bytes in the name, beside `final`."""
     folder, name = os.path.split(final)
+    # Size and boot id are in the name, so that a sweep knows them even of a file that has no content yet.
     stem = name.partition(".")[0]
     return f"{folder}/.{stem}.{reserved}.{boot_id()}.{secrets.token_hex(8)}.tmp"
 
 
 def chunk_identity(path: str) -> tuple[bytes, bytes]:
-    """Parse the path of a chunk file, and return the digest of its namespace and the key of its chunk.
-
-    The namespace is the scope of chunk keys. The key is empty if the file name is not that of a chunk file.
-    """
+    """Return the namespace's digest and the key in the path of a chunk; an empty key for another name."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
 
 
-def quarantine_path(root: str, path: str) -> str:
-    """Return an unused path in the quarantine folder, to which a bad chunk file can be moved.
-
-    Args:
-        root: path of the file tier's directory.
-        path: current path of the chunk file.
-    """
-    return f"{root}/{quarantine_name(*chunk_identity(path))}"
-
-
 def quarantine_name(namespace: bytes, key: bytes) -> str:
-    """Return an unused name for a bad chunk in quarantine, relative to the directory or the URL of the tier.
-
-    Args:
-        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
-        key: key of the chunk, 16 to 32 bytes.
-    """
+    """Return an unused name for a bad chunk in quarantine."""
     return f"{QUARANTINE}/{namespace.hex()}-{key.hex()}-{secrets.token_hex(8)}.bad"
 
 
 def entry_kind(name: str) -> EntryKind | None:
-    """Return the purpose of an object in object storage, derived from its name.
-
-    Return None if the name is not that of a kvferry object. Only kinds that occur in object storage are
-    recognised; `walk` recognises more kinds in a directory.
+    """Return the purpose of an object in object storage by its name; None if it is not kvferry's.
 
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
@@ -193,10 +136,7 @@ def default_directory() -> str:
 
 
 def find_same_directory(path: str, others: Iterable[str]) -> str | None:
-    """Return the first of `others` that is the same directory as `path`; None if there is none.
-
-    Paths that differ can be the same directory, through links or mounts. Missing directories are skipped.
-    """
+    """Return the first of `others` that is `path`, maybe through links or mounts; None if there is none."""
     for other in others:
         with suppress(OSError):
             if os.path.samefile(path, other):
@@ -206,7 +146,7 @@ def find_same_directory(path: str, others: Iterable[str]) -> str | None:
 
 @cache
 def boot_id() -> str:
-    """Return the kernel's id of the current boot, in hex; the host name in hex if there is no such id."""
+    """Return the kernel's id of the current boot, or else the host name, in hex."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
@@ -214,9 +154,7 @@ def boot_id() -> str:
 
 
 def walk(root: str) -> Iterator[CacheEntry]:
-    """Yield an entry for each kvferry file under the directory `root`.
-
-    Files removed during the walk are skipped.
+    """Yield an entry for each kvferry file under `root`. Skip files that are removed meanwhile.
 
     Raises:
         OSError: an existing folder cannot be read.
@@ -224,19 +162,17 @@ def walk(root: str) -> Iterator[CacheEntry]:
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from _walk_namespace(entry.path, name)
+        # A planted link is moved to quarantine, too, and is evicted from there.
         elif is_folder and name == QUARANTINE:
             yield from _files(entry.path, {_BAD: EntryKind.QUARANTINED}, links=True)
         elif not is_folder and name in (MARKER, LEDGER):
             yield from _stat(entry, EntryKind.NOTE if name == MARKER else EntryKind.LEDGER)
-        elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
-            yield from _stat(entry, EntryKind.TEMPORARY, found=found)
+        elif not is_folder and _TEMPORARY.fullmatch(name):
+            yield from _stat(entry, EntryKind.TEMPORARY)
 
 
 def folders(root: str) -> Iterator[str]:
-    """Yield the paths of all kvferry folders under `root`.
-
-    Each folder comes after the folders that it contains.
-    """
+    """Yield the paths of all kvferry folders under `root`, each after the folders that it contains."""
     for name, is_folder, entry in _scan(root):
         if is_folder and _NAMESPACE.fullmatch(name):
             yield from (
@@ -247,12 +183,6 @@ def folders(root: str) -> Iterator[str]:
 
 
 def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
-    """Yield an entry for each kvferry file in the folder of one namespace (scope of chunk keys).
-
-    Args:
-        folder: path of the folder.
-        namespace: digest of the namespace, 64 hex digits.
-    """
     for name, is_folder, entry in _scan(folder):
         if is_folder and is_chunk_folder(name):
             yield from _files(
@@ -260,32 +190,22 @@ def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
             )
         elif not is_folder and name == NAMESPACE_NOTE:
             yield from _stat(entry, EntryKind.NOTE, namespace)
-        elif not is_folder and (found := _TEMPORARY.fullmatch(name)):
-            yield from _stat(entry, EntryKind.TEMPORARY, namespace, found)
+        elif not is_folder and _TEMPORARY.fullmatch(name):
+            yield from _stat(entry, EntryKind.TEMPORARY, namespace)
 
 
 def _files(
     folder: str, kinds: dict[re.Pattern[str], EntryKind], namespace: str = "", *, links: bool = False
 ) -> Iterator[CacheEntry]:
-    """Yield an entry for each file of a folder whose name matches a pattern in `kinds`.
-
-    Args:
-        folder: path of the folder.
-        kinds: kind of file for each pattern of file names.
-        namespace: digest of the namespace that the files belong to, 64 hex digits; empty if there is none.
-        links: whether symbolic links are included.
-    """
+    """Yield an entry for each file of a folder whose name matches a pattern in `kinds`."""
     for name, is_folder, entry in _scan(folder, links=links):
         for pattern, kind in kinds.items():
-            if not is_folder and (found := pattern.fullmatch(name)):
-                yield from _stat(entry, kind, namespace, found)
+            if not is_folder and pattern.fullmatch(name):
+                yield from _stat(entry, kind, namespace)
 
 
 def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
-    """Scan a folder, and yield (name, whether the entry is a folder, directory entry) for each entry.
-
-    Symbolic links are skipped unless `links` is true. A missing folder has no entries.
-    """
+    """Yield name, whether it is a folder, and entry, for each entry of a folder that may be missing."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -296,38 +216,21 @@ def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.D
 
 
 def _check_gone(path: str) -> None:
-    """Check that a path really does not exist, after a call has raised FileNotFoundError for it.
-
-    If a mount fails for a moment, its files must not be treated as removed, because they still use space.
-
-    Raises:
-        OSError: the path exists.
-    """
+    """Raise OSError if a path exists, after a call has raised FileNotFoundError for it."""
+    # If a mount fails for a moment, its files must not be treated as removed, because they still use space.
     if os.path.lexists(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
 
-def _stat(
-    entry: os.DirEntry[str], kind: EntryKind, namespace: str = "", found: re.Match[str] | None = None
-) -> Iterator[CacheEntry]:
-    """Yield a `CacheEntry` for a file; yield nothing if the file is gone.
-
-    Args:
-        entry: directory entry of the file.
-        kind: purpose of the file.
-        namespace: digest of the namespace, 64 hex digits; empty if the file belongs to none.
-        found: regular-expression match of a temporary file's name, which contains the reserved bytes and the
-            boot id; unused for other kinds of files.
-    """
+def _stat(entry: os.DirEntry[str], kind: EntryKind, namespace: str = "") -> Iterator[CacheEntry]:
+    """Yield the entry of a file; nothing if it is gone."""
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         _check_gone(entry.path)
         return
-    if kind is EntryKind.TEMPORARY and found is not None:
-        charged, boot = int(found[1]), found[2]
-    else:
-        charged, boot = status.st_size, ""
+    found = _TEMPORARY.fullmatch(entry.name)
+    charged, boot = (int(found[1]), found[2]) if found else (status.st_size, "")
     yield CacheEntry(
         path=entry.path,
         kind=kind,

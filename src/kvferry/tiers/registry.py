@@ -1,8 +1,7 @@
 """All kinds of tiers: those of this package, and those that other packages add as entry points.
 
-To add a kind of storage tier to this package, add its settings class to `STORAGE_TIERS`. Another package
-names its settings class as an entry point of the group ``kvferry.tiers``, under the name of the kind. Its
-code is loaded only if a configuration names the kind.
+Another package names its settings class as an entry point of the group ``kvferry.tiers``, under the name of
+the kind. Its code is loaded only if a configuration names the kind.
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ from kvferry.tiers.storage_settings import StorageSettings
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
     {one.kind: one for one in (FileSettings, ObjectSettings)}
 )
-"""Settings class of each kind of storage tier of this package, by name, in the order of display."""
-
+# In the order of display.
 TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)
-"""Names of all kinds of tiers of this package, in the order of display."""
-
 ENTRY_POINTS = "kvferry.tiers"
-"""Group of the entry points with which other packages add kinds of storage tiers."""
 
 # A dot would be read as the number of a second tier of the kind.
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
@@ -36,20 +31,15 @@ _KIND = re.compile(r"[a-z][a-z0-9_]*")
 
 @cache
 def storage_kinds() -> tuple[str, ...]:
-    """Return the names of all kinds of storage tiers: of this package, then of other packages.
-
-    A name of this package's kinds stays this package's, whatever another package calls its own.
-    """
+    """Return the names of all kinds of storage tiers: of this package, then of other packages."""
     added = {one.name for one in entry_points(group=ENTRY_POINTS) if _KIND.fullmatch(one.name)}
+    # A name of this package's kinds stays this package's, whatever another package calls its own.
     return (*STORAGE_TIERS, *sorted(added - {*TIER_KINDS}))
 
 
 @cache
 def settings_class(kind: str) -> type[StorageSettings]:
-    """Return the settings class of a kind of storage tier. Load it if it is another package's.
-
-    Args:
-        kind: a name that `storage_kinds` returns.
+    """Return the settings class of a kind that `storage_kinds` names.
 
     Raises:
         ConfigError: two packages add this kind, or what the package adds cannot be loaded or is no such
@@ -67,7 +57,7 @@ def settings_class(kind: str) -> type[StorageSettings]:
 
 
 def medium_of(name: str) -> Medium:
-    """Return the medium (peer, host, disk or network) of the tier with a given name.
+    """Return the medium of the tier with a given name.
 
     >>> medium_of("file.2")
     <Medium.DISK: 3>

@@ -10,18 +10,14 @@ from kvferry.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 _SIZE = re.compile(r"\s*(\d{1,1000}(?:\.\d{1,1000})?)\s*([A-Za-z]*)\s*")
+# Largest size of a file on Linux, in bytes.
 _LARGEST = (1 << 63) - 1
-"""Largest size of a file on Linux, in bytes."""
+# Smallest number of bytes that needs no unit. A smaller one, such as 64, is meant as GiB.
 _LEAST_WITHOUT_UNIT = 1 << 20
-"""Smallest number of bytes that needs no unit. A smaller one, such as 64, is meant as GiB."""
 
 
 def check_capacity(where: str, capacity: int | str | None) -> None:
-    """Check the configured capacity of a tier.
-
-    Args:
-        where: name of the tier in the configuration, for the error message.
-        capacity: number of bytes, or a text such as ``4GiB``. None means the default, and is valid.
+    """Check the configured capacity of a tier, which `where` names. None means the default, and is valid.
 
     Raises:
         ConfigError: the capacity is not a size, or not above 0, or larger than a file can be.
@@ -50,6 +46,7 @@ def parse_size(size: int | str) -> int:
         raise ConfigError(
             f"{size!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB, TiB or PiB"
         )
+    # A fraction, because a float would round a large size to another number of bytes.
     size_bytes = Fraction(found[1]) * _UNITS[found[2].lower()]
     if not found[2] and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """The base class of a storage tier's settings, which also open the tier.
 
-Other code uses a kind of storage tier only through its subclass of `StorageSettings`. `tiers.registry` finds
-the subclasses.
+Other code uses a kind of storage tier only through its subclass, which `tiers.registry` finds.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ class Location:
     """The location of a tier's chunks.
 
     Attributes:
-        text: description of the location, for messages.
-        key: location in a form that can be compared. Two tiers of one kind with equal keys use the same
-            storage.
+        text: description for messages.
+        key: two tiers of one kind with equal keys use the same storage.
     """
 
     text: str
@@ -36,10 +34,10 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial write to a tier's storage (`StorageSettings.try_out`).
+    """The result of `StorageSettings.try_out`.
 
     Attributes:
-        found: description of the result for the operator, as a sentence without a full stop.
+        found: the result for the operator, as a sentence without a full stop.
         advice: advice for the operator; empty if the storage can be used.
     """
 
@@ -55,7 +53,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     `kvferry doctor` has a separate check for the type.
 
     Attributes:
-        kind: value of the configuration key ``type``. Messages and metrics use it as the name of the tier.
+        kind: value of the configuration key ``type``, and name of the tier in messages and metrics.
         medium: kind of storage that the engine reports for tokens loaded from this tier.
         write: write mode. ``through`` writes a chunk to the tier as soon as the chunk is in host memory.
             ``back`` writes it only when host memory fills up or the engine shuts down.
@@ -70,7 +68,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check the values of the settings without access to the storage.
+        """Check the values without access to the storage.
 
         Args:
             where: name of these settings in the configuration, for messages, such as ``tiers[1]``.
@@ -94,12 +92,9 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         raise NotImplementedError
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> StorageTier:
-        """Open the storage, and return the tier that stores chunks there.
-
-        This may block for a minute or more.
+        """Open the storage, and return its tier. This may block for a minute or more.
 
         Args:
-            namespace: namespace (scope of chunk keys) of the chunks.
             table: hash table of the chunk keys of all tiers of a cache.
             earlier: settings of the storage tiers before this one in the configuration. Their `location` keys
                 differ from this one's, but links or mounts can lead to the same storage.
@@ -112,11 +107,11 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def trial_seconds(self) -> float:
-        """Time limit for a trial write to the storage (`try_out`), in seconds."""
+        """Time limit for `try_out`, in seconds."""
         raise NotImplementedError
 
     def try_out(self) -> TrialResult:
-        """Try the storage out: write a small object and remove it. Return the result, for `kvferry doctor`.
+        """Write a small object to the storage and remove it, for `kvferry doctor`.
 
         Raises:
             ConfigError: the settings are invalid, so nothing was tried.

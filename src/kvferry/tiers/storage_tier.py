@@ -22,7 +22,7 @@ from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, by all namespaces (scopes of chunk keys) together.
+    """The usage of a tier's storage, by all namespaces together.
 
     Attributes:
         used, capacity: bytes in use, and maximum bytes; None if unknown.
@@ -36,7 +36,7 @@ class StoreUsage:
 
 
 class StorageTier(Protocol):
-    """A storage tier with the chunks of one namespace (scope of chunk keys).
+    """A storage tier with the chunks of one namespace.
 
     Other processes may use the same storage. Any thread may call any method. If a disk, a network or another
     process fails, calls return an outcome and raise no exception. Failures are counted, and the first of each
@@ -52,14 +52,13 @@ class StorageTier(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Return whether the tier currently refuses to fetch, because earlier requests failed."""
+        """Whether the tier refuses to fetch for a while, because earlier requests failed."""
         return False
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the keys whose chunks the tier is believed to have: bool of shape (len(keys),).
 
-        The answer comes from memory, without access to the storage. While the tier is paused after failures,
-        the mask is all False.
+        It comes from memory, without access to the storage. While the tier is paused, it is all False.
         """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
 
@@ -68,7 +67,7 @@ class StorageTier(Protocol):
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
-            group: description of the content: KV cache group, number of tokens and sections.
+            group: description of the content.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
                 the padding after each section to zero. The sections must not change during the call.
                 Page-aligned memory avoids a copy.
@@ -79,8 +78,8 @@ class StorageTier(Protocol):
             STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.
 
         Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
-                their own) than fit into the header of a chunk; nothing was stored.
+            ChunkError: `key` or `body` has a wrong length, or `group` has more units than fit into the header
+                of a chunk; nothing was stored.
         """
         ...
 
@@ -91,10 +90,9 @@ class StorageTier(Protocol):
 
         Args:
             key: key of the chunk, 16 to 32 bytes.
-            group: description of the expected content: KV cache group, number of tokens and sections. A
-                stored chunk with another description is a miss.
-            into: writable memory, as long as the chunk's body (sections with padding). The bytes are valid
-                only if HIT is returned. Page-aligned memory avoids a copy.
+            group: description of the expected content. A stored chunk with another description is a miss.
+            into: writable memory, as long as the chunk's body. The bytes are valid only if HIT is returned.
+                Page-aligned memory avoids a copy.
 
         Returns:
             HIT, or the reason why the chunk was not fetched.
@@ -105,27 +103,21 @@ class StorageTier(Protocol):
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used now, so that a tier evicts less recently used chunks before them.
-
-        The call blocks.
+        """Record that chunks were used now, so that they are evicted after others. The call blocks.
 
         Args:
-            keys: keys of the chunks, in the order in which they should be evicted. Keys that the tier does
-                not have are skipped.
+            keys: in the order in which the chunks should be evicted. Keys that the tier lacks are skipped.
         """
         del keys
 
     def usage(self) -> StoreUsage:
-        """Return the bytes in use and the capacity of the storage, for all processes together.
-
-        The call blocks. Only one thread may call this method at a time.
-        """
+        """Return the usage of the storage. The call blocks, and only one thread may make it at a time."""
         return StoreUsage()
 
     def refresh(self) -> int:
-        """Update the known keys (`keys`) with the chunks that other processes stored or evicted.
+        """Update `keys` with the chunks that other processes stored or evicted.
 
-        The method blocks. A background thread calls it every few seconds.
+        The call blocks. A background thread makes it every few seconds.
 
         Returns:
             In a directory, the number of folders that were read because they may have changed. In object
@@ -135,7 +127,7 @@ class StorageTier(Protocol):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of the chunks that this process has stored, fetched and evicted since it opened the tier."""
+        """Counts of this process since it opened the tier."""
         ...
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from kvferry.errors import ChunkError, OtherVersion, Unnameable
@@ -16,8 +16,9 @@ from kvferry.tiers.format.decode import read_header, verify
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity
 
 _LONGEST_NOTE = 1 << 20
-# Number of files that are read at once, because each read from remote storage begins with a delay.
+# Files that are read at once, because each read from remote storage begins with a delay.
 _THREADS = 8
+# Files that are handed to the threads at once. Millions of pending results would take a lot of memory.
 _BATCH = 1024
 
 _Read = TypeVar("_Read")
@@ -25,62 +26,38 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class NamespaceUsage:
-    """The chunks of one namespace (scope of chunk keys: model, weights and format) in a cache.
+    """The chunks of one namespace in a cache."""
 
-    Attributes:
-        namespace: digest of the namespace, 64 hex digits.
-        name: name of the model, from the file that describes the namespace (its note); empty if there is no
-            valid note.
-        facts: properties of model and format that define the namespace, by name, as the note records them;
-            empty if there is no valid note.
-        chunks: number of chunk files.
-        tokens: sum of the tokens of all chunks of the KV cache group that has the most. Groups store the same
-            prompts, so their tokens are not added.
-        total_bytes: bytes of all chunk files.
-        oldest, newest: earliest and latest time at which a chunk was last used, in seconds since 1970. If the
-            cache does not record uses, the time of storing counts instead. Cold chunks that nothing has used
-            do not count. None if there is no other chunk.
-        unreadable: number of chunks with an unreadable or invalid header.
-    """
-
-    namespace: str
+    namespace: str  # digest of the namespace, 64 hex digits
+    # Model and properties by the note of the namespace; empty if there is no valid note.
     name: str
     facts: dict[str, object]
     chunks: int
-    tokens: int
-    total_bytes: int
+    tokens: int  # sum of the tokens of all chunks of the KV cache group that has the most
+    total_bytes: int  # bytes of all chunk files
+    # Earliest and latest time at which a chunk was last used, in seconds since 1970. If the cache does not
+    # record uses, the time of storing counts instead. Cold chunks that nothing has used do not count. None if
+    # there is no other chunk.
     oldest: float | None
     newest: float | None
-    unreadable: int
+    unreadable: int  # number of chunks with an unreadable or invalid header
 
 
 @dataclass(frozen=True)
 class CacheTotals:
-    """The numbers of files and bytes in a cache, in total and for each kind of file.
+    """The numbers of files and bytes in a cache, in total and for each kind of file."""
 
-    Attributes:
-        path: path of the directory, or the URL.
-        capacity: maximum bytes of all files together; None if unknown.
-        charged: bytes in use, as recorded by the cache, including space reserved for chunks being written;
-            None if unknown.
-        free: free bytes on the disk; None if unknown.
-        free_files: free inodes on the disk; None if unknown, or if its file system does not count them.
-        total_bytes: bytes of all kvferry files.
-        namespaces: number of namespaces (scopes of chunk keys) with at least one file.
-        chunks, chunk_bytes: number and bytes of chunk files.
-        temporary, temporary_bytes: number and bytes of files that are being written or were abandoned.
-        quarantined, quarantined_bytes: number and bytes of bad chunks in quarantine.
-    """
-
-    path: str
+    path: str  # path of the directory, or the URL
+    # As in `SpaceUsage`.
     capacity: int | None
     charged: int | None
     free: int | None
     free_files: int | None
-    total_bytes: int
-    namespaces: int
+    total_bytes: int  # bytes of all kvferry files
+    namespaces: int  # number of namespaces with at least one file
     chunks: int
     chunk_bytes: int
+    # Number and bytes of files that are being written or were abandoned.
     temporary: int
     temporary_bytes: int
     quarantined: int
@@ -89,34 +66,21 @@ class CacheTotals:
 
 @dataclass(frozen=True)
 class BadChunk:
-    """A chunk file that failed a check.
+    """A chunk file that failed a check."""
 
-    Attributes:
-        path: path or URL of the file.
-        why: reason why the check failed, in one sentence.
-        moved: whether the file was moved to quarantine.
-    """
-
-    path: str
-    why: str
-    moved: bool
+    path: str  # path or URL of the file
+    why: str  # reason, in one sentence
+    moved: bool  # whether the file was moved to quarantine
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of `verify_all`, which checks all chunks of a cache.
+    """The result of `verify_all`."""
 
-    Attributes:
-        chunks: number of chunk files.
-        total_bytes: bytes of all chunk files.
-        bad: chunk files that failed a check.
-        other_versions: number of chunks of another format version. This release cannot check them.
-    """
-
-    chunks: int
-    total_bytes: int
+    chunks: int  # number of chunk files
+    total_bytes: int  # bytes of all chunk files
     bad: tuple[BadChunk, ...]
-    other_versions: int
+    other_versions: int  # number of chunks of another format version, which this release cannot check
 
 
 def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
@@ -129,16 +93,12 @@ def namespace_usage(cache: CacheAdmin) -> list[NamespaceUsage]:
 
 
 def cache_totals(cache: CacheAdmin) -> CacheTotals:
-    """Count the files and bytes of a cache. The files are listed, but their content is not read."""
+    """Count the files and bytes of a cache. The content of files is not read."""
     entries = list(cache.entries())
-    space = cache.space()
     kinds = {kind: [entry.size for entry in entries if entry.kind is kind] for kind in EntryKind}
     return CacheTotals(
         path=cache.where,
-        capacity=space.capacity,
-        charged=space.charged,
-        free=space.free,
-        free_files=space.free_files,
+        **asdict(cache.space()),
         total_bytes=sum(entry.size for entry in entries),
         namespaces=len({entry.namespace for entry in entries if entry.namespace}),
         chunks=len(kinds[EntryKind.CHUNK]),
@@ -151,12 +111,7 @@ def cache_totals(cache: CacheAdmin) -> CacheTotals:
 
 
 def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
-    """Read and check every byte of every chunk of a cache.
-
-    Args:
-        cache: cache to check.
-        quarantine: whether to move bad chunks to quarantine; if False, nothing is changed.
-    """
+    """Check every byte of every chunk of a cache. If `quarantine`, move bad chunks there."""
     chunks = [entry for entry in cache.entries() if entry.kind is EntryKind.CHUNK]
     found = list(_parallel_map(chunks, lambda entry: _check(cache, entry, quarantine)))
     return VerifyResult(
@@ -168,21 +123,14 @@ def verify_all(cache: CacheAdmin, *, quarantine: bool = False) -> VerifyResult:
 
 
 def _parallel_map(entries: Sequence[CacheEntry], read: Callable[[CacheEntry], _Read]) -> Iterator[_Read]:
-    """Call `read` for each entry, and yield the results in the order of the entries.
-
-    Several threads call `read` at the same time.
-    """
+    """Call `read` for each entry on several threads, and yield the results in the order of the entries."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for at in range(0, len(entries), _BATCH):
             yield from pool.map(read, entries[at : at + _BATCH])
 
 
 def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk | OtherVersion | None:
-    """Check a chunk file, and move a bad one to quarantine if requested.
-
-    Returns:
-        A BadChunk or an OtherVersion with the reason; None if the chunk is good, or its file is gone.
-    """
+    """Check a chunk file. Return what is wrong; None if the chunk is good, or gone."""
     try:
         with cache.opened(entry) as opened:
             try:
@@ -203,13 +151,6 @@ def _check(cache: CacheAdmin, entry: CacheEntry, quarantine: bool) -> BadChunk |
 
 
 def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) -> NamespaceUsage:
-    """Return the usage of one namespace, computed from all files of the namespace.
-
-    Args:
-        cache: cache with the files.
-        namespace: digest of the namespace, 64 hex digits.
-        entries: all files of the namespace.
-    """
     chunks = [entry for entry in entries if entry.kind is EntryKind.CHUNK]
     contents = list(_parallel_map(chunks, lambda entry: _read_groups(cache, entry)))
     tokens = Counter[str]()
@@ -217,12 +158,14 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
         tokens.update(content or {})
     used = [entry.used_ns / 1e9 for entry in chunks if entry.used_ns >= FIRST_USE_NS]
     notes = (_read_note(cache, entry) for entry in entries if entry.kind is EntryKind.NOTE)
+    # A note that was copied from elsewhere describes another namespace.
     note = next((one for one in notes if one and one.digest.hex() == namespace), None)
     return NamespaceUsage(
         namespace=namespace,
         name=note.name if note else "",
         facts=note.facts if note else {},
         chunks=len(chunks),
+        # Groups store the same prompts, so their tokens are not added.
         tokens=max(tokens.values(), default=0),
         total_bytes=sum(entry.size for entry in chunks),
         oldest=min(used, default=None),
@@ -232,10 +175,7 @@ def _usage_of(cache: CacheAdmin, namespace: str, entries: Sequence[CacheEntry]) 
 
 
 def _read_groups(cache: CacheAdmin, entry: CacheEntry) -> dict[str, int] | None:
-    """Return the number of tokens in a chunk, by the name of the KV cache group.
-
-    Return an empty mapping if the file is gone, and None if its header cannot be read.
-    """
+    """Return the tokens in a chunk by group; none if the file is gone, None if its header cannot be read."""
     try:
         with cache.opened(entry) as opened:
             groups = read_header(opened.read, opened.size).chunk.groups
@@ -247,10 +187,6 @@ def _read_groups(cache: CacheAdmin, entry: CacheEntry) -> dict[str, int] | None:
 
 
 def _read_note(cache: CacheAdmin, entry: CacheEntry) -> Namespace | None:
-    """Read a note, the file that describes a namespace (scope of chunk keys).
-
-    Return the namespace; None if the file cannot be read or is invalid.
-    """
     try:
         with cache.opened(entry) as opened:
             return Namespace.read(bytes(opened.read(0, _LONGEST_NOTE)).decode("ascii"))

@@ -65,7 +65,6 @@ def _fetch(tier: StorageTier, number: int, group: ChunkGroup = _GROUP) -> GetOut
 
 
 def _error_of(kind: type[KVFerryError], call: Callable[[], object]) -> str:
-    """Return the message of the error that a call must raise."""
     try:
         call()
     except kind as error:
@@ -77,7 +76,6 @@ class StorageTierContract:
     """The tests of one kind of storage tier. A subclass sets the attributes and defines the two methods.
 
     Attributes:
-        kind: settings class of the kind.
         unusable: settings that `check` accepts, but with which nothing can be opened.
         has_trial: whether the kind has `try_out`. Kinds of other packages must have it.
     """
@@ -96,7 +94,7 @@ class StorageTierContract:
 
     @contextmanager
     def opened(self, folder: Path, namespace: Namespace = _NAMESPACE) -> Iterator[StorageTier]:
-        """Return a context manager that opens the tier of a folder, and closes it twice."""
+        """Open the tier of a folder, and close it twice."""
         tier = self.settings(folder).open(namespace, KeyTable(), [])
         try:
             yield tier

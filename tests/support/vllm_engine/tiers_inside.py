@@ -17,8 +17,8 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     tiering, admission = parts.tiering(engine, of), half(engine, of).admission
     cache, source, stores = tiering._cache, tiering.source, tiering._stores
     worker = worker_half(engine, of)
-    cache._host.check_integrity()
-    book = cache._host._slots
+    cache.host.check_integrity()
+    book = cache.host._slots
     counts = {
         "pins": len(admission.pins),
         "late": sum(admission.pins._late.values()),
@@ -35,8 +35,8 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "incoming": len(cache.reading.incoming),
         "fills": len(book._fills),
         "reads": len(book._reads),
-        "reading": sum(queue.reading for queue in cache._queues),
-        "writing": sum(queue.writing for queue in cache._queues),
+        "reading": sum(queue.reads.count for queue in cache._queues),
+        "writing": sum(queue.writes.count for queue in cache._queues),
         "requests": len(engine.llm_engine.engine_core.engine_core.scheduler.requests),
     }
     if worker is not None:  # of one rank, it is in this process
@@ -144,7 +144,7 @@ def go_on(engine: Any) -> None:
 
 def stuck(engine: Any) -> list[tuple[bool, bool]]:
     """Of each slow tier, whether it counts as stuck for reading and for writing."""
-    return [(queue.stuck_for_reading, queue.stuck_for_writing) for queue in parts.queues(engine)]
+    return [(queue.reads.stuck, queue.writes.stuck) for queue in parts.queues(engine)]
 
 
 def tier_stats(engine: Any) -> list[dict[str, Any]]:

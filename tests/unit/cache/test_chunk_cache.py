@@ -364,7 +364,7 @@ class Living(RuleBasedStateMachine):
     @invariant()
     def every_hold_is_somebodys(self):
         if hasattr(self, "made"):
-            unheard = sum(q.reading + q.writing - len(jobs_of(q)) for q in self.queues)
+            unheard = sum(q.reads.count + q.writes.count - len(jobs_of(q)) for q in self.queues)
             jobs = sum(len(jobs_of(queue)) for queue in self.queues)
             assert self.made.host.holds == len(self.fills) + len(self.held()) + jobs + unheard
 

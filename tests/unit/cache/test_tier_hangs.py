@@ -38,18 +38,18 @@ def work(path: Path, what: str) -> dict[str, object]:
             queue.mark_used([key(1)])
             queue.done()
             longest = max(longest, time.monotonic() - before)
-            if queue.stuck and not stuck_after:
+            if (queue.reads.stuck or queue.writes.stuck) and not stuck_after:
                 stuck_after = time.monotonic() - began
             if time.monotonic() - began > 2.0:
                 break
             time.sleep(0.01)
-        under_way = queue.reading, queue.writing
+        under_way = queue.reads.count, queue.writes.count
         closing = time.monotonic()
         queue.close(0.2)
         closed = time.monotonic() - closing
         return {
             "longest": longest,
-            "stuck": (queue.stuck_for_reading, queue.stuck_for_writing),
+            "stuck": (queue.reads.stuck, queue.writes.stuck),
             "stuck_after": stuck_after,
             "known": bool(queue.known([key(1)])[0]),
             "under_way": under_way,

@@ -55,7 +55,7 @@ def test_chunks_go_to_files_and_come_back(tmp_path):
     assert {done.what for done in heard(queue, 6)} == {GetOutcome.HIT}
     for one, other in zip(stored, into, strict=True):
         assert sections(GROUP, one) == sections(GROUP, other)
-    assert queue.reading == queue.writing == 0
+    assert queue.reads.count == queue.writes.count == 0
     queue.close(5)
 
 
@@ -94,23 +94,23 @@ def reading(*keys):
 def test_tier_is_stuck_until_an_operation_ends():
     queue, clock = reading(key(2), key(3))
     clock.now += STUCK_SECONDS
-    assert not queue.stuck_for_reading
+    assert not queue.reads.stuck
     assert queue.known([KEY])[0]
     clock.now += 0.1
-    assert queue.stuck_for_reading
+    assert queue.reads.stuck
     assert not queue.known([KEY])[0]
     assert queue.can_write, "writing may go on where reading hangs"
     answer(queue, "read", key(2), GetOutcome.ABSENT)
-    assert not queue.stuck_for_reading
+    assert not queue.reads.stuck
     clock.now += STUCK_SECONDS + 1
-    assert queue.stuck_for_reading, "the other is still under way"
+    assert queue.reads.stuck, "the other is still under way"
 
 
 def test_a_tier_that_is_only_slow_is_not_stuck():
     queue, clock = reading(*map(key, range(2, 6)))
     for number in range(2, 6):
         clock.now += STUCK_SECONDS - 1
-        assert not queue.stuck_for_reading
+        assert not queue.reads.stuck
         answer(queue, "read", key(number), GetOutcome.ABSENT)
         queue.done()
 
@@ -118,13 +118,13 @@ def test_a_tier_that_is_only_slow_is_not_stuck():
 def test_a_tier_that_was_long_idle_is_not_stuck_with_its_next_operation():
     queue, clock = reading()
     clock.now += 1000
-    assert not queue.stuck_for_reading
+    assert not queue.reads.stuck
     queue.read(key(2), GROUP, memoryview(bytearray(1)))
     queue.write(key(2), GROUP, memoryview(b"1"))
-    assert not queue.stuck_for_reading
-    assert not queue.stuck_for_writing
+    assert not queue.reads.stuck
+    assert not queue.writes.stuck
     clock.now += STUCK_SECONDS + 1
-    assert queue.stuck_for_writing
+    assert queue.writes.stuck
     assert not queue.can_write
 
 
@@ -137,10 +137,10 @@ def test_operations_that_end_while_the_engine_sleeps_leave_the_tier_unstuck(list
     clock.now += 1000
     if listen:
         queue.done()
-    assert not queue.stuck_for_reading
+    assert not queue.reads.stuck
     assert queue.known([KEY])[0]
     queue.read(key(4), GROUP, memoryview(bytearray(1)))
-    assert not queue.stuck_for_reading
+    assert not queue.reads.stuck
 
 
 def test_there_is_room_for_four_stores_a_thread():
@@ -160,7 +160,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     queue = TierQueue(tier, "gate", readers=1, writers=1)
     queue.read(KEY, GROUP, memoryview(bytearray(1)))
     queue.close(0.2)
-    assert queue.reading == 1, "the read has not ended"
+    assert queue.reads.count == 1, "the read has not ended"
     assert not tier.closed, "an operation is under way"
     assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from kvferry.doctor import probes
-from kvferry.tiers.files import trial
+from kvferry.tiers.files import directory_checks
 
 
 def told(capsys) -> dict:
@@ -27,7 +27,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, capsys, monkeypatch):
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(trial.fcntl, "flock", refuse)
+    monkeypatch.setattr(directory_checks.fcntl, "flock", refuse)
     probes.path(str(tmp_path))
     assert told(capsys)["number"] == errno.ENOLCK
     assert list(tmp_path.iterdir()) == []
@@ -43,7 +43,7 @@ def test_only_what_direct_io_refuses_is_written_otherwise(tmp_path, capsys, monk
             raise OSError(number, "refused")
         return write(fd, data, at)
 
-    monkeypatch.setattr(trial.os, "pwrite", once)
-    monkeypatch.setattr(trial, "set_direct", lambda fd, on: on)
+    monkeypatch.setattr(directory_checks.os, "pwrite", once)
+    monkeypatch.setattr(directory_checks, "set_direct", lambda fd, on: on)
     probes.path(str(tmp_path))
     assert told(capsys).get(key) in (False, os.strerror(errno.EIO))

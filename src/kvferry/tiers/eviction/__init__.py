@@ -1,7 +1,4 @@
-"""Eviction policies, which choose the chunk to evict when the host tier is full.
-
-Each module has one policy. All implement the base class in `base`.
-"""
+"""Eviction policies, which choose the chunk to evict when the host tier is full. `base` is their contract."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,7 +10,7 @@ from kvferry.tiers.eviction.s3fifo import S3FIFO
 
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 
+# Called with a capacity in bytes.
 EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {"lru": LRU, "arc": ARC, "s3fifo": S3FIFO}
 )
-"""Policy classes by their name in a configuration. The argument of each is the capacity in bytes."""

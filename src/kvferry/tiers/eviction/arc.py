@@ -20,15 +20,7 @@ from kvferry.tiers.eviction.queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """The ARC eviction policy (adaptive replacement cache).
-
-    The queue `recent` has keys that were used once, and the queue `frequent` has keys that were used again.
-    If an evicted key is soon admitted again, the policy shifts capacity to the queue that the key was evicted
-    from.
-
-    Args:
-        capacity_bytes: maximum total bytes of all chunks.
-    """
+    """The ARC eviction policy (adaptive replacement cache)."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0
@@ -37,23 +29,13 @@ class ARC(EvictionPolicy):
         super().__init__(capacity_bytes, resident, ghosts)
 
     def _touch(self, key: bytes) -> None:
-        """Record that the chunk of a key was used.
-
-        The key becomes the newest key of the queue `frequent`.
-
-        Raises:
-            KeyError: the key is not admitted.
-        """
         if key in self._recent:
             self._recent.move(key, self._frequent)
         else:
             self._frequent.make_newest(key)
 
     def _evict_warm(self) -> bytes | None:
-        """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
-
-        The evicted key is remembered for a while. The ARC paper calls this operation REPLACE.
-        """
+        """Evict a key from the queue that exceeds its target. The paper calls this REPLACE."""
         if self._recent.unpinned and (self._recent.total > self._target or not self._frequent.unpinned):
             queue, ghosts = self._recent, self._recent_ghosts
         elif self._frequent.unpinned:
@@ -66,13 +48,6 @@ class ARC(EvictionPolicy):
         return key
 
     def check_integrity(self) -> None:
-        """Check that all queues are consistent, and that their sizes are within the limits of the policy.
-
-        Also check that the target size of the queue `recent` is within the capacity.
-
-        Raises:
-            AssertionError: a check fails.
-        """
         super().check_integrity()
         recent = self._recent.total + self._recent_ghosts.total
         everything = recent + self._frequent.total + self._frequent_ghosts.total
@@ -82,33 +57,12 @@ class ARC(EvictionPolicy):
             raise AssertionError(f"target {self._target} is outside the capacity {self.capacity_bytes}")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a newly admitted key into one of two queues.
-
-        The queue is `frequent` (keys used more than once) if the policy remembers an earlier eviction of the
-        key, else `recent` (keys used once).
-
-        Args:
-            key: key of the chunk.
-            size: bytes of the chunk.
-        """
         again = self._learn(key, size)
         (self._frequent if again else self._recent).push(key, size)
         self._trim()
 
     def _learn(self, key: bytes, size: int) -> bool:
-        """Adapt the target of `recent` if the policy remembers an earlier eviction of a key.
-
-        The *target* is the number of bytes that the queue `recent` should have. It grows if the key was
-        evicted from `recent` (keys used once), and shrinks if the key was evicted from `frequent` (keys used
-        again). The policy then forgets the eviction.
-
-        Args:
-            key: key of a chunk that is being admitted.
-            size: bytes of the chunk.
-
-        Returns:
-            Whether the policy remembered an eviction of the key. If not, the call has changed nothing.
-        """
+        """Adapt the target, and forget the ghost, if the key has one; return whether it has."""
         recent, frequent = self._recent_ghosts.total, self._frequent_ghosts.total
         if key in self._recent_ghosts:
             self._target = min(self._target + size * max(1.0, frequent / recent), self.capacity_bytes)
@@ -121,11 +75,7 @@ class ARC(EvictionPolicy):
         return True
 
     def _trim(self) -> None:
-        """Forget the oldest ghosts (remembered keys of evicted chunks) until two limits are respected.
-
-        A key or a ghost counts with the bytes of its chunk. The keys in `recent` and the ghosts evicted from
-        `recent` may together have as many bytes as the capacity. All keys and ghosts may have twice as many.
-        """
+        """Forget the oldest ghosts: T1 + B1 to the capacity, and all four queues to twice the capacity."""
         self._recent_ghosts.trim(self.capacity_bytes - self._recent.total)
         rest = 2 * self.capacity_bytes - self.used_bytes - self._recent_ghosts.total
         self._frequent_ghosts.trim(rest)

@@ -2,28 +2,13 @@
 
 A policy ranks keys. It neither stores nor frees the chunks. The tier reports what happens to each key, and
 the policy chooses the key to evict. Some policies remember an evicted key as a *ghost*, without its chunk.
-The tier calls these methods:
-
-    admit(key, bytes)   add a key; a ghost of this key, if there is one, may affect its rank
-    admit_all(...)      add the keys of several chunks of equal size
-    touch(key)          record a use of the key
-    touch_all(keys)     record a use of several keys, and rank them as the latest used
-    make_newest(keys)   rank the keys as the latest used, without counting uses
-    make_cold(keys)     evict the keys before all others, the oldest first
-    pin / unpin         exclude the key from eviction, and allow it again
-    evict()             remove and return a key to evict; it may become a ghost
-    evict_bytes(bytes)  evict keys until so many bytes are free
-    remove(key)         remove a key for another reason, without a ghost
-
-**What mutates.** Every method except the queries changes the policy and nothing else. The policy keeps
-references to keys only.
 
 **When a key must be pinned.** Pin a key while its bytes are read, because the caller may reuse the bytes of
 an evicted key at once. `evict` never returns a pinned key. Pins are not counted: a caller with several
 readers pins the key for the first and unpins it after the last. `unpin` ranks the key as the latest used.
 
 **What is unsafe.** A policy is not thread-safe. The sum of admitted bytes must stay within the capacity, so
-evict before you admit.
+evict before you admit. The policy keeps references to keys only.
 
 All limits are in bytes, because chunks differ in size. A ghost counts with the bytes of its former chunk,
 which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evict` does on average.
@@ -42,27 +27,15 @@ from kvferry.tiers.eviction.queue import ByteQueue, check_disjoint
 
 
 class EvictionPolicy(ABC):
-    """A policy that chooses the chunks to evict when a tier is full. It ranks the keys of the chunks.
+    """A policy that chooses the chunks to evict when a tier is full.
 
-    Every admitted key is in one of the policy's *resident* queues, and `evict` chooses among these keys. The
-    other queues hold *ghosts*, which are remembered keys of evicted chunks. A subclass decides which queue a
-    key enters, where the key moves on a use, and which key is evicted. Cold keys, which are evicted before
-    all others, are in a queue of this class.
-
-    Attributes:
-        capacity_bytes: maximum total bytes of the chunks whose keys are admitted.
+    Every admitted key is in one of the *resident* queues. The other queues hold ghosts. A subclass decides
+    which queue a key enters, where the key moves on a use, and which key is evicted.
     """
 
     def __init__(
         self, capacity_bytes: int, resident: Sequence[ByteQueue], ghosts: Sequence[ByteQueue] = ()
     ) -> None:
-        """Create a policy without keys.
-
-        Args:
-            capacity_bytes: maximum total bytes of the chunks whose keys are admitted.
-            resident: empty queues of the subclass for admitted keys.
-            ghosts: empty queues of the subclass for remembered keys of evicted chunks.
-        """
         self.capacity_bytes = capacity_bytes
         self._cold = ByteQueue()
         self._warm, self._ghost_queues = resident, ghosts
@@ -71,22 +44,20 @@ class EvictionPolicy(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Total bytes of the chunks whose keys are admitted, pinned or not."""
+        """Total bytes of the chunks of admitted keys, pinned or not."""
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
-        """Return the number of admitted keys, pinned or not."""
         return sum(map(len, self._resident))
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key is admitted: added by `admit`, and neither evicted nor removed since."""
+        """Return whether the key is admitted: added, and neither evicted nor removed since."""
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int, *, cold: bool = False) -> None:
-        """Add the key of a chunk to the policy, initially unpinned. The policy evicts nothing to make room.
+        """Add a key, unpinned. Nothing is evicted for it.
 
         Args:
-            key: key of a chunk.
             size: bytes of the chunk.
             cold: True to evict the key before all others, until it is used.
 
@@ -107,17 +78,7 @@ class EvictionPolicy(ABC):
             self._place(key, size)
 
     def admit_all(self, keys: Sequence[bytes], size: int, *, cold: bool = False) -> None:
-        """Add the keys of chunks of equal size, in this order, as `admit` does.
-
-        Args:
-            keys: different keys of chunks.
-            size: bytes of each chunk.
-            cold: True to evict the keys before all others, until they are used.
-
-        Raises:
-            ValueError: a key is admitted already, or the chunks do not fit into the capacity beside the
-                chunks of the admitted keys. Nothing has changed then.
-        """
+        """Add different keys of equal size as `admit` does, or raise ValueError and change nothing."""
         for queue in self._resident:
             if queue.has_any(keys):
                 raise ValueError(f"one of {len(keys)} keys is admitted already")
@@ -132,28 +93,21 @@ class EvictionPolicy(ABC):
             self._place_all(keys, size)
 
     def touch(self, key: bytes) -> None:
-        """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
+        """Record a use of a key. Raises KeyError if it is not admitted."""
         self._make_warm((key,))
         self._touch(key)
 
     def touch_all(self, keys: Sequence[bytes]) -> None:
-        """Record a use of each chunk, and make the keys the newest of their queues. The last is newest.
-
-        Raises:
-            KeyError: a key is not admitted.
-        """
+        """Record a use of each key, and make the keys the newest of their queues, the last one newest."""
         for key in keys:
             self.touch(key)
         self.make_newest(keys)
 
     def make_newest(self, keys: Sequence[bytes]) -> None:
-        """Make keys the newest of their queues, without counting uses of their chunks. The last is newest.
+        """Make keys the newest of their queues, without counting uses. The last is newest.
 
         A cold key becomes warm. A pinned key becomes the newest when it is unpinned. Keys that are not
         admitted are skipped.
-
-        Args:
-            keys: keys of chunks, in any queues.
         """
         self._make_warm(keys)
         for queue in self._warm:
@@ -163,9 +117,6 @@ class EvictionPolicy(ABC):
         """Evict these keys before all keys that are not cold, until they are used. The last is evicted last.
 
         Keys that are cold already keep their places, and keys that are not admitted are skipped.
-
-        Args:
-            keys: keys of chunks, in any queues, pinned or not.
         """
         for key in keys:
             if any(key in queue for queue in self._warm):
@@ -180,21 +131,15 @@ class EvictionPolicy(ABC):
         self._queue_of(key).unpin(key)
 
     def pin_all(self, keys: Iterable[bytes]) -> None:
-        """Exclude keys from eviction, as `pin` does for each."""
         for key in keys:
             self.pin(key)
 
     def unpin_all(self, keys: Iterable[bytes]) -> None:
-        """Allow the eviction of pinned keys again, in this order, as `unpin` does for each."""
         for key in keys:
             self.unpin(key)
 
     def remove(self, key: bytes) -> int:
-        """Remove a key, pinned or not. The key is not remembered as evicted. Return the bytes of its chunk.
-
-        Raises:
-            KeyError: the key is not admitted.
-        """
+        """Remove a key, pinned or not, without a ghost. Return the bytes of its chunk."""
         return self._queue_of(key).remove(key)
 
     def evict(self) -> bytes | None:
@@ -202,45 +147,31 @@ class EvictionPolicy(ABC):
         return self._cold.pop()[0] if self._cold.unpinned else self._evict_warm()
 
     def oldest(self, size: int) -> list[bytes] | None:
-        """Return the keys that `evict_bytes` would evict, and change nothing; None if the policy cannot tell.
-
-        Args:
-            size: bytes of all chunks of the keys together.
-        """
+        """Return the keys that `evict_bytes(size)` would evict; None if the policy cannot tell."""
         del size
         return None
 
     def evict_bytes(self, size: int) -> list[bytes]:
-        """Evict keys as `evict` does, until their chunks have `size` bytes together or none can be evicted.
-
-        Returns:
-            The evicted keys.
-        """
+        """Evict keys as `evict` does, until their chunks have `size` bytes or none can be evicted."""
         until, keys = self.used_bytes - size, self._cold.pop_bytes(size)
         return keys + self._evict_warm_bytes(self.used_bytes - until)
 
     def check_integrity(self) -> None:
-        """Check that all queues are consistent, and that the chunks fit into the capacity.
-
-        The time is proportional to the number of keys.
-
-        Raises:
-            AssertionError: a check fails; the message describes the inconsistency.
-        """
+        """Check that queues are consistent and fit into the capacity, or raise AssertionError: O(keys)."""
         check_disjoint(self._queues)
         if self.used_bytes > self.capacity_bytes:
             raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
 
     @abstractmethod
     def _touch(self, key: bytes) -> None:
-        """Record a use of the chunk of a key that is not cold. Raises KeyError if the key is not admitted."""
+        """Record a use of a key that is not cold. Raises KeyError if the key is not admitted."""
 
     @abstractmethod
     def _evict_warm(self) -> bytes | None:
         """Evict a key that is not cold, and return it; None if all such keys are pinned."""
 
     def _evict_warm_bytes(self, size: int) -> list[bytes]:
-        """Evict keys that are not cold until their chunks have `size` bytes together. Return the keys."""
+        """Evict keys that are not cold until their chunks have `size` bytes together."""
         until, keys = self.used_bytes - size, list[bytes]()
         while self.used_bytes > until and (key := self._evict_warm()) is not None:
             keys.append(key)
@@ -248,32 +179,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _place(self, key: bytes, size: int) -> None:
-        """Put a newly admitted key into a queue. If an earlier eviction of the key is remembered, forget it.
-
-        The caller has checked that the chunk fits into the capacity.
-
-        Args:
-            key: key of the chunk.
-            size: bytes of the chunk.
-        """
+        """Put a newly admitted key into a queue, and forget its ghost. The caller has checked the size."""
 
     def _place_all(self, keys: Iterable[bytes], size: int) -> None:
-        """Put newly admitted keys into queues, as `_place` does for each.
-
-        Args:
-            keys: keys of chunks.
-            size: bytes of each chunk.
-        """
         for key in keys:
             self._place(key, size)
 
     def _place_cold(self, keys: Sequence[bytes], size: int) -> None:
-        """Make newly admitted keys cold, and forget earlier evictions of them.
-
-        Args:
-            keys: keys of chunks.
-            size: bytes of each chunk.
-        """
+        """Make newly admitted keys cold, and forget their ghosts."""
         for queue in self._ghost_queues:
             queue.remove_all(keys)
         self._cold.push_all(keys, size)
@@ -293,7 +206,6 @@ class EvictionPolicy(ABC):
             self.pin(key)
 
     def _queue_of(self, key: bytes) -> ByteQueue:
-        """Return the queue that contains an admitted key. Raises KeyError if the key is not admitted."""
         for queue in self._resident:
             if key in queue:
                 return queue

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 
 
 class ByteQueue:
-    """A queue of chunk keys and the sizes of their chunks, ordered from the oldest to the newest key.
+    """A queue of chunk keys and the sizes of their chunks, from the oldest to the newest key.
 
-    A key that is pinned (excluded from eviction) has no place in the order, but its chunk counts in `total`.
-
-    `remove`, `make_newest`, `pin`, `unpin` and `move` raise KeyError if the key is not in the queue. `pin`
-    also raises KeyError for a pinned key, and `unpin` for an unpinned key. All methods except `trim` and
-    `check_integrity` take constant time.
+    A pinned key has no place in the order, but its chunk counts in `total`. `remove`, `make_newest`, `pin`,
+    `unpin` and `move` raise KeyError if the key is not in the queue. `pin` also raises KeyError for a pinned
+    key, and `unpin` for an unpinned key. All methods except `trim` and `check_integrity` take constant time.
 
     Attributes:
         total: total bytes of the chunks of all keys, pinned or not.
@@ -25,40 +23,35 @@ class ByteQueue:
         self._pinned: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of keys, including pinned ones."""
         return len(self._unpinned) + len(self._pinned)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the queue has the key, pinned or not."""
         return key in self._unpinned or key in self._pinned
 
     def is_pinned(self, key: bytes) -> bool:
-        """Return whether the queue has the key, and the key is pinned."""
         return key in self._pinned
 
     @property
     def unpinned(self) -> int:
-        """Number of keys that are not pinned."""
         return len(self._unpinned)
 
     def push(self, key: bytes, size: int) -> None:
-        """Add a key as the newest, for a chunk of `size` bytes. The key must not be in the queue yet."""
+        """Add a key as the newest. It must not be in the queue yet."""
         self._unpinned[key] = size
         self.total += size
 
     def push_all(self, keys: Iterable[bytes], size: int) -> None:
-        """Add keys for chunks of `size` bytes each, the last as the newest. None may be in the queue yet."""
+        """Add keys of chunks of `size` bytes each, the last as the newest. None may be in the queue yet."""
         before = len(self._unpinned)
         self._unpinned.update(dict.fromkeys(keys, size))
         self.total += (len(self._unpinned) - before) * size
 
     def has_any(self, keys: Iterable[bytes]) -> bool:
-        """Return whether the queue has at least one of the keys, pinned or not."""
         unpinned, pinned = self._unpinned.keys(), self._pinned.keys()
         return bool((unpinned and not unpinned.isdisjoint(keys)) or (pinned and not pinned.isdisjoint(keys)))
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove the oldest unpinned key. Return the key and the size of its chunk in bytes.
+        """Remove the oldest unpinned key. Return it and its size.
 
         Raises:
             KeyError: there is no unpinned key.
@@ -68,10 +61,8 @@ class ByteQueue:
         return key, size
 
     def pop_bytes(self, size: int) -> list[bytes]:
-        """Remove the oldest unpinned keys until their chunks have `size` bytes together. Return the keys.
-
-        Fewer are removed if there are no more unpinned keys.
-        """
+        """Remove the oldest unpinned keys until their chunks have `size` bytes, or there are no more."""
+        # Local names: a simulation evicts millions of keys here.
         unpinned, pop, keys, until = self._unpinned, self._unpinned.popitem, list[bytes](), self.total - size
         total = self.total
         while total > until and unpinned:
@@ -92,11 +83,7 @@ class ByteQueue:
         return found, total
 
     def remove(self, key: bytes) -> int:
-        """Remove a key, pinned or not. Return the size of its chunk in bytes.
-
-        Raises:
-            KeyError: the queue does not have the key.
-        """
+        """Remove a key, pinned or not. Return its size."""
         size = self._unpinned.pop(key) if key in self._unpinned else self._pinned.pop(key)
         self.total -= size
         return size
@@ -113,21 +100,18 @@ class ByteQueue:
             self._unpinned.move_to_end(key)
 
     def make_newest_of(self, keys: Iterable[bytes]) -> None:
-        """Make those of the keys that are in the queue its newest, the last one the newest of all.
-
-        A pinned key becomes the newest when it is unpinned.
-        """
+        """Make those of the keys that are in the queue and not pinned its newest, in their order."""
         unpinned, move = self._unpinned, self._unpinned.move_to_end
         for key in keys:
             if key in unpinned:
                 move(key)
 
     def pin(self, key: bytes) -> None:
-        """Exclude a key from the order of the queue, so that `pop` cannot return it until `unpin`."""
+        """Take a key out of the order, so that `pop` cannot return it."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
-        """Make a pinned key available to `pop` again, as the newest key of the queue."""
+        """Put a pinned key back into the order, as the newest."""
         self._unpinned[key] = self._pinned.pop(key)
 
     def move(self, key: bytes, to: ByteQueue) -> None:
@@ -138,19 +122,11 @@ class ByteQueue:
             to.pin(key)
 
     def trim(self, most: int) -> None:
-        """Remove the oldest keys until the chunks of the remaining keys have at most `most` bytes together.
-
-        The queue must not contain pinned keys.
-        """
+        """Remove the oldest keys until at most `most` bytes are left. No key may be pinned."""
         while self.total > most:
             self.pop()
 
     def check_integrity(self) -> None:
-        """Check that `total` is correct, and that no key is both pinned and unpinned.
-
-        Raises:
-            AssertionError: a check fails.
-        """
         found = sum(self._unpinned.values()) + sum(self._pinned.values())
         if found != self.total:
             raise AssertionError(f"a queue of {found} bytes says {self.total}")
@@ -159,11 +135,7 @@ class ByteQueue:
 
 
 def check_disjoint(queues: Iterable[ByteQueue]) -> None:
-    """Check that every queue is consistent, and that no key is in two queues.
-
-    Raises:
-        AssertionError: a check fails.
-    """
+    """Check that every queue is consistent, and that no key is in two queues, or raise AssertionError."""
     seen: set[bytes] = set()
     for queue in queues:
         queue.check_integrity()

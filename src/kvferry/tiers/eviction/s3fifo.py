@@ -21,22 +21,14 @@ from __future__ import annotations
 from kvferry.tiers.eviction.base import EvictionPolicy
 from kvferry.tiers.eviction.queue import ByteQueue
 
+# The small queue has one tenth of the bytes, as in the paper.
 _SMALL_SHARE = 10
-"""Divisor of the capacity: the small queue has one tenth of the bytes."""
+# Maximum number of counted uses of a key; number of uses from which a key moves to main.
 _MOST_USES, _PROMOTED_FROM = 3, 2
-"""Maximum number of counted uses of a key; number of uses from which a key moves to main."""
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO eviction policy, which keeps rarely used keys out of its main queue.
-
-    A new key enters a small queue. At the end of this queue, the key moves to the main queue if it was used
-    at least twice since it was admitted; otherwise it is evicted and remembered for a while. A remembered key
-    that is admitted again enters the main queue directly.
-
-    Args:
-        capacity_bytes: maximum total bytes of all chunks.
-    """
+    """The S3-FIFO eviction policy, which keeps rarely used keys out of its main queue."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -45,24 +37,16 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity_bytes, [self._small, self._main], [self._ghosts])
 
     def _touch(self, key: bytes) -> None:
-        """Record that the chunk of a key was used. Raises KeyError if the key is not admitted."""
         self._uses[key] = min(self._uses[key] + 1, _MOST_USES)
 
     def remove(self, key: bytes) -> int:
-        """Remove a key and its count of uses. Return the bytes of its chunk.
-
-        Raises:
-            KeyError: the key is not admitted.
-        """
         self._uses.pop(key, None)  # a cold key has none
         return super().remove(key)
 
     def _evict_warm(self) -> bytes | None:
-        """Choose a key to evict, remove the key from the policy, and return it; None if all keys are pinned.
+        """Evict a key, after moving the used keys that are met before it.
 
-        The call first moves used keys that it meets: from the small queue to the main queue, or from the
-        oldest to the newest place in the main queue. Each move reduces the key's count of uses, so a call
-        takes amortised constant time.
+        Each move reduces the key's count of uses, so a call takes amortised constant time.
         """
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
@@ -72,14 +56,6 @@ class S3FIFO(EvictionPolicy):
         return None
 
     def check_integrity(self) -> None:
-        """Check that the queues and the counts of uses are consistent, and that not too many ghosts are kept.
-
-        Ghosts are the remembered keys of evicted chunks. Together, these chunks may have at most as many
-        bytes as the main queue's share of the capacity.
-
-        Raises:
-            AssertionError: a check fails.
-        """
         super().check_integrity()
         if self._ghosts.total > self.capacity_bytes - self._small_bytes:
             raise AssertionError(f"ghosts stand for {self._ghosts.total} bytes of {self.capacity_bytes}")
@@ -88,14 +64,6 @@ class S3FIFO(EvictionPolicy):
             raise AssertionError("uses are counted of other keys than those in the queues")
 
     def _place(self, key: bytes, size: int) -> None:
-        """Put a newly admitted key into the small or the main queue.
-
-        The key enters the main queue if the policy remembers an earlier eviction of the key.
-
-        Args:
-            key: key of the chunk.
-            size: bytes of the chunk.
-        """
         known = key in self._ghosts
         if known:
             self._ghosts.remove(key)
@@ -103,12 +71,7 @@ class S3FIFO(EvictionPolicy):
         self._uses[key] = 0
 
     def _evict_small(self) -> bytes | None:
-        """Take the oldest unpinned key from the small queue, and evict it or move it to the main queue.
-
-        Returns:
-            The evicted key, which the policy remembers as a ghost. None if the key was moved, because it was
-            used at least twice.
-        """
+        """Evict the oldest key of small, and remember it as a ghost; or move it to main and return None."""
         key, size = self._small.pop()
         if self._uses[key] >= _PROMOTED_FROM:
             self._uses[key] = 0
@@ -120,12 +83,7 @@ class S3FIFO(EvictionPolicy):
         return key
 
     def _evict_main(self) -> bytes | None:
-        """Take the oldest unpinned key from the main queue, and evict it or put it back as the newest key.
-
-        Returns:
-            The evicted key. None if the key was put back, because it was used; its count of uses is reduced
-            by 1.
-        """
+        """Evict the oldest key of main; or reinsert it, reduce its uses by 1, and return None."""
         key, size = self._main.pop()
         if self._uses[key]:
             self._uses[key] -= 1

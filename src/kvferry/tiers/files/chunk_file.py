@@ -1,4 +1,4 @@
-"""Functions that write, read and verify open chunk files. They block, and any thread may call them.
+"""Write, read and verify open chunk files. The functions block, and any thread may call them.
 
 A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache.
 """
@@ -18,24 +18,17 @@ from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.format.decode import ChunkHeader
 
+# Disks and network mounts are faster with fewer, larger reads than memory.
 STORAGE_PIECE_BYTES = 4 << 20
-"""Bytes per read if a file comes from a disk or a network, which are faster with fewer, larger reads."""
+# A file that arrives at this speed comes from memory, such as the page cache.
 MEMORY_BYTES_PER_SECOND = 4e9
-"""Read speed from which a file is assumed to come from memory, such as the page cache."""
 
 
 def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Write the header and the body of a chunk to an empty file.
 
     Args:
-        fd: descriptor of the file, open for writing.
-        chunk: identity and layout of the chunk.
-        body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The padding
-            after each section is set to zero.
-
-    Raises:
-        ChunkError: `body` does not have the length of the chunk's body.
-        OSError: the file cannot be written completely.
+        body: sections of the chunk, each at a multiple of 4096 bytes. The padding after each is zeroed here.
     """
     zero_padding(chunk, body)
     header = whole_pages(chunk.offsets[0])
@@ -44,38 +37,26 @@ def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk from its file into memory. Return whether the file begins with exactly the expected chunk.
+    """Read a chunk into memory. Return whether the file is exactly the expected chunk.
 
-    If the result is False, the content of `into` must not be used, and `explain_refusal` finds the reason.
-
-    Args:
-        fd: descriptor of the file.
-        chunk: identity and layout of the expected chunk.
-        into: writable memory for the content (body), of the size of the chunk's body.
-
-    Raises:
-        OSError: the file cannot be read.
+    `into` has the size of the chunk's body. Its content is valid only if the result is True.
     """
     reading = _ProgressiveRead(fd, whole_pages(chunk.offsets[0]), into)
+    # The digest pulls the pieces, so one pass over the memory is enough.
     good = is_chunk(chunk, reading.header, into, reading.read_up_to)
     return reading.done == chunk.file_bytes and good
 
 
 def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Raise an error that says why `read_chunk` returned False for a file.
+    """Raise an error that says why `read_chunk` into `body` returned False.
 
-    Return without an error in one case: the header of the file is valid and has the expected key, but it
-    describes other KV cache groups, tokens or sections than the expected ones.
-
-    Args:
-        fd: descriptor of the file.
-        chunk: identity and layout of the expected chunk.
-        body: memory into which `read_chunk` read the body.
+    Return if the header is valid and has the expected key, but describes other groups, tokens or sections.
 
     Raises:
         ChunkError: the file is damaged, or contains the chunk of another key.
         OSError: the file cannot be read, or its header has changed since `read_chunk` read it.
     """
+    # Headers are read at offsets and in sizes that direct I/O refuses.
     set_direct(fd, on=False)
     header = read_header(fd)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
@@ -87,15 +68,7 @@ def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read_header(fd: int) -> ChunkHeader:
-    """Read and decode the header of a chunk file, and check that the file has the length in the header.
-
-    Args:
-        fd: descriptor of the file.
-
-    Raises:
-        ChunkError: the file is not a complete chunk file.
-        OSError: the file cannot be read.
-    """
+    """Return the header of a chunk file, or raise ChunkError if the file is damaged or cut off."""
     return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
 
 
@@ -112,17 +85,7 @@ def read(fd: int, offset: int, size: int) -> Buffer:
 
 
 class _ProgressiveRead:
-    """A reader of a chunk file that reads the file in pieces, each piece when its bytes are needed.
-
-    Args:
-        fd: descriptor of the file.
-        header: writable memory for the header.
-        into: writable memory for the body.
-
-    Attributes:
-        header: memory of the file's header, which the first read fills.
-        done: number of bytes read so far, including the header.
-    """
+    """Reads a file in pieces, each when its bytes are needed. `done` counts bytes, the header's included."""
 
     def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
         self.header, self.done = header, 0
@@ -142,15 +105,8 @@ class _ProgressiveRead:
             self._ended = read < wanted
 
     def _begin(self) -> tuple[int, int]:
-        """Read the header and the first piece of the body, and choose the size of the other pieces.
-
-        The other pieces are larger if the first bytes arrived so slowly that they must have come from
-        storage, and not from the page cache.
-
-        Returns:
-            The number of bytes read, and the number of bytes that this first read requested. The first number
-            is smaller only if the file ends early.
-        """
+        # Header and first piece in one read: a small chunk needs no other. Its speed decides the size of the
+        # rest.
         began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
         read = read_all(self._fd, (self.header, piece))
         if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):

@@ -1,8 +1,7 @@
-"""The index of the chunks in a directory, read from its folders.
+"""The known chunks of a directory, read from its folders.
 
 The modification time of a folder changes with every file that is added or removed, so `refresh` reads only
-the folders that changed. Between two refreshes, a known chunk may be evicted, and then its fetch misses.
-Chunks that other processes stored become known at the next refresh.
+the folders that changed. Until then, a known chunk may be evicted, and its fetch misses.
 """
 
 from __future__ import annotations
@@ -25,18 +24,13 @@ _PAUSE_SECONDS = 0.001
 
 
 class DirectoryIndex:
-    """Keeps the known chunk keys of one namespace up to date while other processes add and remove files.
-
-    Any thread may use the object.
+    """Keeps the known keys of one namespace up to date. Any thread may use the object.
 
     Args:
-        root: directory of the tier.
-        namespace: digest of the namespace (scope of chunk keys), 32 bytes.
+        namespace: digest of the namespace, 32 bytes.
         listed: set of the known keys, which `refresh` updates.
-        clock: function that returns the current time in seconds since 1970. A refresh compares it with the
-            modification times of folders.
-        pause: function that waits for a number of seconds. A refresh calls it often so that other threads can
-            run.
+        clock: seconds since 1970, compared with the modification times of folders.
+        pause: wait for a number of seconds, so that other threads run.
     """
 
     def __init__(
@@ -51,31 +45,26 @@ class DirectoryIndex:
         self._listed = listed
         self._clock = clock
         self._pause = pause
-        # Modification time, in nanoseconds, of each part's folder when it was read; -1 if the folder had
-        # changed too recently, so that it must be read again.
+        # Modification time, in nanoseconds, of each part's folder when it was read; -1: read it again.
         self._read_at: dict[int, int] = {}
         self._refreshing = Lock()
 
     def refresh(self) -> int:
-        """Update the known chunk keys from the file names in the folders that changed since the last call.
-
-        Returns:
-            The number of folders that were read.
-        """
+        """Read the folders that changed since the last call, and return their number."""
         with self._refreshing:
             changed = self._changed()
             for part, time_ns in changed.items():
+                # A change after the folder was read, but within the granularity of file times, would stay
+                # unseen.
                 settled = abs(self._clock() - time_ns / 1e9) > _SETTLED_SECONDS
                 self._read(part)
                 self._read_at[part] = time_ns if settled else -1
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Find the folders that changed since they were last read, and forget the keys of missing folders.
+        """Return the changed folders' modification times in nanoseconds; forget keys of missing folders.
 
-        Returns:
-            The modification times of the changed folders in nanoseconds, by the first byte of the keys in the
-            folder. A folder has only keys with the same first byte; in hex, this byte is the folder's name.
+        A folder is identified by the first byte of its keys, in hex the folder's name.
         """
         try:
             check_folders(self._root, f"{self._folder}/")
@@ -90,31 +79,19 @@ class DirectoryIndex:
         missing = [part for part in range(PARTS) if part not in found]
         for part in missing:
             self._read_at.pop(part, None)
+        # An empty listing: all keys of missing folders are gone.
         with self._listed.listing(missing):
             pass
         return {part: time_ns for part, time_ns in found.items() if self._read_at.get(part) != time_ns}
 
     def _read(self, part: int) -> None:
-        """Update the known keys of one folder from the names of its chunk files.
-
-        Args:
-            part: number that identifies the folder: the first byte of all its keys.
-        """
         with self._listed.listing((part,)):
-            names = self._list(part)
+            try:
+                names = os.listdir(f"{self._folder}/{part:02x}")
+            except OSError:
+                names = []
             for at in range(0, len(names), _PAGE_NAMES):
                 keys = keys_of(names[at : at + _PAGE_NAMES])
                 # Skip keys with another first byte. Their files are in the wrong folder: no fetch finds them.
                 self._listed.add_page(key for key in keys if key[0] == part)
                 self._pause(_PAUSE_SECONDS)
-
-    def _list(self, part: int) -> list[str]:
-        """Return the names of all files in one chunk folder; an empty list if the folder cannot be read.
-
-        Args:
-            part: number that identifies the folder: the first byte of all its keys.
-        """
-        try:
-            return os.listdir(f"{self._folder}/{part:02x}")
-        except OSError:
-            return []

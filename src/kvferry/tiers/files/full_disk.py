@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from kvferry.tiers.files.space import DirectorySpace
 from kvferry.units import format_bytes
 
+# EMLINK: a folder has as many entries as it may have. Project quotas of XFS report ENOSPC.
 OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)
-"""Errors of a file system that has no room for a file. Project quotas of XFS report ENOSPC."""
 
 # Something else may hold what is used up: other programs, other users' files under a quota, a thin volume.
 # Evicting for each store would then empty the directory for nothing.
@@ -34,23 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """The free room of a file system. In a directory with a project quota, the free room of the quota.
-
-    Attributes:
-        free: free bytes.
-        free_files: free inodes; None if the file system does not count them.
-    """
+    """The free bytes and inodes of a file system, or of the project quota that a directory has."""
 
     free: int
-    free_files: int | None
+    free_files: int | None  # None if the file system does not count inodes
 
     @classmethod
     def of(cls, path: str) -> DiskRoom:
-        """Return the free room of the file system that holds a path.
-
-        Raises:
-            OSError: the path does not exist, or its file system does not answer.
-        """
+        """Return the free room of the file system that holds a path."""
         found = os.statvfs(path)
         return cls(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
@@ -59,7 +50,6 @@ def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:
     """Return what a full file system lacks, and advice for the operator.
 
     Args:
-        path: path of a directory.
         error: error of a call that needed room there. Its errno is in `OUT_OF_ROOM`.
         size: bytes that the call, or the file that it was for, needed.
     """
@@ -84,13 +74,7 @@ def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:
 
 
 class FullDisk:
-    """Evicts files of a directory for new ones that its file system refuses. Any thread may use it.
-
-    Args:
-        root: path of the directory.
-        space: object that evicts files of the directory.
-        clock: function that returns seconds since 1970.
-    """
+    """Evicts files of a directory for new ones that its file system refuses. Any thread may use it."""
 
     def __init__(self, root: str, space: DirectorySpace, clock: Callable[[], float]) -> None:
         self._root, self._space, self._clock = root, space, clock
@@ -101,8 +85,7 @@ class FullDisk:
         """Evict files after a failure to store a file; return whether to try again.
 
         Args:
-            error: error of the failure.
-            tries: number of times that storing this file has failed, at least 1.
+            tries: times that storing this file has failed, at least 1.
             final: path of the file that could not be stored.
             size: bytes of that file.
 

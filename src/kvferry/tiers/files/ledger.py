@@ -30,21 +30,14 @@ _PAUSE_SECONDS = 0.001
 
 
 class HeldLedger:
-    """The content of a directory's ledger file, while this process holds the lock of the file.
-
-    The ledger records the capacity of the directory and the bytes in use. Every change is written to the file
-    immediately.
+    """The content of a ledger while this process holds its lock. Every change is written at once.
 
     Args:
-        fd: descriptor of the locked ledger file. `close` closes it.
-        root: path of the directory.
+        fd: descriptor of the locked ledger file, which `close` closes.
         capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
 
     Attributes:
-        capacity: maximum bytes of all kvferry files together; 0 if unknown.
-        used: bytes in use, never less than the sum of all kvferry files.
-        lost: whether the ledger file was new or damaged. If so, `used` was computed from the files of the
-            directory.
+        lost: whether the file was new or damaged, so that `used` was counted anew.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -57,21 +50,21 @@ class HeldLedger:
             self.count()
 
     def close(self) -> None:
-        """Release the lock of the ledger by closing its file."""
+        """Release the lock by closing the file."""
         # A mount may report an error of earlier writes here. The file is closed in any case.
         with suppress(OSError):
             os.close(self._fd)
 
     def charge(self, size: int) -> None:
-        """Add `size` bytes to the bytes in use. Call this before a file is created."""
+        """Add to the bytes in use. Call this before a file is created."""
         self._set(self.capacity, self.used + size)
 
     def release(self, size: int) -> None:
-        """Subtract `size` bytes from the bytes in use. Call this after a file was removed."""
+        """Subtract from the bytes in use. Call this after a file was removed."""
         self._set(self.capacity, max(0, self.used - size))
 
     def limit(self, capacity: int) -> None:
-        """Set the capacity of the directory to `capacity` bytes, for all processes that use the directory."""
+        """Set the capacity, for all processes that use the directory."""
         self._set(capacity, self.used)
 
     def count(self) -> None:
@@ -81,7 +74,6 @@ class HeldLedger:
         self._set(self.capacity, LEDGER_BYTES + others)
 
     def _set(self, capacity: int, used: int) -> None:
-        """Write the capacity and the bytes in use to the ledger file."""
         # The name of a temporary file may claim any number of reserved bytes.
         used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
@@ -90,24 +82,13 @@ class HeldLedger:
 
 
 class Ledger:
-    """The ledger of one directory: a file with the directory's capacity and bytes in use, and a lock.
-
-    Any thread may use the object.
-
-    Args:
-        root: path of the directory. If another device is mounted there after the first use of the ledger,
-            every use raises OSError.
-        lock_seconds: default maximum time to wait for the lock, which other threads or processes may hold.
-        clock: function that returns monotonic seconds.
-        sleep: function that waits a number of seconds.
+    """The ledger of one directory, and its lock. Any thread may use the object.
 
     Attributes:
-        capacity: last known capacity in bytes, 0 if unknown. If the ledger file is lost, the new file gets
-            this value.
-        after_loss: callback that runs after this object has replaced a missing or damaged ledger file. Its
-            argument is the new ledger, whose lock is held.
-        after_swap: callback that runs when another directory has replaced the one at `root`. It raises
-            OSError to prevent the use of the new directory.
+        capacity: last known capacity in bytes, 0 if unknown. A new ledger file gets this value.
+        after_loss: called with the held ledger after this object has replaced a missing or damaged file.
+        after_swap: called when another directory has replaced the one at `root`. It raises OSError to refuse
+            the new one.
     """
 
     def __init__(
@@ -130,31 +111,20 @@ class Ledger:
 
     @contextmanager
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Return a context manager that locks the ledger and gives access to its capacity and bytes in use.
-
-        While the ledger is locked, no other thread or process adds files to the directory or evicts them.
+        """Lock the ledger. Meanwhile no other thread or process adds files to the directory or evicts them.
 
         Args:
-            seconds: maximum time to wait for the lock; None for the `lock_seconds` of the constructor.
+            seconds: maximum time to wait; None for `lock_seconds`.
 
         Raises:
             LockTimeout: other threads or processes held the lock for that long.
-            OSError: the ledger cannot be opened or written. The errno is ESTALE if the version of the ledger
-                is unknown, or if the directory is now on another disk than at its first use.
+            OSError: the ledger cannot be opened or written. The errno is ESTALE if its version is unknown, or
+                if another device is mounted at `root` than at the first use.
         """
         with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as held_ledger:
             yield held_ledger
 
     def _acquire(self, deadline: float) -> HeldLedger:
-        """Lock and read the ledger file. Replace a missing or damaged file, and call `after_loss` then.
-
-        Args:
-            deadline: time at which to give up, in monotonic seconds.
-
-        Raises:
-            LockTimeout: other processes held the lock until the deadline.
-            OSError: the file cannot be opened or written, or its version is unknown.
-        """
         fd = self._lock(deadline)
         try:
             held_ledger = HeldLedger(fd, self._root, self.capacity)
@@ -171,15 +141,6 @@ class Ledger:
         return held_ledger
 
     def _lock(self, deadline: float) -> int:
-        """Open and lock the ledger file, and return its descriptor.
-
-        Args:
-            deadline: time at which to give up, in monotonic seconds.
-
-        Raises:
-            LockTimeout: other processes held the lock until the deadline.
-            OSError: the file cannot be opened.
-        """
         start = self._clock()
         while True:
             fd = self._open()
@@ -196,15 +157,11 @@ class Ledger:
             os.close(fd)
             if (now := self._clock()) >= deadline:
                 raise LockTimeout(f"{self._path} was held by other processes for {now - start:.2g} s")
+            # flock could wait in the kernel, but without a deadline.
             self._sleep(_PAUSE_SECONDS)
 
     def _open(self) -> int:
-        """Check that the directory is still on the same disk, open the ledger file and return its descriptor.
-
-        Raises:
-            OSError: the directory is missing or now on another disk, `after_swap` has refused the directory
-                that replaced it, or the file cannot be opened.
-        """
+        """Open the ledger file of the same directory as before, or of one that `after_swap` accepts."""
         # An unmounted disk leaves an empty folder on another disk, which must not be filled.
         found, known = os.stat(self._root), self._known
         if known is not None and found.st_dev != known.st_dev:
@@ -216,14 +173,7 @@ class Ledger:
 
 
 def read_ledger(root: str) -> tuple[int, int] | None:
-    """Read the ledger file of a directory without locking it.
-
-    Args:
-        root: path of the directory.
-
-    Returns:
-        The capacity of the directory and its bytes in use; None if the ledger cannot be read.
-    """
+    """Return capacity and bytes in use without locking; None if the ledger cannot be read."""
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
@@ -235,20 +185,19 @@ def _digest(fields: bytes) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[int, int] | None:
-    """Decode the content of a ledger file.
-
-    Returns:
-        The capacity and the bytes in use of the directory; None if the content is damaged.
+    """Return capacity and bytes in use; None if the content is damaged.
 
     Raises:
-        OSError: the content has a format version that this release does not know.
+        OSError: this release does not know the format version.
     """
     fields = data[: _FIELDS.size]
     if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):
         return None
+    # The digest is checked first, so a version is believed only in a ledger that was written completely.
     magic, version, _, capacity, used = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         return None
+    # Not damage: replacing a newer release's ledger would lose its capacity.
     if version != _VERSION:
         told = f"its ledger is of version {version}, this release knows version {_VERSION}"
         raise OSError(errno.ESTALE, told)

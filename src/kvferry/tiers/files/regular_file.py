@@ -1,4 +1,4 @@
-"""Functions that open and create plain files and folders, and refuse everything else.
+"""Open and create plain files and folders, and refuse everything else.
 
 A user who can write to a directory can put a link, a pipe, a device or a folder in place of a file. Below the
 directory, these functions follow no link, and do not wait for a pipe or a device. The path to the directory
@@ -12,8 +12,8 @@ import os
 import stat
 from contextlib import suppress
 
+# Only this user, because a chunk reveals its prompt.
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-"""Modes of new files and folders. They admit only this user, because a chunk reveals its prompt."""
 
 # Errors when a link, a socket or pipe, a folder, or a device without a driver is opened as a plain file.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
@@ -24,13 +24,7 @@ class NotRegular(OSError):
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a plain file and return its descriptor.
-
-    Never follow a link, and never wait for a pipe or a device. A new file gets mode 0600.
-
-    Args:
-        path: path of the file.
-        flags: flags for `os.open`.
+    """Open a plain file with flags of `os.open`, without following a link or waiting for a pipe or device.
 
     Raises:
         NotRegular: the path is not a plain file.
@@ -43,6 +37,7 @@ def open_regular(path: str, flags: int) -> int:
             raise NotRegular(error.errno, "expected a plain file", path) from error
         raise
     try:
+        # The flags refuse links only. A pipe or device opens at once, and is recognized here.
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
     except BaseException:
         os.close(fd)
@@ -54,18 +49,13 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_regular(path: str, most: int) -> bytes:
-    """Return the first `most` bytes of a plain file, or fewer if the file is shorter.
-
-    Raises:
-        NotRegular: the path is not a plain file.
-        OSError: the file cannot be read.
-    """
+    """Return the first `most` bytes of a plain file, or fewer if the file is shorter."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
 
 
 def is_regular(path: str) -> bool:
-    """Return whether a path exists and is a plain file, not a link."""
+    """Return whether a path is a plain file, not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -73,11 +63,7 @@ def is_regular(path: str) -> bool:
 
 
 def check_folders(root: str, path: str) -> None:
-    """Check that the folders on the way from `root` to a file are plain folders, not links.
-
-    Args:
-        root: path of a folder, which is not checked itself.
-        path: path of the file below `root`. The file itself is not checked.
+    """Check that the folders between `root` and a file are plain folders. Root and file are not checked.
 
     Raises:
         NotRegular: a folder on the path is a link or another kind of file.
@@ -89,11 +75,7 @@ def check_folders(root: str, path: str) -> None:
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Create a folder below `root` with mode 0700 if it is missing, and also its missing parent folders.
-
-    Args:
-        root: path of an existing folder, which is not created.
-        folder: path of the folder to create.
+    """Create a folder below `root`, and its missing parents below `root`.
 
     Raises:
         NotRegular: the name of one of the folders is taken by a link, a file or a device.
@@ -103,15 +85,12 @@ def make_folder(root: str, folder: str) -> None:
         make_folder(root, above)
     with suppress(FileExistsError):
         os.mkdir(folder, FOLDER_MODE)
+    # mkdir also says that the name exists if it is a link.
     check_folders(root, f"{folder}/")
 
 
 def sync_folder(folder: str) -> None:
-    """Flush the entries of a folder to the disk, so that new names in it survive a crash.
-
-    Raises:
-        OSError: the folder cannot be opened or flushed.
-    """
+    """Flush the entries of a folder to the disk, so that new names in it survive a crash."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvferry.errors import ConfigError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.opening import check_writable, unusable_directory
+from kvferry.tiers.files.directory_checks import check_writable, unusable_directory
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import Medium
@@ -38,18 +38,11 @@ class FileSettings(StorageSettings, frozen=True):
     durable: bool = False
 
     def check(self, where: str) -> None:
-        """Check that the configured capacity and path are valid. The directory itself is not accessed.
-
-        Args:
-            where: name of these settings in the configuration, for messages.
-
-        Raises:
-            ConfigError: the capacity or the path is not valid.
-        """
         check_capacity(where, self.capacity)
         if self.path is None:
             return
         try:
+            # Such a path fails with ValueError later, not with OSError.
             usable = self.path and b"\0" not in os.fsencode(self.path)
         except UnicodeEncodeError:
             usable = False
@@ -59,11 +52,6 @@ class FileSettings(StorageSettings, frozen=True):
             )
 
     def check_storage(self) -> None:
-        """Check that files can be written to the directory, or to the parent of a missing default directory.
-
-        Raises:
-            ConfigError: the directory is missing, was not written by this release, or cannot be written to.
-        """
         if self.path is not None:
             check_writable(self.path)
             return
@@ -74,28 +62,12 @@ class FileSettings(StorageSettings, frozen=True):
 
     @property
     def location(self) -> Location:
-        """The location of the chunks: the absolute path of the directory.
-
-        If the setting `path` is None, the location is a text that stands for the default directory.
-        """
         if self.path is None:
             return Location("the default directory", ())
         path = os.path.abspath(self.path)
         return Location(path, (path,))
 
     def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
-        """Open the directory, and return the file tier. Create the default directory if it is missing.
-
-        Args:
-            namespace: namespace (scope of chunk keys) of the chunks.
-            table: hash table of the chunk keys of all tiers of a cache.
-            earlier: settings of the storage tiers before this one in the configuration. A directory that one
-                of them uses is refused.
-
-        Raises:
-            ConfigError: an earlier tier uses the same directory, the default directory cannot be created, or
-                `FileTier` cannot open the directory.
-        """
         path = self.path or make_default_directory()
         directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]
         if twin := find_same_directory(path, directories):
@@ -108,9 +80,7 @@ class FileSettings(StorageSettings, frozen=True):
 
 
 def make_default_directory() -> str:
-    """Create the default directory of the file tier if it is missing, and return its path.
-
-    Only this user has access to a new directory.
+    """Create the default directory if it is missing, for this user only, and return its path.
 
     Raises:
         ConfigError: the directory cannot be created.

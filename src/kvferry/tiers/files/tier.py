@@ -1,12 +1,9 @@
 """The file tier: chunks in a directory, on a disk of this machine or on a mount that machines share.
 
-Every call blocks, and any thread may make it. A fetch takes no lock: a chunk is written under a temporary
-name and then renamed, so it exists completely or not at all. A fetch is a hit only if all checksums match. A
-store reserves its space before it writes, under the lock of the directory's *ledger*, a file with the
-capacity and the bytes in use.
-
-If the disk, a file or another process fails, calls return an outcome and raise no exception. Failures are
-counted, and the first of each kind is logged.
+A fetch takes no lock: a chunk is written under a temporary name and then renamed, so it exists completely or
+not at all. A fetch is a hit only if all checksums match. A store reserves its space before it writes, under
+the lock of the directory's ledger. If the disk, a file or another process fails, calls return an outcome and
+raise no exception. Failures are counted, and the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from contextlib import suppress
 from kvferry.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import explain_refusal, read_chunk, write_chunk
+from kvferry.tiers.files.directory_checks import check_directory
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, FullDisk, shortage
-from kvferry.tiers.files.least_recent import MAX_LISTED
 from kvferry.tiers.files.ledger import Ledger
 from kvferry.tiers.files.lock_handoff import LockTimeout
-from kvferry.tiers.files.opening import check_directory, open_directory
+from kvferry.tiers.files.opening import open_directory
 from kvferry.tiers.files.quarantine import quarantine_file
 from kvferry.tiers.files.regular_file import (
     NotRegular,
@@ -36,7 +33,7 @@ from kvferry.tiers.files.regular_file import (
     open_regular,
     sync_folder,
 )
-from kvferry.tiers.files.space import DirectoryFull, DirectorySpace
+from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace
 from kvferry.tiers.files.usage import UsageReader
 from kvferry.tiers.files.use_times import mark_files_used, set_cold
 from kvferry.tiers.format.body import check_size
@@ -54,8 +51,8 @@ _NO_SPACE = (*OUT_OF_ROOM, errno.EFBIG)
 # A network mount reports ESTALE for a file that was removed while it was open.
 _EVICTED = (errno.ENOENT, errno.ESTALE)
 
+# Number of times that a chunk's folder is created. Evictions remove folders while they are empty.
 _MOST_FOLDERS = 8
-"""Number of times that a chunk's folder is created. Evictions remove folders while they are empty."""
 
 _ADVICE = {
     PutOutcome.TOO_LARGE: "raise the capacity or store smaller chunks",
@@ -70,24 +67,20 @@ _ADVICE = {
 
 
 class FileTier(StorageTier):
-    """A storage tier with the chunks of one namespace (scope of chunk keys) in a directory.
-
-    Other namespaces and processes may use the same directory.
+    """A storage tier with the chunks of one namespace in a directory, which others may use too.
 
     Args:
         path: path of the directory, which must exist.
-        namespace: namespace of the chunks. If the file that describes the namespace is missing, it is
-            written.
+        namespace: namespace of the chunks. Its note is written if it is missing.
         capacity: maximum bytes of all kvferry files under `path`. It replaces the current capacity of the
             directory for all processes. If None, the current capacity is kept, and a new directory gets a
             tenth of the free space.
         durable: whether to flush every chunk and its folder to the disk before it counts as stored.
-        clock: function that returns seconds since 1970, for times of use.
-        lock_seconds: maximum time for which `put` waits for the lock of the ledger (file with the capacity
-            and the bytes in use). After that time, `put` does not store the chunk.
-        table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
-        write: function that writes a chunk to an open, empty file.
-        read: function that reads a chunk from an open file, and returns False for another chunk.
+        clock: seconds since 1970, for times of use.
+        lock_seconds: maximum time for which `put` waits for the lock of the ledger. Then it stores nothing.
+        table: hash table that the tiers of a cache share; None for a separate one.
+        write: write a chunk to an open, empty file.
+        read: read a chunk from an open file; return False for another chunk.
         max_listed: maximum number of files that a walk of the directory lists for eviction.
 
     Raises:
@@ -130,22 +123,12 @@ class FileTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of chunks that this process has stored, fetched and evicted since it opened the tier."""
         return self._counter.stats()
 
     def __len__(self) -> int:
-        """Return the number of chunks of this tier's namespace that this process knows to exist."""
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Set the times of last use of chunks to now, so that they are evicted later than others.
-
-        The call blocks.
-
-        Args:
-            keys: keys of the chunks, in the order in which they should be evicted. Keys that the tier does
-                not have are skipped.
-        """
         known = self.contains(keys).tolist()
         paths = (
             chunk_path(self._root, self._namespace, key)
@@ -155,37 +138,12 @@ class FileTier(StorageTier):
         mark_files_used(self._root, paths, self._clock)
 
     def usage(self) -> StoreUsage:
-        """Return the bytes in use and the capacity of the directory, for all processes together.
-
-        Only one thread may call this method at a time.
-        """
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        """Update the known keys of the tier (`keys`) from the folders that changed since the last call.
-
-        Returns:
-            The number of folders that were read.
-        """
         return self._index.refresh()
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
-        """Store a chunk as a file. The call blocks.
-
-        Args:
-            key: key of the chunk, 16 to 32 bytes.
-            group: description of the content: KV cache group, number of tokens and sections.
-            body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
-                padding after each section is set to zero.
-            cold: True to evict the chunk before all chunks that are not cold, until it is used.
-
-        Returns:
-            STORED, PRESENT if the tier had the chunk already, or the reason why the chunk was not stored.
-
-        Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
-                their own) than fit into the header of a file; nothing was stored.
-        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
         detail = ""
@@ -207,20 +165,6 @@ class FileTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk from its file into memory. The call blocks.
-
-        Args:
-            key: key of the chunk, 16 to 32 bytes.
-            group: description of the expected content: KV cache group, number of tokens and sections.
-            into: writable memory of the size of the chunk's content. The bytes are valid only if HIT is
-                returned.
-
-        Returns:
-            HIT, or the reason why the chunk was not fetched.
-
-        Raises:
-            ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
-        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         detail = ""
@@ -230,6 +174,7 @@ class FileTier(StorageTier):
             done, detail = GetOutcome.ABSENT if error.errno in _EVICTED else GetOutcome.IO_ERROR, str(error)
         except _BadFile as bad:
             done, detail = GetOutcome.CORRUPT, str(bad)
+        # Another process evicted or spoiled it: no lookup should find it again.
         if done is not GetOutcome.HIT:
             self._listed.discard(key)
         if self._counter.count_get(done) and done in _ADVICE:
@@ -240,18 +185,8 @@ class FileTier(StorageTier):
         """Do nothing, because no file stays open between calls."""
 
     def _put(self, chunk: Chunk, body: memoryview, *, cold: bool) -> PutOutcome:
-        """Store a chunk as a file, unless the file exists.
-
-        Returns:
-            STORED; or PRESENT if the file existed before, or another process created it during the call.
-
-        Raises:
-            LockTimeout: other threads or processes held the lock on the ledger (file that records the used
-                space) for too long.
-            DirectoryFull: there is no room for the file.
-            OSError: the file cannot be written.
-        """
         final = chunk_path(self._root, self._namespace, chunk.key)
+        # A missing folder is created later. A link in its place is refused before anything is written.
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
         if is_regular(final):
@@ -266,10 +201,7 @@ class FileTier(StorageTier):
                     raise
 
     def _create(self, chunk: Chunk, final: str, body: memoryview, *, cold: bool) -> PutOutcome:
-        """Write a chunk to a file. Return STORED, or PRESENT if another process created the file meanwhile.
-
-        It raises what `_put` raises. Nothing is left of a file that could not be written.
-        """
+        """Write a chunk to a file, of which nothing is left after an error."""
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
             self._write(fd, chunk, body)
@@ -287,27 +219,15 @@ class FileTier(StorageTier):
         return PutOutcome.STORED if first else PutOutcome.PRESENT
 
     def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
-        """Write a chunk to an empty file, and set the modification time (time of last use) to now.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
         self._write_chunk(fd, chunk, body)
         now = int(self._clock() * 1e9)
         os.utime(fd, ns=(now, now))
+        # Before the rename: a name that survives a crash must not lead to a file without content.
         if self._durable:
             os.fdatasync(fd)
 
     def _reserve(self, final: str, size: int) -> tuple[int, str]:
-        """Reserve space for a file, and create the file under a temporary name. Create its folder if needed.
-
-        Args:
-            final: path to which the file will be renamed when it is complete.
-            size: bytes of the complete file.
-
-        Returns:
-            The descriptor of the temporary file, and its path.
-        """
+        """Reserve space for a file, and create its folder if it is missing."""
         folder = os.path.dirname(final)
         for _ in range(_MOST_FOLDERS):
             with suppress(FileNotFoundError):
@@ -319,15 +239,10 @@ class FileTier(StorageTier):
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
-        """Fetch a chunk from its file into memory, and move a bad file to quarantine.
-
-        Args:
-            chunk: identity and layout of the expected chunk.
-            into: writable memory for the content, of the size of the chunk's body.
+        """Fetch a chunk from its file, and move a bad file to quarantine.
 
         Returns:
-            HIT, or OTHER_SHAPE if the header of the file is valid and has the expected key, but describes
-            other KV cache groups, tokens or sections than the expected ones.
+            HIT, or OTHER_SHAPE if a valid header has the expected key, but other groups, tokens or sections.
 
         Raises:
             OSError: the file does not exist or cannot be read.
@@ -338,6 +253,7 @@ class FileTier(StorageTier):
         try:
             fd = open_regular(path, os.O_RDONLY)
         except NotRegular as error:
+            # Something planted, such as a link, keeps the name from real chunks.
             self._counter.add(quarantined=quarantine_file(self._root, self._ledger, os.lstat(path), path))
             raise _BadFile(str(error)) from error
         try:
@@ -353,26 +269,12 @@ class FileTier(StorageTier):
         return GetOutcome.HIT
 
     def _on_evicted(self, path: str) -> None:
-        """Remove the key of an evicted chunk file from the known keys of the tier.
-
-        Do nothing for a file that was not a chunk of this tier's namespace (scope of chunk keys).
-
-        Args:
-            path: path of the evicted file.
-        """
         folder, name = os.path.split(path)
         key = key_of(name)
         if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
             self._listed.discard(key)
 
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
-        """Log a failure to store or to fetch a chunk, with advice for the operator.
-
-        Args:
-            what: description of the failure.
-            why: outcome of the store or of the fetch.
-            detail: text of the underlying error; empty if there is none.
-        """
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
 

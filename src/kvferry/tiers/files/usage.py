@@ -15,12 +15,7 @@ _MAX_NOTE_BYTES = 1 << 20
 
 
 class UsageReader:
-    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks.
-
-    Args:
-        root: path of the directory.
-        namespace: namespace (scope of chunk keys) that this process uses.
-    """
+    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks."""
 
     def __init__(self, root: str, namespace: Namespace) -> None:
         self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
@@ -28,27 +23,23 @@ class UsageReader:
         self._last = StoreUsage()
 
     def read(self, *, empty: bool) -> StoreUsage:
-        """Return the current usage of the directory. If a value cannot be read, return its last known value.
+        """Return the usage of the directory. A value that cannot be read keeps its last known value.
 
         Args:
-            empty: True if this process's namespace has no chunks. `StoreUsage.same_name_namespace` then names
-                another namespace with the same model name, if there is one.
+            empty: True to name another namespace of a model with the same name, if there is one. Its engines
+                probably differ in a setting, which is why this one finds no chunks.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
     def _same_name_namespace(self) -> str:
-        """Find a namespace of another configuration, but with the same model name, in the directory.
-
-        Returns:
-            The digest of the namespace in hex; empty if there is none. If the directory cannot be listed, the
-            digest that the previous `read` found.
-        """
+        """Return the digest, in hex, of another namespace of a model of this name; empty if there is none."""
         try:
             folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
         except OSError:
             return self._last.same_name_namespace
+        # Notes never change, so each is read once.
         names = {
             name: self._names.get(name) or self._model_name(name) for name in folders if name != self._ours
         }
@@ -56,13 +47,6 @@ class UsageReader:
         return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
 
     def _model_name(self, digest: str) -> str:
-        """Return the name of a namespace's model, from the note (file that describes the namespace).
-
-        The name is empty if there is no valid note.
-
-        Args:
-            digest: digest of the namespace, in hex.
-        """
         try:
             note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
             check_folders(self._root, note)

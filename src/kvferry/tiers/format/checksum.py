@@ -17,8 +17,8 @@ HEADER_DIGEST_BYTES = 32
 
 _STRETCH_UNITS, _STRETCH_BYTES = 512, 1 << 20
 _PAUSE_SECONDS = 20e-6
+# Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`).
 _LETS_OTHERS_RUN_BYTES = 100 << 10
-"""Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`)."""
 
 # Types that hold bytes. Pass an array as `memoryview(array).cast("B")`, which refuses non-contiguous arrays.
 Buffer = bytes | bytearray | memoryview
@@ -28,9 +28,8 @@ def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] =
     """Return the XXH3 digests of units, 16 bytes each, concatenated.
 
     Args:
-        data: units without gaps between them. The length is a multiple of `unit_bytes`.
-        unit_bytes: bytes of one unit (part of a chunk with a digest of its own), at least 1.
-        sleep: function that waits a number of seconds, for which other threads can run.
+        data: units without gaps between them.
+        unit_bytes: bytes of one unit, at least 1.
     """
     view, digests = memoryview(data), list[bytes]()
     stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
@@ -44,11 +43,7 @@ def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] =
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the XXH3 digest of one unit, 16 bytes. A unit is a part of a chunk with a digest of its own.
-
-    Args:
-        pieces: consecutive parts of the unit. Each piece is digested before the next one is requested.
-    """
+    """Return the XXH3 digest of one unit, 16 bytes. Each piece is digested before the next is requested."""
     digest = xxh3_128()
     for piece in pieces:
         digest.update(piece)
@@ -56,9 +51,5 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def header_digest(data: Buffer) -> bytes:
-    """Return the BLAKE3 digest of a chunk file's header, 32 bytes.
-
-    Args:
-        data: content of the header that precedes its digest.
-    """
+    """Return the BLAKE3 digest of a header, 32 bytes. `data` is the header up to its digest."""
     return blake3(data).digest(HEADER_DIGEST_BYTES)

@@ -45,20 +45,14 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ChunkSection:
-    """The description of one section of a chunk: a contiguous run of units of equal size.
+    """A section of a chunk: a contiguous run of units of equal size.
 
-    A unit is a part of a chunk that a tensor-parallel rank may need alone, such as one KV head of all layers.
     The units follow one another in the order of the tensor axis that is split over the ranks.
-
-    Attributes:
-        name: name of the section, unique in its group: 1 to 31 printable ASCII characters.
-        units: number of units, at least 1.
-        unit_bytes: bytes of one unit, at least 1.
     """
 
-    name: str
-    units: int
-    unit_bytes: int
+    name: str  # unique in its group: 1 to 31 printable ASCII characters
+    units: int  # number of units, at least 1
+    unit_bytes: int  # bytes of one unit, at least 1
 
     def __post_init__(self) -> None:
         _check_name("section", self.name)
@@ -69,23 +63,16 @@ class ChunkSection:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the bytes of all units of the section."""
         return self.units * self.unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGroup:
-    """The description of the part of a chunk that belongs to one KV cache group.
+    """The part of a chunk that belongs to one KV cache group."""
 
-    Attributes:
-        name: name of the group, unique in the chunk: 1 to 31 printable ASCII characters.
-        tokens: number of tokens that the sections hold; 0 for a snapshot of recurrent state.
-        sections: sections (runs of units of equal size) of the group, one or more, with different names.
-    """
-
-    name: str
-    tokens: int
-    sections: tuple[ChunkSection, ...]
+    name: str  # unique in the chunk: 1 to 31 printable ASCII characters
+    tokens: int  # number of tokens that the sections hold; 0 for a snapshot of recurrent state
+    sections: tuple[ChunkSection, ...]  # one or more, with different names
 
     def __post_init__(self) -> None:
         _check_name("group", self.name)
@@ -96,30 +83,19 @@ class ChunkGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Offsets and sizes of the parts of a chunk file, in bytes.
+    """Offsets and sizes of the parts of a chunk file, in bytes."""
 
-    Attributes:
-        sections: sections (runs of units of equal size) of all groups, in the order of the file.
-        tables: encoded group table and section table of the header.
-        header_bytes: length of the header with its digest, without padding.
-        offsets: offset of each section in the file.
-        file_bytes: length of the whole file.
-    """
-
-    sections: tuple[ChunkSection, ...]
-    tables: bytes
-    header_bytes: int
-    offsets: tuple[int, ...]
+    sections: tuple[ChunkSection, ...]  # sections of all groups, in the order of the file
+    tables: bytes  # encoded group table and section table of the header
+    header_bytes: int  # length of the header with its digest, without padding
+    offsets: tuple[int, ...]  # offset of each section in the file
     file_bytes: int
 
     @staticmethod
+    # A model has few groups, and this is called for each chunk.
     @lru_cache(maxsize=16)
     def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Compute the layout of a chunk file from the KV cache groups of the chunk.
-
-        Raises:
-            ChunkError: there is no group, two groups have the same name, or the file would be too large.
-        """
+        """Compute the layout of a chunk file."""
         _check_different("chunk", "group", [group.name for group in groups])
         sections = tuple(section for group in groups for section in group.sections)
         digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
@@ -144,19 +120,12 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The identity of a chunk, and the layout of its file.
+    """The identity of a chunk, and the layout of its file."""
 
-    Attributes:
-        namespace: digest of the namespace (model, weights and format), 32 bytes.
-        key: digest that identifies the content within the namespace, 16 to 32 bytes.
-        groups: KV cache groups in the chunk, one or more, with different names.
-        layout: layout of the file, derived from the groups.
-    """
-
-    namespace: bytes
-    key: bytes
-    groups: tuple[ChunkGroup, ...]
-    layout: ChunkLayout = field(init=False, repr=False, compare=False)
+    namespace: bytes  # digest of the namespace, 32 bytes
+    key: bytes  # digest that identifies the content within the namespace, 16 to 32 bytes
+    groups: tuple[ChunkGroup, ...]  # one or more, with different names
+    layout: ChunkLayout = field(init=False, repr=False, compare=False)  # derived from the groups
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES:
@@ -167,32 +136,28 @@ class Chunk:
 
     @property
     def sections(self) -> tuple[ChunkSection, ...]:
-        """The sections (runs of units of equal size) of all KV cache groups, in the order of the file."""
         return self.layout.sections
 
     @property
     def header_bytes(self) -> int:
-        """Length of the chunk file's header in bytes, with its digest, without padding."""
         return self.layout.header_bytes
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of each section in the chunk file, in bytes."""
         return self.layout.offsets
 
     @property
     def file_bytes(self) -> int:
-        """Length of the whole chunk file, in bytes."""
         return self.layout.file_bytes
 
     @property
     def body_bytes(self) -> int:
-        """Length of the chunk file without its padded header, in bytes."""
+        """Length of the file without its padded header."""
         return self.file_bytes - self.offsets[0]
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of 4096, the alignment of the sections in a chunk file."""
+    """Round a number of bytes up to a multiple of 4096."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -200,7 +165,6 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
     """Return the header of a chunk file, padded with zeros to the start of the first section.
 
     Args:
-        chunk: identity and layout of the chunk.
         digests: concatenated digests of all units, in the order of the file, 16 bytes each.
     """
     layout = chunk.layout
@@ -213,20 +177,10 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
 
 
 def _name(name: str) -> tuple[int, bytes]:
-    """Encode a name for the tables in a header. Return the length of the name, and its bytes in ASCII."""
     return len(name), name.encode("ascii")
 
 
 def _check_name(what: str, name: str) -> None:
-    """Check that a name has a valid length and printable ASCII characters.
-
-    Args:
-        what: kind of the named object, for the message: ``group`` or ``section``.
-        name: name to check.
-
-    Raises:
-        ChunkError: the name is not valid.
-    """
     if len(name) not in NAME_BYTES or not (name.isascii() and name.isprintable()):
         raise ChunkError(
             f"a {what} named {name!r}; expected 1 to {NAME_BYTES[-1]} printable ASCII characters"
@@ -234,16 +188,6 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_different(whole: str, what: str, names: Sequence[str]) -> None:
-    """Check that there is at least one name, and that no two names are equal.
-
-    Args:
-        whole: kind of the object that contains the named objects, for the error message, such as ``chunk``.
-        what: kind of the named objects, for the error message, such as ``group``.
-        names: names to check.
-
-    Raises:
-        ChunkError: the check fails.
-    """
     if not names:
         raise ChunkError(f"a {whole} without a {what}; expected at least one")
     if len(set(names)) < len(names):

@@ -1,8 +1,7 @@
-"""Functions that decode and verify a chunk file. They trust nothing in it before they have checked it.
+"""Decode and verify a chunk file. Nothing in it is trusted before it has been checked.
 
-`header_span` reads the length of the header from the first bytes, `decode_header` decodes it, `check_units`
-compares units with the header's digests, and `verify` checks the whole file. For any content of a file they
-raise only `ChunkError`. A length in a file is checked before it is used.
+For any content of a file, the functions raise only `ChunkError`; `OtherVersion`, which is one, for another
+version of the format. A length in a file is checked before it is used.
 """
 
 from __future__ import annotations
@@ -43,44 +42,14 @@ ReadAt = Callable[[int, int], Buffer]
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """The decoded header of a chunk file, whose checksum was verified when it was decoded.
-
-    Attributes:
-        chunk: identity and layout of the chunk that the header describes.
-        digests: concatenated digests of all units (parts of sections), in the order of the file, 16 bytes
-            each.
-    """
+    """The decoded header of a chunk file, whose checksum was verified."""
 
     chunk: Chunk
-    digests: bytes
-
-    def digests_of(self, section: int, first: int, units: int) -> bytes:
-        """Return the digests of consecutive units of a section, 16 bytes each, concatenated.
-
-        A unit is a part of a section that has a digest of its own.
-
-        Args:
-            section: index of the section in `Chunk.sections`.
-            first: index, in the section, of the first unit.
-            units: number of units.
-        """
-        before = sum(one.units for one in self.chunk.sections[:section]) + first
-        return self.digests[before * UNIT_DIGEST_BYTES : (before + units) * UNIT_DIGEST_BYTES]
+    digests: bytes  # concatenated digests of all units, in the order of the file, 16 bytes each
 
 
 def header_span(start: Buffer) -> int:
-    """Read the length of a chunk file's header from the first bytes of the file.
-
-    Args:
-        start: first 128 bytes of the file, or more.
-
-    Returns:
-        The length of the header in bytes, with padding.
-
-    Raises:
-        OtherVersion: the file is a chunk file of another format version.
-        ChunkError: the file is not a chunk file, or the length of its header is out of range.
-    """
+    """Read the length of a header, with padding, from the first 128 bytes of the file or more."""
     if len(start) < PREAMBLE.size:
         raise ChunkError(
             f"a file of {len(start)} bytes is not a chunk; expected {PREAMBLE.size} or more for its "
@@ -102,9 +71,6 @@ def decode_header(data: Buffer) -> ChunkHeader:
 
     Args:
         data: the whole header, whose length `header_span` returns; more bytes may follow.
-
-    Raises:
-        ChunkError: the header is damaged, contradicts itself, or is not the canonical encoding of its chunk.
     """
     span = header_span(data)
     if len(data) < span:
@@ -119,6 +85,7 @@ def decode_header(data: Buffer) -> ChunkHeader:
     if key_bytes not in KEY_BYTES:
         raise ChunkError(f"a key of {key_bytes} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
     tables = PREAMBLE.size + groups * GROUP.size + sections * SECTION.size
+    # Before the tables are read: the digest says that they are unchanged, not that a sane writer made them.
     if tables > signed:
         raise ChunkError(
             f"a header of {header_bytes} bytes is too short for {groups} groups and {sections} sections"
@@ -130,28 +97,24 @@ def decode_header(data: Buffer) -> ChunkHeader:
             f"{chunk.header_bytes} and {chunk.file_bytes} by the sections"
         )
     digests = header[tables:signed]
+    # One encoding only, so that equal chunks have equal bytes.
     if encode_header(chunk, digests) != header:
         raise ChunkError("unused bytes of the header are not zero, or its sections are out of order")
     return ChunkHeader(chunk, digests)
 
 
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Check units of a chunk against their digests in the header of the chunk file.
-
-    A unit is a part of a section that has a digest of its own.
+    """Check units of a chunk against their digests. The error names the first damaged unit.
 
     Args:
-        header: decoded header of the file.
         section: index of the section in `Chunk.sections`.
         first: index, in the section, of the first unit in `data`.
         data: one or more consecutive whole units.
-
-    Raises:
-        ChunkError: a unit is damaged; the message names the first such unit.
     """
     one = header.chunk.sections[section]
     found = unit_digests(data, one.unit_bytes)
-    expected = header.digests_of(section, first, len(found) // UNIT_DIGEST_BYTES)
+    before = UNIT_DIGEST_BYTES * (sum(one.units for one in header.chunk.sections[:section]) + first)
+    expected = header.digests[before : before + len(found)]
     if found == expected:
         return
     pairs = range(0, len(found), UNIT_DIGEST_BYTES)
@@ -163,30 +126,15 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Read and decode the header of a chunk file, and check that the file has the length in the header.
-
-    Args:
-        read: function that takes an offset and a size, and returns these bytes of the file.
-        file_bytes: length of the file.
-
-    Raises:
-        ChunkError: the file is not a complete chunk file.
-    """
+    """Read and decode the header of a chunk file of `file_bytes` bytes."""
     header = decode_header(read(0, header_span(read(0, PREAMBLE.size))))
-    check_length(header, file_bytes)
+    if file_bytes != header.chunk.file_bytes:
+        raise ChunkError(f"a file of {file_bytes} bytes; expected {header.chunk.file_bytes} by its header")
     return header
 
 
 def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Check every byte of a chunk file: header, units and padding. Return the decoded header.
-
-    Args:
-        read: function that takes an offset and a size, and returns these bytes of the file.
-        file_bytes: length of the file.
-
-    Raises:
-        ChunkError: a byte is damaged, or the length is wrong.
-    """
+    """Check every byte of a chunk file: header, units and padding. Return the decoded header."""
     header = read_header(read, file_bytes)
     for index, (section, offset) in enumerate(zip(header.chunk.sections, header.chunk.offsets, strict=True)):
         step = max(1, _STEP_BYTES // section.unit_bytes)
@@ -205,32 +153,8 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
     return header
 
 
-def check_length(header: ChunkHeader, file_bytes: int) -> None:
-    """Check that the length of a chunk file is the length that its header records.
-
-    Args:
-        header: decoded header of the file.
-        file_bytes: length of the file.
-
-    Raises:
-        ChunkError: the lengths differ.
-    """
-    if file_bytes != header.chunk.file_bytes:
-        raise ChunkError(f"a file of {file_bytes} bytes; expected {header.chunk.file_bytes} by its header")
-
-
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Decode the group table and the section table of a header, and return the KV cache groups of the chunk.
-
-    The caller must have checked that the tables lie within the header.
-
-    Args:
-        header: encoded header.
-        groups, sections: number of rows in the group table, and in the section table.
-
-    Raises:
-        ChunkError: the tables do not describe valid groups.
-    """
+    """Decode the group table and the section table, which must lie within the header."""
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
     found = [
@@ -246,15 +170,8 @@ def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]
 
 
 def _name(size: int, name: bytes) -> str:
-    """Decode a name field of a header: return its first `size` bytes as text.
-
-    Args:
-        size: length of the name in bytes.
-        name: bytes of the whole field, padded with zeros.
-
-    Raises:
-        ChunkError: `size` is out of range.
-    """
+    """Return the first `size` bytes of a name field as text."""
     if size not in NAME_BYTES:
         raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
+    # Latin-1 decodes any bytes. `ChunkSection` and `ChunkGroup` refuse all but ASCII.
     return name[:size].decode("latin-1")

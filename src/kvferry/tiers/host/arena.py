@@ -1,12 +1,9 @@
 """The arena: host memory that all ranks of a node share.
 
-One process, the owner, creates the arena. The others attach to it with its `SharedFile`. All processes see
-the same bytes at different addresses, so positions in it are offsets. `host.slot_table` decides which bytes
-may be read or written.
-
-The arena is a sealed memory file (`memory.sealed`). All its memory is allocated at once, so too little memory
-is an error at start, and does not kill an engine later. A background thread of the owner moves the memory to
-large pages while it is in use.
+The owner creates the arena. Other processes attach to it with its `SharedFile`. All see the same bytes at
+different addresses, so positions in it are offsets. `host.slot_table` decides which bytes may be read or
+written. The arena is a sealed memory file (`memory.sealed`). All its memory is allocated at once, so too
+little memory is an error at start, and does not kill an engine later.
 """
 
 from __future__ import annotations
@@ -27,31 +24,24 @@ from kvferry.memory.sealed import SharedFile
 from kvferry.memory.staging_copies import StagedImages
 from kvferry.tiers.host.memory_check import check_available, too_large
 
+# MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14.
 _POPULATE_WRITE = 23
-"""Value of MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14."""
 _STEP_BYTES = 256 << 20
 
 
 class Arena:
-    """The arena (host memory that all ranks of a node share), as mapped into one process.
-
-    Use `create` in the process that owns the arena, and `attach` in other processes.
+    """The arena, as mapped into one process. Use `create` in the owner, and `attach` in other processes.
 
     Attributes:
         handle: handle with which other processes attach.
         memory: bytes of the arena, uint8 of shape (size,), initially zero. Do not use it after `close`.
         region: address range of the same memory in this process.
-        collapsing: background thread that moves the memory into huge pages; None in processes other than the
+        collapsing: background thread that moves the memory into huge pages; None in other processes than the
             owner.
     """
 
     def __init__(self, fd: int, handle: SharedFile) -> None:
-        """Map the file of an arena into this process. Call `create` or `attach` instead.
-
-        Args:
-            fd: descriptor of the file, which `close` closes.
-            handle: handle with which other processes attach.
-        """
+        """Map the file of an arena, whose descriptor `close` closes. Call `create` or `attach` instead."""
         self._fd = fd
         self.handle = handle
         self._map, self._skip = map_shared(fd, handle.size)
@@ -62,9 +52,7 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """Create an arena (shared host memory) of `size` bytes, rounded up to whole pages.
-
-        This process becomes the owner of the arena.
+        """Create an arena of `size` bytes, rounded up to whole pages. This process becomes its owner.
 
         Raises:
             ConfigError: the machine has too little memory, or does not support sealed memory files.
@@ -86,15 +74,7 @@ class Arena:
 
     @classmethod
     def attach(cls, handle: SharedFile) -> Arena:
-        """Map an arena (shared host memory) that another process of this machine created.
-
-        Args:
-            handle: handle of the arena.
-
-        Raises:
-            TransferError: the owner has ended, its descriptor now refers to another file, or this process may
-                not open it.
-        """
+        """Map an arena that another process of this machine created. Raise TransferError if that fails."""
         fd = handle.open(writable=True)
         try:
             return cls(fd, handle)
@@ -105,17 +85,14 @@ class Arena:
     def slots(self, offset: int, stride: int) -> StagedImages:
         """Return the addresses of cells at equal distances in the arena, for copies to or from KV blocks.
 
-        A *cell* is a run of tokens that is copied as one unit. Its bytes are contiguous in the arena. A slot
-        (memory of one chunk) contains one or more cells.
-
         Args:
-            offset: byte offset of the first cell in the arena.
-            stride: number of bytes from the start of one cell to the start of the next.
+            offset: byte offset of the first cell in the arena. A slot contains one or more cells.
+            stride: bytes from the start of one cell to the start of the next.
         """
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
-        """Return a writable view of the `size` bytes at `offset` of the arena."""
+        """Return a writable view of `size` bytes at an offset."""
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:
@@ -130,17 +107,12 @@ class Arena:
         os.close(self._fd)
         self._fd = -1
         del self.memory, self._space
+        # A view of the memory is still in use; its deletion unmaps the memory.
         with suppress(BufferError):
             self._map.close()
 
     def _populate(self) -> None:
-        """Allocate all memory of the arena now, so that a lack of memory is an error at start and not later.
-
-        Linux 5.14 and later also map the memory into this process; earlier versions only allocate it.
-
-        Raises:
-            ConfigError: there is not enough memory.
-        """
+        """Allocate all memory of the arena now, or raise ConfigError."""
         size = self.handle.size
         try:
             for at in range(0, size, _STEP_BYTES):  # in steps, so that other threads can run
@@ -150,6 +122,7 @@ class Arena:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
+                    # Before Linux 5.14. This allocates, too, but does not map the memory into this process.
                     os.posix_fallocate(self._fd, at, step)
         except OSError as error:
             self.close()

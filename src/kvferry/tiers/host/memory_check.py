@@ -7,15 +7,6 @@ from kvferry.memory.available import available_memory
 from kvferry.units import format_bytes
 
 
-def available_bytes() -> int:
-    """Return how many bytes this process can still allocate on its machine and in its control groups.
-
-    Raises:
-        ConfigError: /proc/meminfo cannot be read.
-    """
-    return _available()[0]
-
-
 def check_available(size: int) -> None:
     """Check that this process can still allocate `size` bytes.
 
@@ -27,14 +18,16 @@ def check_available(size: int) -> None:
         raise ConfigError(too_large(size, f"{format_bytes(available)} are {where}"))
 
 
-def _available() -> tuple[int, str]:
-    """Return the bytes that this process can still allocate, and a text that says what limits them.
-
-    The text is for messages: it says whether the machine or a control group sets the limit.
+def available_bytes() -> int:
+    """Return how many bytes this process can still allocate on its machine and in its control groups.
 
     Raises:
         ConfigError: /proc/meminfo cannot be read.
     """
+    return _available()[0]
+
+
+def _available() -> tuple[int, str]:
     if (found := available_memory()) is None:
         raise ConfigError(
             "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "
@@ -44,10 +37,5 @@ def _available() -> tuple[int, str]:
 
 
 def too_large(size: int, found: str) -> str:
-    """Return the error message for an arena (shared host memory) that does not fit into memory.
-
-    Args:
-        size: bytes of the arena.
-        found: reason why the arena does not fit, such as ``1 GiB are available on this machine``.
-    """
+    """Return the message for an arena of `size` bytes that does not fit. `found` is the reason."""
     return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"

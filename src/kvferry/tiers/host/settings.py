@@ -32,10 +32,7 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check that the capacity and the name of the eviction policy are valid.
-
-        Args:
-            where: name of these settings in the configuration, for messages.
+        """Check the values. `where` is the name of these settings in the configuration, for messages.
 
         Raises:
             ConfigError: a value is out of range.

@@ -8,15 +8,15 @@ becomes *spare*, and may be used for another stride. Slot `i` begins at ``slab *
 
 Two alternatives were rejected:
 
-- Pages of one size, with a chunk as a list of pages. A unit of a section (such as a head of all layers) can
-  be larger than a page, or straddle two. Then the units of a rank are not at a constant stride, which gather
-  and scatter need (`memory.staging_copies.StagedImages`), and storage cannot write a chunk in one call.
+- Pages of one size, with a chunk as a list of pages. A unit of a section can be larger than a page, or
+  straddle two. Then the units of a rank are not at a constant stride, which gather and scatter need
+  (`memory.staging_copies.StagedImages`), and storage cannot write a chunk in one call.
 - One sparse address range per stride, whose memory is freed by punching holes. Memory that is registered with
   a GPU or a NIC stays registered, so a transfer would use pages that are no longer mapped.
 
 The waste is limited to less than one slot at the end of each slab, and to free slots of strides that are not
-in demand. The slab size is chosen so that the first is small. When the free slots of one stride add up to a
-slab, `reclaimable` returns slabs that the caller may empty for another stride, by evicting their chunks.
+in demand. When the free slots of one stride add up to a slab, `reclaimable` returns slabs that the caller may
+empty for another stride, by evicting their chunks.
 """
 
 from __future__ import annotations
@@ -26,33 +26,27 @@ from collections.abc import Collection
 
 from kvferry.errors import ConfigError
 
+# Maximum size of a slab, as a number of the largest chunks. To empty a slab, all its chunks are evicted.
 _LARGEST_PER_SLAB = 16
-"""Maximum size of a slab, as a number of the largest chunks. To empty a slab, all its chunks are evicted."""
 
 
 class Slabs:
-    """An allocator of slots (memory of one chunk each) of a few fixed sizes. Not thread-safe.
+    """An allocator of slots of a few fixed sizes. Not thread-safe.
 
-    The slots lie in an arena (contiguous memory). The arena is divided into slabs of equal size, and each
-    slab in use is divided into slots of one size.
+    Args:
+        capacity_bytes: bytes of the arena.
+        strides: sizes of slots in bytes; duplicates are allowed.
 
     Attributes:
-        slab_bytes: bytes of one slab.
         count: number of slabs.
         capacity_bytes: bytes of all slabs together; the rest of the arena is not used.
         used_bytes: bytes of all allocated slots.
+
+    Raises:
+        ConfigError: the arena is too small for one slab of each slot size.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
-        """Create an allocator with no allocated slot.
-
-        Args:
-            capacity_bytes: bytes of the arena (host memory that is divided into slots).
-            strides: sizes of slots in bytes; duplicates are allowed.
-
-        Raises:
-            ConfigError: the arena is too small for one slab of each slot size.
-        """
         kinds = sorted(set(strides))
         self.slab_bytes = _slab_bytes(capacity_bytes, kinds)
         self.count = capacity_bytes // self.slab_bytes
@@ -65,20 +59,18 @@ class Slabs:
         self.capacity_bytes = self.count * self.slab_bytes
         self.used_bytes = 0
         self._spare = list(range(self.count - 1, -1, -1))
-        self._stride: dict[int, int] = {}
-        self._free: dict[int, list[int]] = {}
+        self._stride: dict[int, int] = {}  # of each slab in use
+        self._free: dict[int, list[int]] = {}  # offsets of each slab in use
+        # Slabs with free slots by stride, in order: the last opened is filled first, so that others get
+        # empty.
         self._open: dict[int, dict[int, None]] = {stride: {} for stride in kinds}
-        self._idle: Counter[int] = Counter()
+        self._idle: Counter[int] = Counter()  # free slots by stride
 
     def has_room(self, stride: int) -> bool:
-        """Return whether a slot (memory of one chunk) of `stride` bytes can be allocated."""
         return bool(self._open[stride] or self._spare)
 
     def take(self, stride: int) -> int | None:
-        """Allocate a slot (memory of one chunk) of `stride` bytes; return its byte offset in the arena.
-
-        Return None if no slot of this size is free and no slab (part of the arena) is unused.
-        """
+        """Allocate a slot of `stride` bytes; return its offset in the arena, or None if there is no room."""
         if not self._open[stride]:
             if not self._spare:
                 return None
@@ -92,7 +84,7 @@ class Slabs:
         return offset
 
     def free(self, offset: int) -> None:
-        """Free the slot at byte `offset` of the arena. No code may read or write the slot afterwards."""
+        """Free the slot at an offset of the arena. No code may read or write the slot afterwards."""
         slab = offset // self.slab_bytes
         stride = self._stride[slab]
         self._free[slab].append(offset)
@@ -103,14 +95,10 @@ class Slabs:
             self._retire(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
-        """Return the slabs (parts of the arena) that could be emptied to get slots of `stride` bytes.
+        """Return the slabs that could be emptied for slots of `stride` bytes, the emptiest first.
 
-        The slots of such a slab have another size than `stride`. At least one of them is free. The free slots
-        of their size in all slabs add up to at least `slab_bytes`. The time is proportional to the number of
+        The free slots of their stride add up to at least a slab. The time is proportional to the number of
         slabs that have free slots.
-
-        Returns:
-            The indices of the slabs, the slab with the most free bytes first.
         """
         return sorted(
             (
@@ -123,24 +111,13 @@ class Slabs:
         )
 
     def slots(self, slab: int) -> range:
-        """Return the byte offsets of all slots of a slab (part of the arena), allocated or free.
-
-        Args:
-            slab: index of the slab.
-
-        Returns:
-            The offsets in the arena; empty if the slab is not divided into slots.
-        """
+        """Return the offsets of all slots of a slab, allocated or free; empty for a spare slab."""
         stride = self._stride.get(slab)
         first = slab * self.slab_bytes
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
 
     def check_integrity(self) -> None:
-        """Check that all counts and lists of slabs and slots are consistent.
-
-        Raises:
-            AssertionError: a count or a list is inconsistent; the message describes it.
-        """
+        """Check that all counts and lists are consistent, or raise AssertionError."""
         if sorted([*self._spare, *self._stride]) != list(range(self.count)):
             raise AssertionError("a slab is neither spare nor assigned, or both")
         idle: Counter[int] = Counter()
@@ -159,12 +136,7 @@ class Slabs:
             )
 
     def _assign(self, slab: int, stride: int) -> None:
-        """Divide an unused slab (part of the arena) into free slots.
-
-        Args:
-            slab: index of the slab.
-            stride: bytes of a slot.
-        """
+        """Divide a spare slab into free slots."""
         self._stride[slab] = stride
         free = list(self.slots(slab))
         free.reverse()
@@ -173,13 +145,7 @@ class Slabs:
         self._idle[stride] += len(free)
 
     def _retire(self, slab: int) -> None:
-        """Return an empty slab (part of the arena) to the unused slabs.
-
-        When an unused slab is taken again, it can be divided into slots of another size.
-
-        Args:
-            slab: index of the slab, whose slots must all be free.
-        """
+        """Make a slab whose slots are all free spare."""
         stride = self._stride.pop(slab)
         self._idle[stride] -= len(self._free.pop(slab))
         del self._open[stride][slab]
@@ -187,24 +153,16 @@ class Slabs:
 
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Choose the size of the slabs (equal parts of the arena) so that the fewest bytes are wasted.
+    """Choose the slab size, a multiple of the largest stride, that wastes the fewest bytes.
 
-    The result is a multiple of the largest slot size. Bytes of the arena outside all slots are wasted. They
-    are counted for the worst case, in which all slabs are divided into slots of the size that wastes most.
-
-    Args:
-        capacity_bytes: bytes of the arena.
-        strides: sizes of slots in bytes.
-
-    Returns:
-        The size of a slab in bytes.
+    Waste is counted for the worst case, in which all slabs have the stride that wastes most.
     """
     largest = max(strides)
+    # At least four slabs per stride, so that one stride cannot keep the arena from the others.
     most = capacity_bytes // (largest * 4 * len(strides))
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
     def lost(size: int) -> int:
-        """Return the bytes outside all slots for slabs of `size` bytes and the slot size that wastes most."""
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
     return min(sizes, key=lambda size: (lost(size), size))

@@ -22,40 +22,25 @@ from itertools import count
 from kvferry.errors import GeometryError
 from kvferry.tiers.host.slabs import Slabs
 
+# Direct I/O needs slots at page boundaries.
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hold on a slot (memory of one chunk), which prevents reuse of the memory.
-
-    The owner of the hold may read or fill the slot until it releases the hold.
-
-    Attributes:
-        key: key of the chunk.
-        group: index of the KV cache group.
-        offset: byte offset of the slot in the arena (host memory that holds the chunks), a multiple of 4096.
-        serial: number that identifies the hold, unique in the table.
-    """
+    """A hold on a slot, whose owner may read or fill the slot until it releases the hold."""
 
     key: bytes
     group: int
-    offset: int
-    serial: int
+    offset: int  # byte offset of the slot in the arena, a multiple of 4096
+    serial: int  # number that identifies the hold, unique in the table
 
 
 @dataclass(slots=True)
 class ResidentChunk:
-    """A chunk that occupies a slot of the arena (host memory that holds the chunks).
+    """A chunk that occupies a slot.
 
-    `SlotTable.filling` or `SlotTable.ready` contains the chunk, unless it is evicted and still held.
-
-    Attributes:
-        key: key of the chunk.
-        group: index of the KV cache group.
-        offset: offset of the slot in the arena, in bytes.
-        size: bytes of the slot.
-        holds: number of holds on the slot.
+    It is in `SlotTable.filling` or `SlotTable.ready`, unless it is evicted and still held.
     """
 
     key: bytes
@@ -66,29 +51,23 @@ class ResidentChunk:
 
 
 class SlotTable:
-    """A table of the states of all slots (memory of one chunk each) of an arena. Not thread-safe.
+    """The states of all slots of an arena, whose memory it does not access. Not thread-safe.
 
-    A slot is FREE, FILLING (being filled), READY (readable) or EVICTED (no longer readable, but still held by
-    a read or a fill). The table does not access the arena's memory.
+    To release a hold twice, or to open or evict a chunk that is not READY, is a KeyError.
+
+    Args:
+        capacity_bytes: bytes of the arena.
+        chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
 
     Attributes:
-        chunk_bytes: bytes of a chunk, for each KV cache group.
-        slabs: allocator of the slots.
-        filling, ready: chunks whose slots are in the state FILLING or READY, by key. Callers must not change
-            these dictionaries.
+        filling, ready: chunks in the state FILLING or READY, by key. Callers must not change them.
+
+    Raises:
+        GeometryError: a chunk size is not a multiple of 4096.
+        ConfigError: the arena is too small for these chunks.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
-        """Create a table of slots (memory of one chunk each) that are all FREE.
-
-        Args:
-            capacity_bytes: bytes of the arena (host memory that holds the chunks).
-            chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
-
-        Raises:
-            GeometryError: a chunk size is not a multiple of 4096.
-            ConfigError: the arena is too small for these chunks.
-        """
         if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.chunk_bytes = tuple(chunk_bytes)
@@ -102,20 +81,11 @@ class SlotTable:
 
     @property
     def holds(self) -> int:
-        """Number of holds of fills and reads that are not released yet."""
+        """Number of holds that are not released yet."""
         return len(self._fills) + len(self._reads)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Allocate a slot for a chunk that will be filled, and return a hold on the slot.
-
-        The state of the slot changes from FREE to FILLING. Return None if no slot of the group's size is
-        free.
-
-        Args:
-            key: key of the chunk. No slot that is FILLING (being filled) or READY (readable) may have this
-                key.
-            group: index of the KV cache group.
-        """
+        """Allocate a slot for a chunk with a new key; None if no slot of the group's size is free."""
         size = self.chunk_bytes[group]
         offset = self.slabs.take(size)
         if offset is None:
@@ -125,38 +95,17 @@ class SlotTable:
         return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk readable, and release the hold that `reserve` returned.
-
-        The state of the slot changes from FILLING to READY. If `clear` has evicted the chunk meanwhile, the
-        slot is freed instead.
-
-        Args:
-            slot: hold to release.
-
-        Returns:
-            Whether the chunk is READY now.
-
-        Raises:
-            KeyError: the hold was released before.
-        """
+        """Make a filled chunk READY, and release the hold of `reserve`. Return False if it was cleared."""
+        # After `clear`, another chunk of the same key may be filled: compare the chunk, not the key.
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             self.ready[slot.key] = self.filling.pop(slot.key)
+        # After the change of state, which decides whether the slot is freed.
         self._release_hold(slot, self._fills)
         return wanted
 
     def abort(self, slot: Slot) -> bool:
-        """Free the slot of a chunk that could not be filled, and release the hold that `reserve` returned.
-
-        Args:
-            slot: hold to release.
-
-        Returns:
-            Whether the slot was FILLING (being filled); False if `clear` has evicted the chunk since.
-
-        Raises:
-            KeyError: the hold was released before.
-        """
+        """Release the hold of `reserve` on a chunk that was not filled. Return False if it was cleared."""
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
             del self.filling[slot.key]
@@ -164,49 +113,22 @@ class SlotTable:
         return wanted
 
     def open(self, key: bytes) -> Slot:
-        """Return a new hold on a READY (readable) chunk.
-
-        While the hold exists, the memory of the chunk is not reused.
-
-        Raises:
-            KeyError: no READY chunk has this key.
-        """
+        """Return a new hold on a READY chunk."""
         return self._hold(self.ready[key], self._reads)
 
     def close(self, slot: Slot) -> bool:
-        """Release a hold that `open` returned. If the chunk was evicted and has no other hold, free its slot.
-
-        Args:
-            slot: hold to release.
-
-        Returns:
-            Whether the chunk is still READY (readable) and has no other hold.
-
-        Raises:
-            KeyError: the hold was released before.
-        """
+        """Release a hold of `open`. Return whether the chunk is still READY and has no other hold."""
         chunk = self._release_hold(slot, self._reads)
         return self._is_ready(chunk) and not chunk.holds
 
     def evict(self, key: bytes) -> ResidentChunk:
-        """Evict a READY (readable) chunk and return it.
-
-        If no read holds the slot of the chunk, the slot becomes FREE. Otherwise its state is EVICTED until
-        the last read ends. Then it becomes FREE.
-
-        Raises:
-            KeyError: no READY chunk has this key.
-        """
+        """Evict a READY chunk and return it. Its slot becomes FREE, or EVICTED until the last read ends."""
         chunk = self.ready.pop(key)
         self._free_if_unused(chunk)
         return chunk
 
     def clear(self) -> int:
-        """Evict all chunks, including those that are being filled. Return the number of chunks being filled.
-
-        A slot without holds becomes FREE. If a read or a fill has a hold on a slot, the slot is EVICTED until
-        the last hold is released. Then it becomes FREE.
-        """
+        """Evict all chunks, also those being filled. Return the number of those."""
         for key in list(self.ready):
             self.evict(key)
         unfilled = len(self.filling)
@@ -214,19 +136,7 @@ class SlotTable:
         return unfilled
 
     def keys_to_reclaim(self, group: int) -> list[bytes]:
-        """Choose a slab (part of the arena with slots of one size) to empty, and return its chunks' keys.
-
-        The caller evicts these chunks. Then the slab can be divided into slots of another size.
-
-        The chosen slab has slots of another size than the group's chunks. At least one slot of the slab is
-        free, and none is held. The free slots of that size in all slabs add up to at least one slab.
-
-        Args:
-            group: index of the KV cache group that needs a slot.
-
-        Returns:
-            The keys; an empty list if no slab meets these conditions.
-        """
+        """Return the keys of the chunks in a slab that is reclaimable for a group and not held, if any."""
         for slab in self.slabs.reclaimable(self.chunk_bytes[group]):
             chunks = [self._slots[at] for at in self.slabs.slots(slab) if at in self._slots]
             if not any(chunk.holds for chunk in chunks):
@@ -234,13 +144,7 @@ class SlotTable:
         return []
 
     def check_integrity(self) -> None:
-        """Check that `filling`, `ready`, the holds and the allocator `slabs` agree about every slot.
-
-        The time is proportional to the number of chunks.
-
-        Raises:
-            AssertionError: two of them disagree; the message describes how.
-        """
+        """Check that chunks, holds and slabs agree, or raise AssertionError. It takes O(chunks)."""
         self.slabs.check_integrity()
         for key, chunk in (*self.filling.items(), *self.ready.items()):
             if chunk.key != key or self._slots.get(chunk.offset) is not chunk:
@@ -261,40 +165,22 @@ class SlotTable:
             raise AssertionError("slots are taken or held that no chunk is in")
 
     def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether `ready` contains this chunk, and not another chunk with the same key."""
+        """Return whether `ready` contains this chunk, and not another one with the same key."""
         return self.ready.get(chunk.key) is chunk
 
     def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
-        """Create a hold on a chunk, record it in `holds`, and return it.
-
-        Args:
-            chunk: chunk to hold.
-            holds: dictionary of held chunks by `Slot.serial`: `_fills` if the hold is for filling the chunk,
-                `_reads` if it is for reading.
-        """
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
     def _release_hold(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
-        """Release a hold on a chunk, and return the chunk. Free its slot if the slot is no longer in use.
-
-        Args:
-            slot: hold to release.
-            holds: dictionary of held chunks by `Slot.serial`: `_fills` if the hold is for filling the chunk,
-                `_reads` if it is for reading.
-
-        Raises:
-            KeyError: the hold was released before.
-        """
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
         self._free_if_unused(chunk)
         return chunk
 
     def _free_if_unused(self, chunk: ResidentChunk) -> None:
-        """Free the slot of a chunk if the chunk is evicted and no read or fill holds the slot any more."""
         if not chunk.holds and not self._is_ready(chunk):
             del self._slots[chunk.offset]
             self.slabs.free(chunk.offset)

@@ -8,9 +8,7 @@ line (`TagRows`).
 Keys are digests, so two keys of a group have equal tags with a probability of 2^-56. Then the look-up reports
 a chunk that is absent. Its fetch uses the whole key, and misses.
 
-The tiers of a cache share one table, so one look-up answers for all of them. The table grows when its rows
-have more than two tags on average, so few rows overflow. It grows in small steps: each added key moves some
-rows to a table of twice the size. So no caller waits for the whole move.
+The tiers of a cache share one table, so one look-up answers for all of them.
 """
 
 from __future__ import annotations
@@ -45,36 +43,27 @@ def tags_of(keys: Sequence[bytes]) -> Tags:
 
 @dataclass(slots=True)
 class TableWatch:
-    """The chunks whose tiers have changed. Any thread adds to it; the watcher takes from it.
+    """The chunks whose tiers have changed. Any thread adds to it; the watcher takes from it."""
 
-    Attributes:
-        tags: tags of the watched chunks. The watcher may change them at any time.
-        changed: tags of watched chunks that a tier has gained or lost, oldest change first.
-        cleared: True if all chunks of a tier were removed at once. The watcher sets it back.
-    """
-
-    tags: Container[int]
+    tags: Container[int]  # tags of the watched chunks. The watcher may change them at any time.
+    # Tags of watched chunks that a tier has gained or lost, oldest change first.
     changed: deque[int] = field(default_factory=deque)
-    cleared: bool = False
+    cleared: bool = False  # True if all chunks of a tier were removed at once. The watcher sets it back.
 
 
 class KeyTable:
-    """A table that records which tiers have which chunks, for up to `MAX_TIERS` tiers.
-
-    It stores the *tag* of each chunk's key (the last 8 bytes), with one bit for each tier that has the chunk.
+    """A table that records which tiers have which chunks: a bit for each tag and tier.
 
     Any thread may use the table. Look-ups take no lock, so a look-up during a change sees the state before or
     after the change. In rare cases, another tag takes over the slot of the requested tag during the look-up.
     Then the look-up returns the tiers of the other tag's chunk, and a fetch from these tiers misses.
+
+    Args:
+        first_rows: number of rows at the start, a power of 2.
+        rows_per_step: number of rows that each added key moves while the table grows.
     """
 
     def __init__(self, first_rows: int = _FIRST_ROWS, rows_per_step: int = _ROWS_PER_STEP) -> None:
-        """Create an empty table.
-
-        Args:
-            first_rows: number of rows at the start, a power of 2.
-            rows_per_step: number of rows that each added key moves while the table grows.
-        """
         self._rows = self._next = TagRows(first_rows)
         self._rows_per_step = rows_per_step
         self._moved = 0  # number of rows that have been moved to `_next` while the table grows
@@ -88,12 +77,11 @@ class KeyTable:
 
     @property
     def growing(self) -> bool:
-        """True while rows are being moved to a larger table."""
+        """Whether rows are being moved to a larger table."""
         return self._next is not self._rows
 
     @property
     def row_count(self) -> int:
-        """Number of rows of the table."""
         return len(self._rows)
 
     @property
@@ -102,44 +90,26 @@ class KeyTable:
         return len(self._rows.overflow)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Look up which tiers have each chunk.
-
-        Args:
-            tags: tags (last 8 bytes) of the chunks' keys, as `tags_of` returns them.
-
-        Returns:
-            The bits of the tiers that have each chunk, int64 of shape (len(tags),); 0 if no tier has the
-            chunk.
-        """
+        """Return the bits of the tiers that have each chunk: int64 of shape (len(tags),), 0 for none."""
         return self._rows.tier_bits(tags)
 
     def add_tier(self) -> int:
-        """Add a tier to the table; return its bit, a power of 2.
-
-        Raises:
-            ValueError: the table has `MAX_TIERS` tiers already.
-        """
+        """Add a tier; return its bit, a power of 2."""
         if self._tiers == MAX_TIERS:
             raise ValueError(f"a key table has {MAX_TIERS} tiers already; use another table")
         self._tiers += 1
         return 1 << self._tiers - 1
 
     def update(self, tag: int, *, keep: int = ALL_TIERS, add: int = 0) -> int:
-        """Change which tiers have a chunk: set its tier bits (one bit per tier) to ``(bits & keep) | add``.
-
-        Args:
-            tag: tag (last 8 bytes) of the chunk's key, as `tag_of` returns it.
-            keep: bits that stay set if they are set. All other bits are cleared, before `add` is applied.
-            add: bits of the tiers that get the chunk.
-
-        Returns:
-            The tier bits before the change.
-        """
+        """Set the tier bits of a chunk to ``(bits & keep) | add``, and return those before the change."""
         with self._lock:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
+            # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
             if row_of(tag) & len(self._rows) - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
+            # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
+            # all rows to move.
             if add and self._count > _TAGS_PER_ROW * len(self._rows):
                 self._grow()
             if self._watch is not None and before != after and tag in self._watch.tags:
@@ -147,11 +117,7 @@ class KeyTable:
             return before
 
     def clear(self, bit: int) -> None:
-        """Remove all keys of one tier. The time is proportional to the size of the table.
-
-        Args:
-            bit: bit of the tier, as `add_tier` returned it.
-        """
+        """Remove all keys of a tier. The time is proportional to the size of the table."""
         with self._lock:
             for rows in {self._rows, self._next}:
                 rows.clear(bit)
@@ -169,21 +135,12 @@ class KeyTable:
         return self._watch
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of one tier. The time is proportional to the size of the table.
-
-        Args:
-            bit: bit of the tier, as `add_tier` returned it.
-        """
+        """Return the number of keys of a tier. The time is proportional to the size of the table."""
         with self._lock:
             return self._rows.count(bit)
 
     def _grow(self) -> None:
-        """Move the next few rows of the hash table to a table of twice the size.
-
-        A call moves only a few rows, so that no single `update` takes long. When all rows have moved, the
-        larger table replaces the current one. Until then, look-ups use the current table, and changes of
-        moved rows are made in both tables.
-        """
+        """Move the next few rows to a table of twice the size, which finally replaces this one."""
         if self._next is self._rows:
             self._next = TagRows(2 * len(self._rows))
         self._next.copy_rows(self._rows, self._moved, self._moved + self._rows_per_step)

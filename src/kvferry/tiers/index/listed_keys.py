@@ -1,8 +1,7 @@
 """The keys of a tier that learns its content from listings.
 
 Other processes store and evict chunks in the same directory or bucket, and only a listing shows that. A
-listing takes time. So what this process adds or removes meanwhile is newer than the listing, and takes
-precedence over it.
+listing takes time. So what this process adds or removes meanwhile takes precedence over it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ _ALL_PARTS = range(PARTS)
 
 
 class ListedKeys:
-    """The keys of the chunks that a tier is known to have, kept up to date by listings of the tier's storage.
+    """The keys of the chunks that a tier is known to have, kept up to date by listings.
 
-    The first byte of a key is the number of its *part* (one of 256). Every change is also made in the
-    argument `keys`, so that both sets agree. Any thread may use the object, but two listings that run at the
-    same time must not include the same part. A listing holds the lock for only one part or page at a time, so
-    that other threads do not wait long.
+    The first byte of a key is the number of its *part* (one of 256). Every change is also made in `keys`. Any
+    thread may use the object, but two listings that run at the same time must not include the same part.
 
     Attributes:
         changes: number of keys that listings have added or removed.
@@ -53,7 +50,6 @@ class ListedKeys:
         return key in self._keys[key[0]]
 
     def add(self, key: bytes) -> None:
-        """Add the key of a chunk that was stored or found in the tier."""
         with self._lock:
             self._keys[key[0]][key] = self._listings[key[0]]
             self._tier.add(key)
@@ -68,10 +64,9 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """Return a context manager for a listing of the storage, which updates the known keys.
+        """List the storage: call `add_page` with every page in the ``with`` statement.
 
-        In the ``with`` statement, call `add_page` with every page of the listing. When the statement ends,
-        known keys that were on no page are removed. If it ends with an exception, no keys are removed.
+        When it ends without an exception, known keys that were on no page are removed.
 
         Args:
             parts: first bytes of the keys that the listing covers. Keys with other first bytes do not change.
@@ -83,6 +78,7 @@ class ListedKeys:
         try:
             yield
             for part in parts:
+                # The lock is held for one part or page at a time, so that other threads do not wait long.
                 self._remove_unlisted(part)
         finally:
             with self._lock:
@@ -90,13 +86,7 @@ class ListedKeys:
                     self._discarded.pop(part, None)
 
     def add_page(self, page: Iterable[bytes]) -> None:
-        """Add the keys on one page of a listing, as long as fewer than `max_keys` keys are known.
-
-        Keys that were discarded since the listing began are skipped.
-
-        Args:
-            page: keys of the listed chunks.
-        """
+        """Add the keys of a page up to `max_keys`, except those discarded since the listing began."""
         with self._lock:
             room = self._max_keys - len(self)
             for key in page:
@@ -112,7 +102,6 @@ class ListedKeys:
                 known[key] = self._listings[key[0]]
 
     def _remove_unlisted(self, part: int) -> None:
-        """Remove the known keys with first byte `part` that were not on any page of the latest listing."""
         with self._lock:
             known, latest = self._keys[part], self._listings[part]
             missing = [key for key, listing in known.items() if listing < latest]

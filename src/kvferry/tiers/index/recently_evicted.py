@@ -13,8 +13,6 @@ _SLOTS = 1 << 17
 class RecentlyEvicted:
     """A set of at most 131072 recently evicted keys, in 1 MiB of memory. Thread-safe.
 
-    A key belongs in one particular slot of the set. When a later key takes it, the earlier one is forgotten.
-
     >>> evicted = RecentlyEvicted()
     >>> evicted.add(bytes(range(32)))
     >>> bytes(range(32)) in evicted, bytes(32) in evicted
@@ -29,15 +27,12 @@ class RecentlyEvicted:
         return self._marks[slot] == mark
 
     def add(self, key: bytes) -> None:
-        """Add the key of an evicted chunk. The key must have 12 bytes or more."""
+        """Add the key of an evicted chunk, 12 bytes or more."""
         slot, mark = self._slot_and_mark(key)
         self._marks[slot] = mark
 
     def _slot_and_mark(self, key: bytes) -> tuple[int, int]:
-        """Return the index of a key's slot, and the mark (63 bits of the key) to store there.
-
-        A mark is never 0, because 0 means an empty slot.
-        """
         # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
         slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % len(self._marks)
+        # Never 0, which means an empty slot.
         return slot, int.from_bytes(key[4:12], "big") | 1

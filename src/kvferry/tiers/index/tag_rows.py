@@ -16,7 +16,8 @@ _SLOTS = 7
 _ROW = _SLOTS + 1
 _LINE_BYTES = 64
 _LAST_BYTE = 56
-_SPREAD = 0x9E3779B1  # the groups of one chunk differ in the last byte only
+# The tags of one chunk's groups differ in the last byte only. This puts them into distant rows.
+_SPREAD = 0x9E3779B1
 _EVERY = 0x01010101010101  # once in the byte of every slot
 _OVERFLOW = 1 << _LAST_BYTE
 _BYTE, _LAST, _BITS = np.uint64(ALL_TIERS), np.uint64(_LAST_BYTE), np.uint64(_OVERFLOW - 1)
@@ -24,7 +25,7 @@ _SUM = np.uint64(_EVERY << 8)  # a word times this has the sum of its other byte
 
 
 class TagRows:
-    """A hash table of fixed size for tags (the last 8 bytes of chunk keys), in rows with 7 slots.
+    """A hash table of fixed size for tags, in rows with 7 slots, all free at first.
 
     Not thread-safe, but `tier_bits` may run during a change.
 
@@ -36,12 +37,15 @@ class TagRows:
 
     A slot whose bits are all 0 is free, whatever tag is in it.
 
+    Args:
+        count: number of rows, a power of 2.
+
     Attributes:
         overflow: tier bits of each tag that did not fit into its row.
     """
 
     def __init__(self, count: int) -> None:
-        """Create a table of `count` rows whose slots are all free. `count` is a power of 2."""
+        # One row more, to begin at a cache line: a look-up of a row then causes one cache miss.
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
@@ -53,18 +57,10 @@ class TagRows:
         return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
-        """Look up which tiers have the chunk of each tag.
-
-        Args:
-            tags: tags (last 8 bytes) of the chunks' keys, uint64.
-
-        Returns:
-            The bits of the tiers that have each chunk, int64 of shape (len(tags),); 0 if no tier has the
-            chunk.
-        """
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
         rows = self._table.take((_rows_of(tags) & self._mask).view(np.int64), axis=0, mode="clip")
         bits = rows[:, _SLOTS]
+        # The eight comparisons of a row as one word of bytes 0 and 1.
         same = (rows == tags[:, None]).view(np.uint64)[:, 0]
         found: TierBits = ((same * _BYTE & bits) * _SUM >> _LAST).view(np.int64)
         over = (bits >> _LAST).nonzero()[0]
@@ -73,16 +69,7 @@ class TagRows:
         return found
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
-        """Change which tiers have the chunk of a tag: set the tag's bits to ``(bits & keep) | add``.
-
-        Args:
-            tag: tag (last 8 bytes) of the chunk's key.
-            keep: bits that stay set if they are set. All other bits are cleared, before `add` is applied.
-            add: bits of the tiers that get the chunk.
-
-        Returns:
-            The bits before and after the change.
-        """
+        """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
         first = (row_of(tag) & len(self) - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
@@ -106,21 +93,17 @@ class TagRows:
                 self.overflow[tag] = add
                 self._words[last] = bits | _OVERFLOW
             else:
+                # The tag first: a reader that sees its bits must not match the tag that was there before.
                 self._words[first + free] = tag
                 self._words[last] = bits | add << 8 * free
         return 0, add
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
-        """Copy the tags and bits of some rows from a table with half as many rows.
-
-        Tags that did not fit into their rows (`smaller.overflow`) are not copied.
-
-        Args:
-            smaller: table to copy from.
-            first, last: half-open range of rows in `smaller`.
-        """
+        """Copy rows `first` to `last` (excluded) from a table of half as many rows, without overflow."""
         half = len(smaller)
         old = smaller._table[first:last]
+        # A row of the smaller table becomes two rows here. One bit of the hash says which of them a tag goes
+        # to.
         higher = np.zeros(old.shape, np.uint8)
         higher[:, :_SLOTS] = np.where(_rows_of(old[:, :_SLOTS]) & np.uint64(half), ALL_TIERS, 0)
         bits = old[:, _SLOTS] & _BITS
@@ -130,29 +113,19 @@ class TagRows:
             rows[:, :_SLOTS], rows[:, _SLOTS] = old[:, :_SLOTS], those
 
     def clear(self, bit: int) -> None:
-        """Clear a tier's bit in every tag of the table, because the tier has no chunks any more.
-
-        Args:
-            bit: bit of the tier.
-        """
         self._table[:, _SLOTS] &= ~np.uint64(bit * _EVERY)
         self.overflow = {tag: left for tag, bits in self.overflow.items() if (left := bits & ~bit)}
 
     def count(self, mask: int) -> int:
-        """Return the number of tags that have at least one of the tier bits in `mask` set."""
         bits = (self._table[:, _SLOTS] & np.uint64(mask * _EVERY)).view(np.uint8)
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
 
 def row_of(tag: int) -> int:
-    """Return a hash of a tag (last 8 bytes of a chunk key). The tag's row is the hash modulo the row count.
-
-    A run of tokens has one key for each KV cache group, and the tags of these keys differ only in the last
-    byte. The hash puts these tags into distant rows.
-    """
+    """Return a hash of a tag. The tag's row is the hash modulo the row count."""
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return the hash `row_of` of each tag, modulo 2^64, as an array of the same shape."""
+    """Return `row_of` of each tag, modulo 2^64."""
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)

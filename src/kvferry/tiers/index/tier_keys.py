@@ -13,8 +13,6 @@ from kvferry.tiers.index.tag_rows import ALL_TIERS
 class TierKeys:
     """A set of the keys of one tier's chunks, in a table that several tiers may share. Thread-safe.
 
-    All kinds of tiers use this class to record which chunks they have and which left them recently.
-
     >>> from kvferry.tiers.index.key_table import tags_of
     >>> key = bytes(31) + b"a"
     >>> keys = TierKeys()
@@ -25,55 +23,43 @@ class TierKeys:
     >>> keys.contains(tags_of([key])), keys.recently_evicted(key)
     (array([False]), True)
 
+    Args:
+        table: key table to use; None for a new one.
+
     Attributes:
-        table: table that holds the tags of the keys.
         bit: bit of the tier in the result of `KeyTable.tier_bits`.
     """
 
     def __init__(self, table: KeyTable | None = None) -> None:
-        """Create an empty set of keys.
-
-        Args:
-            table: key table to use, which several tiers may share; None for a new table.
-        """
         self.table = KeyTable() if table is None else table
         self.bit = self.table.add_tier()
         self._evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
-        """Return the number of keys of the tier. The time is proportional to the size of the table."""
+        """Return the number of keys. The time is proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
-        """Return a mask of the chunks that the tier has: bool of shape (len(tags),).
-
-        Args:
-            tags: tags (last 8 bytes) of the chunks' keys, as `tags_of` returns them.
-        """
+        """Return a mask of the chunks that the tier has: bool of shape (len(tags),)."""
         found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
         """Return whether a chunk that the tier does not have now left the tier recently.
 
-        Do not call this method for a chunk that the tier has: the result may be True for a chunk that left
-        and came back.
+        For a chunk that the tier has, the result may be True, because it left and came back.
         """
         return key in self._evicted
 
     def add(self, key: bytes) -> None:
-        """Add the key of a chunk that the tier has now."""
         self.table.update(tag_of(key), add=self.bit)
 
     def discard(self, key: bytes) -> None:
-        """Remove a key, and remember it as recently evicted. Do nothing if the tier does not have the key."""
+        """Remove a key, and remember it as recently evicted. Do nothing if the tier does not have it."""
         if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
             self._evicted.add(key)
 
     def clear(self) -> None:
-        """Remove all keys, and forget which keys were recently evicted.
-
-        The time is proportional to the size of the table.
-        """
+        """Remove all keys, and forget evicted ones. The time is proportional to the size of the table."""
         self.table.clear(self.bit)
         self._evicted = RecentlyEvicted()

@@ -1,4 +1,7 @@
-"""Access to a bucket that counts failed requests, logs the first of each kind, and pauses after several."""
+"""Access to a bucket that counts failed requests, logs the first of each kind, and pauses after several.
+
+The pattern is the *circuit breaker* of M. Nygard, Release It!, without its counts over time windows.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from threading import Lock
 
-from kvferry.tiers.objects.circuit_breaker import CircuitBreaker
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault, Unavailable
 
@@ -21,17 +24,16 @@ _FAILURES = 3
 class GuardedBucket:
     """Access to a bucket through one circuit breaker for reads and another for writes.
 
-    A *circuit breaker* refuses requests for a while after several have failed. Reads and writes pause
-    separately, because a store may permit or serve only one of them. Any thread may use the object.
+    Any thread may use the object.
 
     Args:
-        bucket: client that makes the requests.
         pause_seconds: time for which requests are refused after three consecutive failures.
-        clock: function that returns monotonic seconds.
+        clock: monotonic seconds.
     """
 
     def __init__(self, bucket: BucketClient, pause_seconds: float, clock: Callable[[], float]) -> None:
         self._bucket = bucket
+        # Separate, because a store may permit or serve only one of them.
         self._reads = CircuitBreaker(_FAILURES, pause_seconds, clock)
         self._writes = CircuitBreaker(_FAILURES, pause_seconds, clock)
         self._faults: Counter[Fault] = Counter()
@@ -39,47 +41,30 @@ class GuardedBucket:
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Number of requests that failed or were refused, for each reason.
-
-        Requests for missing objects do not count.
-        """
+        """Number of requests that failed or were refused, for each reason. A missing object is no failure."""
         with self._lock:
             return dict(self._faults)
 
     @property
     def reads_paused(self) -> bool:
-        """Return whether reads are paused now, because several reads have failed."""
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that yields the client, for reads.
+        """Give the client for reads, or raise `Unavailable` if reads are paused.
 
-        If reads are paused after failures, entering the context raises `Unavailable`. If the ``with``
-        statement ends with `Unavailable`, this counts as a failed read.
+        `Unavailable` in the ``with`` statement counts as a failed read.
         """
         return self._guard(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Return a context manager that yields the client, for writes.
+        """Give the client for writes, or raise `Unavailable` if writes are paused.
 
-        If writes are paused after failures, entering the context raises `Unavailable`. If the ``with``
-        statement ends with `Unavailable`, this counts as a failed write.
+        `Unavailable` in the ``with`` statement counts as a failed write.
         """
         return self._guard(self._writes)
 
     @contextmanager
     def _guard(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
-        """Return a context manager that yields the client if a circuit breaker admits a request.
-
-        When the ``with`` statement ends, the breaker records a failure if it ended with `Unavailable`, and a
-        success otherwise.
-
-        Args:
-            breaker: circuit breaker for reads or for writes.
-
-        Raises:
-            Unavailable: the breaker refuses requests now.
-        """
         ticket = breaker.enter()
         if ticket is None:
             self._count(Fault.PAUSED)
@@ -97,7 +82,78 @@ class GuardedBucket:
             breaker.leave(ticket, succeeded=succeeded)
 
     def _count(self, fault: Fault) -> bool:
-        """Count a failed request. Return whether this is the first failure for this reason."""
+        """Count a failure. Return whether this is the first for its reason."""
         with self._lock:
             self._faults[fault] += 1
             return self._faults[fault] == 1
+
+
+class _CircuitState(Enum):
+    """CLOSED admits all requests, OPEN none during a pause, HALF_OPEN one after it."""
+
+    CLOSED = "asked as usual"
+    OPEN = "left alone"
+    HALF_OPEN = "one request is out to see"
+
+
+class CircuitBreaker:
+    """Admits requests to a store, and refuses them for a while after several have failed.
+
+    Any thread may use the object. The breaker is in one of three states:
+
+    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN.
+    - OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
+      state becomes HALF_OPEN.
+    - HALF_OPEN: all other requests are refused until that request ends. If it succeeded, the state becomes
+      CLOSED, else OPEN again.
+
+    Args:
+        failures: number of consecutive failures that opens the breaker.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, failures: int, pause_seconds: float, clock: Callable[[], float]) -> None:
+        self._limit = failures
+        self._pause_seconds = pause_seconds
+        self._clock = clock
+        self._lock = Lock()
+        self._state = _CircuitState.CLOSED
+        self._failures = 0
+        self._until = 0.0
+        self._changes = 0
+
+    @property
+    def is_open(self) -> bool:
+        with self._lock:
+            return self._refuses()
+
+    def enter(self) -> int | None:
+        """Return a ticket for `leave` if a request is admitted; None if it is refused."""
+        with self._lock:
+            if self._refuses():
+                return None
+            if self._state is _CircuitState.OPEN:
+                self._set_state(_CircuitState.HALF_OPEN)
+            return self._changes
+
+    def leave(self, ticket: int, *, succeeded: bool) -> None:
+        """Record the outcome of an admitted request."""
+        with self._lock:
+            # The ticket counts changes of state. If many requests wait for a store that does not answer,
+            # those that fail last must not prolong the pause.
+            if ticket != self._changes:
+                return
+            self._failures = 0 if succeeded else self._failures + 1
+            if self._state is _CircuitState.HALF_OPEN and succeeded:
+                self._set_state(_CircuitState.CLOSED)
+            elif self._state is _CircuitState.HALF_OPEN or self._failures >= self._limit:
+                self._until = self._clock() + self._pause_seconds
+                self._set_state(_CircuitState.OPEN)
+
+    def _refuses(self) -> bool:
+        waits = self._state is _CircuitState.OPEN and self._clock() < self._until
+        return waits or self._state is _CircuitState.HALF_OPEN
+
+    def _set_state(self, state: _CircuitState) -> None:
+        self._state = state
+        self._changes += 1

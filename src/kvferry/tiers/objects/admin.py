@@ -11,7 +11,7 @@ from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFil
 from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.stream import ObjectStream
+from kvferry.tiers.objects.stream import OpenObject
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity, entry_kind, quarantine_name
 
 _TIMEOUT_SECONDS = 60.0
@@ -20,13 +20,11 @@ _REMOVED = 1000
 
 
 class BucketAdmin(CacheAdmin):
-    """Access for operator commands to the cache under a URL of object storage.
+    """The cache under a URL of object storage, as operator commands use it.
 
-    The cache has no capacity limit. It has no temporary files to remove, because an object appears completely
-    or not at all.
+    It has no capacity, and no temporary files to remove, because an object appears completely or not at all.
 
     Args:
-        url: URL of the tier.
         options: settings of the client, by option name of the obstore library.
 
     Raises:
@@ -47,11 +45,6 @@ class BucketAdmin(CacheAdmin):
             )
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield an entry for each kvferry object under the URL.
-
-        Raises:
-            ConfigError: the objects cannot be listed.
-        """
         with self._as_config_error():
             for page in self._bucket.list():
                 for one in page:
@@ -69,30 +62,14 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def opened(self, entry: CacheEntry) -> Iterator[StoredFile]:
-        """Return a context manager that opens an object for reading.
-
-        Entering the context raises FileNotFoundError if the object is gone, or another OSError.
-        """
         name = self._name(entry)
         found = self._bucket.get(name)
-        yield _OpenObject(self._bucket, name, ObjectStream(found.pieces), found.size)
+        yield _OpenObject(self._bucket, name, found, found.size)
 
     def space(self) -> SpaceUsage:
-        """Return a `SpaceUsage` whose values are all None, because object storage reports no limits."""
         return SpaceUsage()
 
     def collect(self, capacity: int | None = None) -> CollectResult:
-        """Remove chunks and quarantined objects, the oldest first, until at most `capacity` bytes remain.
-
-        The oldest object is the one that was stored first, because object storage does not record uses.
-
-        Args:
-            capacity: maximum bytes of all kvferry objects that remain. Object storage has no capacity of its
-                own, so None is an error.
-
-        Raises:
-            ConfigError: `capacity` is None, or a request to the store failed.
-        """
         if capacity is None:
             raise ConfigError(
                 f"{self.where} is object storage, which has no capacity of its own; give one with --capacity"
@@ -100,6 +77,7 @@ class BucketAdmin(CacheAdmin):
         entries = list(self.entries())
         charged = sum(entry.charged for entry in entries)
         evicted = []
+        # By the time of storing, because object storage does not record uses.
         for entry in sorted(entries, key=lambda one: one.used_ns):
             if charged <= capacity:
                 break
@@ -110,33 +88,23 @@ class BucketAdmin(CacheAdmin):
         return CollectResult(0, len(evicted), sum(one.charged for one in evicted), charged, capacity)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry objects under the URL, and no other objects.
-
-        Returns:
-            The number of removed objects, and the sum of their bytes.
-
-        Raises:
-            ConfigError: a request to the store failed.
-        """
         entries = list(self.entries())
         # Remove the notes last. If the command is interrupted, they still describe the remaining chunks.
         self._remove(sorted(entries, key=lambda one: one.kind is EntryKind.NOTE))
         return len(entries), sum(one.charged for one in entries)
 
     def _remove(self, entries: Sequence[CacheEntry]) -> None:
-        """Remove objects, in the order of `entries`. Raises ConfigError if a request to the store fails."""
         names = [self._name(entry) for entry in entries]
         with self._as_config_error():
             for at in range(0, len(names), _REMOVED):
                 self._bucket.remove(names[at : at + _REMOVED])
 
     def _name(self, entry: CacheEntry) -> str:
-        """Return the name of an object, relative to the URL of the tier."""
         return entry.path.removeprefix(f"{self.where}/")
 
     @contextmanager
     def _as_config_error(self) -> Iterator[None]:
-        """Return a context manager that converts `Unavailable` in its body to a ConfigError with advice."""
+        """Convert `Unavailable` in the body to a ConfigError with advice."""
         try:
             yield
         except Unavailable as error:
@@ -145,22 +113,15 @@ class BucketAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenObject(StoredFile):
-    """An object that is open for reading.
-
-    Attributes:
-        bucket: client of the bucket.
-        name: name of the object, relative to the URL of the tier.
-        stream: reader of the object's content.
-        size: length of the object in bytes.
-    """
+    """An object that is open for reading."""
 
     bucket: BucketClient
     name: str
-    stream: ObjectStream
+    found: OpenObject
     size: int
 
     def read(self, offset: int, size: int) -> Buffer:
-        return self.stream.read(offset, size)
+        return self.found.read(offset, size)
 
     def quarantine(self) -> bool:
         try:

@@ -1,7 +1,7 @@
-"""The index of the chunks in a bucket, read from listings. It also writes the note of a namespace.
+"""The known chunks of a bucket, read from listings.
 
-The *note* is a small object that describes the namespace. A listing of a million chunks takes a thousand
-requests. So a background thread lists rarely, and page by page.
+A listing of a million chunks takes a thousand requests. So a background thread lists rarely, and page by
+page. It also writes the note of the namespace.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ _PAUSE_SECONDS = 0.001
 
 
 class BucketIndex:
-    """Keeps the known chunk keys of one namespace up to date while other processes change the bucket.
-
-    Any thread may use the object.
+    """Keeps the known keys of one namespace up to date. Any thread may use the object.
 
     Args:
-        bucket: bucket to list.
-        namespace: namespace (scope of chunk keys) of the chunks to list.
         listed: known keys, which the listings update.
-        distrusted: record of the objects that failed a check. Listings do not add their keys to `listed`.
+        distrusted: objects that failed a check, whose keys listings do not add.
         valid_seconds: time from a complete listing until the next one is due.
-        clock: function that returns monotonic seconds.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -64,13 +60,11 @@ class BucketIndex:
 
     @property
     def due(self) -> bool:
-        """Return whether a new listing is needed, because the last one is too old or incomplete."""
+        """Whether the last listing is too old or incomplete."""
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """List the chunks of the namespace, and update the known keys.
-
-        Do nothing if another thread is listing the chunks now. A failure of the listing raises no exception.
+        """List the chunks, and update the known keys, unless another thread is doing so. No failure raises.
 
         Args:
             seconds: approximate time after which the listing stops, even if it is incomplete.
@@ -89,17 +83,7 @@ class BucketIndex:
             self._listing.release()
 
     def _list(self, seconds: float) -> None:
-        """List the chunks of the namespace, and update the known keys.
-
-        If the listing is complete and includes no note (object that describes the namespace), write the note.
-
-        Args:
-            seconds: approximate time after which the listing stops, even if it is incomplete.
-
-        Raises:
-            Unavailable: a request failed.
-            FileNotFoundError: the store reports that the namespace's folder is missing.
-        """
+        """List the chunks. If that is complete and there is no note, write it."""
         noted = False
         until = self._clock() + seconds
         digest = self._namespace.digest
@@ -128,19 +112,7 @@ class BucketIndex:
                 bucket.put(note_name(digest), [self._namespace.note.encode("ascii")])
 
     def _pages(self, bucket: BucketClient) -> Iterator[Sequence[ListedObject]]:
-        """List the objects of the namespace (scope of chunk keys), and yield the pages of the listing.
-
-        If the obstore library cannot read an object's name, it ends the listing with an error. In that case
-        the 256 chunk folders are listed one by one, and the rest of a folder whose listing ends with the same
-        error is skipped. Some objects may be yielded twice.
-
-        Args:
-            bucket: client of the bucket.
-
-        Raises:
-            Unavailable: a request failed, but not because of an object name.
-            FileNotFoundError: the store reports that a folder is missing.
-        """
+        """Yield the pages of a listing. Some objects may be yielded twice."""
         folder = self._namespace.digest.hex()
         try:
             yield from bucket.list(folder)
@@ -153,12 +125,13 @@ class BucketIndex:
                     "object tier: %s (%s); %s; until then every folder is listed by itself",
                     *(folder, error, error.fault.advice),
                 )
+            # obstore ends a listing at a name that it cannot read. So list the chunk folders one by one, and
+            # skip the rest of a folder with such a name.
             for number in range(256):
                 with _skipping_bad_names():
                     yield from bucket.list(f"{folder}/{number:02x}")
 
     def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
-        """Yield the key and the ETag (content tag) of each chunk in one page of a listing."""
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
@@ -167,7 +140,7 @@ class BucketIndex:
 
 @contextmanager
 def _skipping_bad_names() -> Iterator[None]:
-    """Return a context manager that suppresses the error for an object name that obstore cannot read."""
+    """Suppress the error for an object name that obstore cannot read."""
     try:
         yield
     except Unavailable as error:
@@ -176,4 +149,4 @@ def _skipping_bad_names() -> Iterator[None]:
 
 
 class _OutOfTime(Exception):
-    """An exception that ends a listing whose time limit is reached."""
+    """Raised to end a listing whose time limit is reached."""

@@ -1,9 +1,7 @@
 """Requests to object storage through obstore, each with a deadline.
 
 Each call makes one request, and retries it a few times if that can help. It returns a value, raises
-`FileNotFoundError` for a missing object, or raises `Unavailable` for any other failure. It never requests a
-byte range, because some stores answer with the whole object. A caller may stop reading an object early: then
-the store sends no more than the data that is already on its way.
+`FileNotFoundError` for a missing object, or raises `Unavailable` for any other failure.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from kvferry.errors import ConfigError
 from kvferry.tiers.format.checksum import Buffer
 from kvferry.tiers.objects.faults import Fault, Unavailable, is_of_the_bucket, unavailable
 from kvferry.tiers.objects.options import StoreSettings, store_settings
+from kvferry.tiers.objects.stream import OpenObject
 from kvferry.tiers.paths import MARKER
 
 if TYPE_CHECKING:
@@ -43,35 +42,12 @@ _PAUSE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """An object in a listing of object storage.
+    """An object in a listing."""
 
-    Attributes:
-        path: path of the object below the client's URL.
-        size: length of the object in bytes.
-        etag: tag that changes with the content; empty if the store has none.
-        stored_ns: time of storing, nanoseconds since 1970.
-    """
-
-    path: str
-    size: int
-    etag: str
-    stored_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenObject:
-    """An object in object storage whose content is being received.
-
-    Attributes:
-        size: length of the object in bytes.
-        etag: tag that changes with the content; empty if the store has none.
-        pieces: iterator over the pieces of the content, in order. It raises `Unavailable` if the request
-            fails.
-    """
-
-    size: int
-    etag: str
-    pieces: Iterator[bytes]
+    path: str  # path of the object below the client's URL
+    size: int  # length of the object in bytes
+    etag: str  # tag that changes with the content; empty if the store has none
+    stored_ns: int  # time of storing, nanoseconds since 1970
 
 
 class BucketClient:
@@ -81,7 +57,7 @@ class BucketClient:
 
     Args:
         url: URL of scheme s3, gs, az or file. Paths of objects are relative to it.
-        options: settings of the client, by option name of the obstore library (see `objects.options`).
+        options: settings of the client, by option name of the obstore library.
         timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
             `move`. Each attempt of a request may take half of this time, so that there is time for a second
             attempt.
@@ -89,7 +65,7 @@ class BucketClient:
     Attributes:
         url: URL without a slash at its end.
         endpoint: configured server; None for the provider's own.
-        store: obstore's store, with the options of the client and of its repetitions.
+        store: obstore's store.
 
     Raises:
         ConfigError: the URL or the value of an option is invalid, an option is unknown, the endpoint is not
@@ -107,44 +83,25 @@ class BucketClient:
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
-        """Store an object completely or not at all. An existing object of the same name is replaced.
-
-        An object of any size is stored with one request. In measurements, a multipart upload was no faster,
-        and an abandoned multipart upload leaves hidden parts in the bucket, which cost money.
+        """Store an object completely or not at all, also in place of an existing one.
 
         Args:
-            path: path of the object below the URL.
             pieces: consecutive buffers with the content. They are not copied, so they must not change during
                 the call.
-
-        Raises:
-            Unavailable: the request failed.
         """
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
             with _as_unavailable():
+                # One request for any size. Measured, a multipart upload was no faster, and an abandoned one
+                # leaves hidden parts in the bucket, which cost money.
                 obstore.put(self.store, path, views, use_multipart=False)
         except FileNotFoundError as error:
             raise Unavailable(Fault.NO_BUCKET) from error
         finally:
             self._release_buffers(views)
 
-    def size(self, path: str) -> int | None:
-        """Return the length of an object in bytes; None if the object does not exist.
-
-        Raises:
-            Unavailable: the request failed.
-        """
-        return self.head(path)[0]
-
     def head(self, path: str) -> tuple[int | None, str]:
-        """Return the length in bytes and the ETag (content tag) of an object.
-
-        Return (None, "") if the object does not exist.
-
-        Raises:
-            Unavailable: the request failed.
-        """
+        """Return the length in bytes and the ETag of an object; (None, "") if there is no such object."""
         try:
             with _as_unavailable():
                 meta = obstore.head(self.store, path)
@@ -153,29 +110,15 @@ class BucketClient:
         return meta["size"], _etag(meta["e_tag"])
 
     def get(self, path: str) -> OpenObject:
-        """Request an object.
-
-        Return its size, its ETag, and an iterator over its content, which is still being received.
-
-        Raises:
-            FileNotFoundError: the object does not exist.
-            Unavailable: the request failed.
-        """
+        """Request an object, and return it while its content is being received."""
         with _as_unavailable():
+            # Never a byte range: some stores answer with the whole object.
             result = obstore.get(self.store, path)
             meta = result.meta
             return OpenObject(meta["size"], _etag(meta["e_tag"]), _pieces(result.stream(_PIECE_BYTES)))
 
     def list(self, prefix: str = "") -> Iterator[Sequence[ListedObject]]:
-        """List all objects below a path, and yield the pages of the listing, in no particular order.
-
-        Args:
-            prefix: path of a folder below the URL; empty for all objects.
-
-        Raises:
-            FileNotFoundError: the store reports that the folder is missing.
-            Unavailable: a request failed.
-        """
+        """Yield the pages of a listing of all objects in a folder, in no particular order."""
         with _as_unavailable():
             for page in obstore.list(self.store, prefix or None, chunk_size=_LISTED):
                 yield [
@@ -189,28 +132,12 @@ class BucketClient:
                 ]
 
     def move(self, path: str, to: str) -> None:
-        """Rename an object within the bucket: copy it, then delete the original.
-
-        Args:
-            path: path of the object below the URL.
-            to: new path below the URL.
-
-        Raises:
-            FileNotFoundError: the object does not exist.
-            Unavailable: a request failed.
-        """
+        """Copy an object within the bucket, then delete the original."""
         with _as_unavailable():
             obstore.rename(self.store, path, to)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects, and ignore missing ones.
-
-        Args:
-            paths: paths of the objects below the URL.
-
-        Raises:
-            Unavailable: a request failed.
-        """
+        """Remove objects, and ignore missing ones."""
         try:
             with _as_unavailable():
                 obstore.delete(self.store, paths)
@@ -221,16 +148,10 @@ class BucketClient:
                     obstore.delete(self.store, path)
 
     def _release_buffers(self, views: Sequence[memoryview]) -> None:
-        """Wait until no other thread reads the buffers of a request, then release the views of the buffers.
-
-        After a request has timed out, a thread of the client library may still be sending the buffers,
-        usually for less than a millisecond. Wait at most for half of the client's `timeout_seconds`. After
-        that, the library may send bytes that the caller has changed. This does no harm: a store keeps no
-        partial object, and readers reject an object whose digests do not match.
-
-        Args:
-            views: views of the buffers.
-        """
+        """Wait until no other thread reads the buffers of a request, then release their views."""
+        # After a timeout, a thread of obstore may still be sending the buffers, usually for less than a
+        # millisecond. Later it may send bytes that the caller has changed. This does no harm: a store keeps
+        # no partial object, and readers reject an object whose digests do not match.
         until = time.monotonic() + self._half_seconds
         for view in views:
             while not _try_release(view) and time.monotonic() < until:
@@ -239,11 +160,7 @@ class BucketClient:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Return a context manager that converts errors of a request to FileNotFoundError or `Unavailable`.
-
-    In a process that was forked after the first use of object storage, entering the context raises
-    `Unavailable`.
-    """
+    """Convert errors of a request to FileNotFoundError or `Unavailable`."""
     if _first_user() != os.getpid():
         # A forked process does not have the client's threads, so a request would wait forever.
         raise Unavailable(Fault.FORKED)
@@ -258,17 +175,14 @@ def _as_unavailable() -> Iterator[None]:
 
 
 def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the pieces of an object's content. Convert errors to FileNotFoundError or `Unavailable`."""
     with _as_unavailable():
         yield from stream
 
 
 def _connect(found: StoreSettings, seconds: float) -> Store:
-    """Create an obstore client for object storage.
+    """Create an obstore client, with `seconds` for each attempt of a request.
 
-    Args:
-        found: URL of the storage, and settings of the client.
-        seconds: time limit of each attempt of a request. A request with its retries may take twice as long.
+    A request with its retries may take twice as long.
 
     Raises:
         ConfigError: the URL names a folder that the file tier uses.
@@ -292,14 +206,6 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
 
 
 def _connect_folder(url: str) -> LocalStore:
-    """Create an obstore client for a local folder.
-
-    Args:
-        url: URL of scheme file.
-
-    Raises:
-        ConfigError: the file tier uses the folder.
-    """
     path = unquote(urlsplit(url).path)
     if os.path.exists(f"{path}/{MARKER}"):
         raise ConfigError(
@@ -309,13 +215,7 @@ def _connect_folder(url: str) -> LocalStore:
 
 
 def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
-    """Return the text of an error about client settings, without secrets.
-
-    Args:
-        error: error that the obstore library raised.
-        options: options of the client by name. The text contains ``<name>`` in place of an option's value,
-            which may be secret.
-    """
+    """Return the text of an error about client settings, with names in place of options' values."""
     said = str(error).partition("\n\nDebug source")[0]
     for name, value in options.items():
         if value:
@@ -324,7 +224,6 @@ def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
 
 
 def _try_release(view: memoryview) -> bool:
-    """Release a view of a buffer, and return True. Return False if another thread still uses the view."""
     try:
         view.release()
     except BufferError:
@@ -333,18 +232,12 @@ def _try_release(view: memoryview) -> bool:
 
 
 def _etag(etag: str | None) -> str:
-    """Return an ETag (content tag) without quotes, or an empty string for None.
-
-    Some stores quote ETags in answers but not in listings.
-    """
+    """Return an ETag without quotes, or an empty string for None."""
+    # Some stores quote ETags in answers but not in listings.
     return (etag or "").strip('"')
 
 
 @cache
 def _first_user() -> int:
-    """Return the id of the process in which object storage was first used.
-
-    If the current process was forked from a process that had used object storage, return the id of an
-    ancestor. Otherwise return the id of the current process.
-    """
+    """Return the id of the process in which object storage was first used: an ancestor's, after a fork."""
     return os.getpid()

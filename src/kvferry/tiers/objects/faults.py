@@ -32,7 +32,6 @@ class Fault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """Advice to the operator for this kind of failure, for messages."""
         return _ADVICE[self]
 
 
@@ -53,14 +52,10 @@ _ADVICE = {
 
 
 class Unavailable(OSError):
-    """An error that is raised if a request to object storage fails, except if an object is missing.
+    """Raised if a request to object storage fails, except if an object is missing.
 
     Args:
-        fault: reason for the failure.
         detail: detail for the message, such as an HTTP status; empty if there is none.
-
-    Attributes:
-        fault: reason for the failure.
     """
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
@@ -69,7 +64,7 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Convert an error of obstore (the client library) to an `Unavailable` with reason and short detail."""
+    """Convert an error of obstore to an `Unavailable` with reason and short detail."""
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
     fault = _fault(said, debug)
@@ -78,19 +73,13 @@ def unavailable(error: Exception) -> Unavailable:
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
-    """Return whether a FileNotFoundError means that the whole bucket is missing, not just one object."""
+    """Return whether the whole bucket is missing, not just one object."""
     return re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(missing)) is not None
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return the reason why a request failed, derived from the text of an error of the obstore library.
-
-    The text consists of two parts: a message and debug details.
-
-    Args:
-        said: message part of the text.
-        debug: debug part of the text.
-    """
+    """Return why a request failed, from the message and the debug part of an error of obstore."""
+    # Before the status, which says less: a wrong clock is a 403, too.
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
     if re.search(_SKEWED, said + debug):
@@ -101,7 +90,6 @@ def _fault(said: str, debug: str) -> Fault:
 
 
 def _fault_of_status(status: int) -> Fault:
-    """Return the reason why a request failed, derived from the HTTP status of the answer."""
     if status in (401, 403):
         return Fault.DENIED
     if 300 <= status < 400:
@@ -114,18 +102,7 @@ def _fault_of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return a detail of a failed request for a message, such as ``403 AccessDenied``.
-
-    The detail is derived from the text of an error of the obstore library. The text consists of two parts: a
-    message and debug details.
-
-    Args:
-        said: message part of the text.
-        debug: debug part of the text.
-
-    Returns:
-        A short text; empty if the error has no known detail.
-    """
+    """Return a detail for a message, such as ``403 AccessDenied``; empty if none is known."""
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())
@@ -133,24 +110,16 @@ def _detail(said: str, debug: str) -> str:
 
 
 def _reason(said: str) -> str:
-    """Return the cause in an error message of the obstore library, without the description of the request.
-
-    Queries of URLs are removed, because they may contain a signature. The text has at most 200 characters.
-
-    Args:
-        said: message of the error, without the debug details that follow it.
-    """
+    """Return the cause in a message of obstore, at most 200 characters without queries of URLs."""
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
 
 
+# obstore asks these metadata servers for credentials if it finds none.
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
-
 _SKEWED = r"RequestTimeTooSkewed"
-
 _BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
-
+# A redirect to another server ends at the proxy that does not exist.
 _AWAY = rf"\b{re.escape(BLACKHOLE_PROXY)},"
-
 _BARE = r"inner: BareRedirect"
 
 _KINDS = (

@@ -15,25 +15,14 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.objects.endpoint import StoreEndpoint, endpoint_of, restrict_to_endpoint
+from kvferry.tiers.objects.endpoint import VARIABLES, StoreEndpoint, endpoint_of, restrict_to_endpoint
 
 CLIENT = frozenset(
     (
         *("allow_http", "allow_invalid_certificates", "default_content_type", "http1_only"),
-        *(
-            "http2_keep_alive_interval",
-            "http2_keep_alive_timeout",
-            "http2_keep_alive_while_idle",
-            "http2_only",
-        ),
-        *(
-            "pool_idle_timeout",
-            "pool_max_idle_per_host",
-            "proxy_ca_certificate",
-            "proxy_excludes",
-            "proxy_url",
-        ),
-        *("randomize_addresses", "root_certificate", "user_agent"),
+        *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle"),
+        *("http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate"),
+        *("proxy_excludes", "proxy_url", "randomize_addresses", "root_certificate", "user_agent"),
     )
 )
 
@@ -68,40 +57,27 @@ AZURE = frozenset(
 )
 
 _SCHEMES = {"s3": S3, "gs": GCS, "az": AZURE, "file": frozenset[str]()}
-_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE", "file": "FILE"}
 _FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The URL of object storage, and the settings of its client.
+    """The URL of object storage, and the settings of its client, by option name of obstore."""
 
-    Attributes:
-        scheme: scheme of the URL: s3, gs, az or file.
-        url: URL without a slash at its end. It has no secrets.
-        store: settings that only this kind of store has, by option name of the obstore library.
-        client: settings of the connections to the store, by option name of the obstore library.
-        endpoint: configured server; None for the provider's own.
-    """
-
-    scheme: str
-    url: str
-    store: dict[str, str]
-    client: dict[str, str]
-    endpoint: StoreEndpoint | None
+    scheme: str  # s3, gs, az or file
+    url: str  # URL without a slash at its end. It has no secrets.
+    store: dict[str, str]  # settings that only this kind of store has
+    client: dict[str, str]  # settings of the connections to the store
+    endpoint: StoreEndpoint | None  # configured server; None for the provider's own
 
 
 def is_url(where: str) -> bool:
-    """Return whether a location is a URL of object storage, and not the path of a directory."""
+    """Return whether a location is a URL, and not the path of a directory."""
     return "://" in where
 
 
 def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
-    """Check a URL of object storage and the options of its client, and return the settings of the client.
-
-    Args:
-        url: URL with bucket and path.
-        options: settings of the client, by option name of the obstore library.
+    """Check a URL and the options of its client, and return the settings of the client.
 
     Raises:
         ConfigError: the URL has an unknown form or contains credentials, an option is unknown (the message
@@ -114,8 +90,7 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
             f"object tier: the {parts.scheme}:// URL has more than a bucket and a path; it must be one "
-            f"of {_FORMS}; "
-            "put credentials into the environment or into options"
+            f"of {_FORMS}; put credentials into the environment or into options"
         )
     if {".", ".."} & {unquote(name) for name in parts.path.split("/")}:
         raise ConfigError(f"object tier: {url} has a folder called . or ..; write the path out")
@@ -125,25 +100,16 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
         _check_known(name, parts.scheme, known)
     store = {name: value for name, value in options.items() if name in known}
     # obstore reads client settings from the environment only if none is given, and timeouts are always given.
-    variables = {name: os.environ.get(f"{_VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
+    variables = {name: os.environ.get(f"{VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
     client = {name: value for name, value in variables.items() if value is not None}
     client |= {name: value for name, value in options.items() if name not in known}
-    if endpoint := endpoint_of(parts.scheme, _VARIABLES[parts.scheme], options):
-        client |= restrict_to_endpoint(endpoint, parts.scheme, _VARIABLES[parts.scheme], options)
+    if endpoint := endpoint_of(parts.scheme, options):
+        client |= restrict_to_endpoint(endpoint, parts.scheme, options)
     return StoreSettings(parts.scheme, url.rstrip("/"), store, client, endpoint)
 
 
 def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that the obstore library has an option with this name for a kind of object storage.
-
-    Args:
-        name: name of the option.
-        scheme: scheme of the URL: s3, gs, az or file.
-        known: names of the options that only this scheme has.
-
-    Raises:
-        ConfigError: there is no such option; the message names the most similar option.
-    """
+    """Check that obstore has an option for a scheme, which alone has the `known` ones."""
     names = sorted(known | CLIENT) if known else []
     if name in names:
         return

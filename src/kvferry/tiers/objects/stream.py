@@ -1,59 +1,57 @@
-"""A stream of the bytes of an object, which arrives in pieces."""
+"""An object of object storage whose content arrives in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.errors import ChunkError
 
 
-class ObjectStream:
-    """A reader for the content of an object that arrives in pieces.
+@dataclass(slots=True)
+class OpenObject:
+    """An object whose content is being received: read its beginning, then fill memory with all the rest.
 
-    First read from the beginning of the content, then fill memory with the rest. Not thread-safe.
+    Not thread-safe.
 
-    Args:
-        pieces: iterator over the pieces of the content, in order.
-
-    >>> stream = ObjectStream(iter([b"head", b"er body"]))
+    >>> found = OpenObject(11, "", iter([b"head", b"er body"]))
     >>> body = bytearray(4)
-    >>> stream.read(0, 6)
+    >>> found.read(0, 6)
     b'header'
-    >>> stream.fill(7, memoryview(body))  # the body begins at offset 7, after the space
+    >>> found.fill(7, memoryview(body))  # the body begins at offset 7, after the space
     >>> body
     bytearray(b'body')
     """
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._start = bytearray()
+    size: int  # length of the object in bytes
+    etag: str  # tag that changes with the content; empty if the store has none
+    # The content in order. It raises `Unavailable` if the request fails. A caller may stop early: then the
+    # store sends no more than the data that is already on its way.
+    pieces: Iterator[bytes]
+    _start: bytearray = field(default_factory=bytearray, init=False, repr=False)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes at `offset` of the object, or fewer if the object ends earlier.
+        """Return the `size` bytes at `offset`, or fewer if the object ends earlier.
 
         All bytes received so far stay in memory, so earlier offsets can be read again.
         """
         while len(self._start) < offset + size:
-            piece = next(self._pieces, None)
+            piece = next(self.pieces, None)
             if piece is None:
                 break
             self._start += piece
         return bytes(memoryview(self._start)[offset : offset + size])
 
     def fill(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with all bytes of the object from `offset` to the end.
-
-        `read` must not be called afterwards.
-
-        Args:
-            offset: byte offset in the object. All bytes before it must have been received by `read`.
-            into: writable memory for the remaining bytes.
+        """Fill `into` with all bytes from `offset`, up to which `read` has received all. Do not `read` later.
 
         Raises:
             ChunkError: the number of remaining bytes is not the length of `into`.
         """
         done = 0
-        for piece in self._after(offset):
+        received: list[bytes | memoryview] = [memoryview(self._start)[offset:]]
+        for piece in chain(received, self.pieces):
             end = done + len(piece)
             if end > len(into):
                 raise ChunkError(f"more than the {len(into)} bytes of a body")
@@ -61,8 +59,3 @@ class ObjectStream:
             done = end
         if done < len(into):
             raise ChunkError(f"a body that ends after {done} of {len(into)} bytes")
-
-    def _after(self, offset: int) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the object from `offset` to the end, in pieces."""
-        yield memoryview(self._start)[offset:]
-        yield from self._pieces

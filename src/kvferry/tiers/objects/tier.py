@@ -1,13 +1,9 @@
 """The object tier: chunks in a bucket that engines on many machines share.
 
-Every call blocks, and any thread may make it. A chunk is one object, with the same bytes as a chunk file of
-the file tier. It appears completely or not at all, and a hit counts only after its checksums match. A chunk
-has only one encoding, so two processes may store it at the same time.
-
-If a network, a store or another process fails, calls return an outcome and raise no exception. Failures are
-counted, and the first of each kind is logged. Every request has a deadline. After three consecutive failures,
-requests pause for a while. Reads and writes pause separately, because a store may allow only one of them, or
-have capacity for only one.
+A chunk is one object, with the same bytes as a chunk file of the file tier. It appears completely or not at
+all, and a hit counts only after its checksums match. A chunk has only one encoding, so two processes may
+store it at the same time. If a network, a store or another process fails, calls return an outcome and raise
+no exception. Every request has a deadline. After three consecutive failures, requests pause for a while.
 
 The tier has no capacity, and does not record when chunks are used. The bucket's own lifecycle rules, or
 `kvferry cache gc`, remove old objects by their time of storing.
@@ -31,18 +27,18 @@ from kvferry.tiers.index.listed_keys import ListedKeys
 from kvferry.tiers.index.tier_keys import TierKeys
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.bucket_index import BucketIndex
-from kvferry.tiers.objects.client import BucketClient, OpenObject
+from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.distrusted import DistrustedObjects
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.objects.stream import ObjectStream
+from kvferry.tiers.objects.stream import OpenObject
 from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_name, quarantine_name
 from kvferry.tiers.storage_tier import StorageTier
 
 _log = logging.getLogger(__name__)
 
+# Listings add no more known keys than this, to limit the memory that they take.
 MAX_KEYS = 1 << 22
-"""Number of known keys above which listings add no more, to limit the memory that they take."""
 
 _ADVICE = {
     GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
@@ -51,18 +47,15 @@ _ADVICE = {
 
 
 class ObjectTier(StorageTier):
-    """A storage tier with the chunks of one namespace (scope of chunk keys) under a URL of object storage.
+    """A storage tier with the chunks of one namespace under a URL, which others may use too.
 
-    Other namespaces and other processes may use the same URL. A forked process must not use the tier.
-
-    The constructor lists the chunks in the store for at most about `timeout_seconds`, and raises no exception
-    if the store does not answer. If the listing is incomplete, `refresh` lists the chunks again with a longer
-    limit.
+    A forked process must not use the tier. The constructor lists the chunks for at most about
+    `timeout_seconds`, and raises no exception if the store does not answer. Then `refresh` lists them.
 
     Args:
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
-        namespace: namespace of the chunks. A small object (the note) beside the chunks describes it. If a
-            complete listing finds no note, the tier tries once to write it.
+        namespace: namespace of the chunks. If a complete listing finds no note of it, the tier tries once to
+            write one.
         options: settings of the client, by option name of the obstore library, such as endpoint, region and
             allow_http. Settings that are not given, such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
@@ -71,8 +64,7 @@ class ObjectTier(StorageTier):
         pause_seconds: time for which fetches and listings are refused after three of them in a row have
             failed. Writes to the store are refused in the same way.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
-        clock: function that returns monotonic seconds.
-        table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
+        clock: monotonic seconds.
         max_keys: maximum number of keys that a listing adds.
 
     Raises:
@@ -119,46 +111,21 @@ class ObjectTier(StorageTier):
 
     @property
     def stats(self) -> TierStats:
-        """Counts of chunks that this process has stored, fetched and quarantined since it opened the tier."""
         return self._counter.stats()
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Number of requests that failed or were refused, for each reason.
-
-        Requests for missing objects do not count.
-        """
+        """Number of requests that failed or were refused, for each reason. A missing object is no failure."""
         return self._bucket.faults
 
     def __len__(self) -> int:
-        """Return the number of chunks of this tier's namespace that this process knows to be in the store."""
         return len(self._listed)
 
     @property
     def paused(self) -> bool:
-        """Return whether fetches are paused because earlier fetches or listings failed."""
         return self._bucket.reads_paused
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
-        """Store a chunk, unless the tier has it already. The call blocks.
-
-        The tier has a chunk if `keys` has its key, or if the store has an object with the chunk's name and
-        length. An object that failed a check does not count, and is replaced.
-
-        Args:
-            key: key of the chunk, 16 to 32 bytes.
-            group: description of the content: KV cache group, number of tokens and sections.
-            body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. The
-                padding after each section is set to zero.
-            cold: unused, because object storage evicts nothing.
-
-        Returns:
-            STORED, PRESENT if the tier had the chunk already, or IO_ERROR if a request failed or was refused.
-
-        Raises:
-            ChunkError: `key` or `body` has a wrong length, or `group` has more units (parts with digests of
-                their own) than fit into the header of an object; nothing was stored.
-        """
         del cold
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, body)
@@ -170,20 +137,6 @@ class ObjectTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Fetch a whole chunk into memory. The call blocks.
-
-        Args:
-            key: key of the chunk, 16 to 32 bytes.
-            group: description of the expected content: KV cache group, number of tokens and sections.
-            into: writable memory, as long as the chunk's body (sections with padding). The bytes are valid
-                only if HIT is returned.
-
-        Returns:
-            HIT, or the reason why the chunk was not fetched.
-
-        Raises:
-            ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
-        """
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
         why = ""
@@ -194,6 +147,7 @@ class ObjectTier(StorageTier):
             self._listed.discard(key)
         except Unavailable as error:
             done = GetOutcome.IO_ERROR
+            # A refused request says nothing of the object.
             if error.fault is not Fault.PAUSED:
                 self._listed.discard(key)
         if self._counter.count_get(done) and why:
@@ -208,32 +162,18 @@ class ObjectTier(StorageTier):
         return done
 
     def refresh(self) -> int:
-        """List the chunks in the store, if the last listing is too old or incomplete; update the known keys.
-
-        Returns:
-            1 if the listing added or removed keys, else 0.
-        """
         return self._index.list() if self._index.due else 0
 
     def close(self) -> None:
         """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        """Store a chunk, unless the store has an object with the chunk's name and length.
-
-        An object that failed a check does not count, and is replaced.
-
-        Returns:
-            STORED, or PRESENT if the store has the object already.
-
-        Raises:
-            Unavailable: a request failed.
-        """
+        """Store a chunk, unless the store has an object of its name and length that has failed no check."""
         path = chunk_name(self._namespace, chunk.key)
         with self._bucket.writing() as bucket:
             # Looking the object up is cheaper than sending a chunk that another engine stored. It also avoids
             # replacing an object that others are reading, which some stores do not isolate.
-            there = chunk.key not in self._distrusted and bucket.size(path) == chunk.file_bytes
+            there = chunk.key not in self._distrusted and bucket.head(path)[0] == chunk.file_bytes
             if not there:
                 zero_padding(chunk, body)
                 bucket.put(path, [make_header(chunk, body), body])
@@ -242,19 +182,7 @@ class ObjectTier(StorageTier):
         return PutOutcome.PRESENT if there else PutOutcome.STORED
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch a chunk into memory, and check it. Move a corrupt object to quarantine.
-
-        Args:
-            chunk: identity and layout of the expected chunk.
-            into: writable memory, as long as the chunk's body.
-
-        Returns:
-            The outcome, and a text that says what is wrong with the object. The text is empty after a hit.
-
-        Raises:
-            FileNotFoundError: the object does not exist.
-            Unavailable: a request failed.
-        """
+        """Fetch a chunk and check it. Return the outcome, and what is wrong with the object."""
         with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
@@ -272,50 +200,32 @@ class ObjectTier(StorageTier):
         return done, why
 
     def _quarantine(self, key: bytes, found: OpenObject) -> None:
-        """Move a bad object to quarantine. If that fails, the next `put` of the chunk replaces the object.
-
-        If the store now reports another length or ETag (content tag) for the object than `found` has, the
-        object is not moved: a proxy returned the bad content, or another engine has replaced the object.
-
-        Args:
-            key: key of the chunk.
-            found: object as it was received, whose content failed a check.
-        """
+        """Move a bad object to quarantine. If that fails, the next `put` of the chunk replaces it."""
         name = chunk_name(self._namespace, key)
         with suppress(FileNotFoundError, Unavailable), self._bucket.writing() as bucket:
+            # Otherwise a proxy returned the bad content, or another engine has replaced the object.
             if bucket.head(name) == (found.size, found.etag):
                 bucket.move(name, quarantine_name(self._namespace, key))
                 self._counter.add(quarantined=1)
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read the content of an object into memory, and check that it is the expected chunk.
-
-    Args:
-        chunk: identity and layout of the expected chunk.
-        found: object whose content is being received.
-        into: writable memory, as long as the chunk's body.
+    """Read an object into memory, and check that it is the expected chunk.
 
     Returns:
-        An empty string if the object is the expected chunk. If the object is a chunk of the same key with
-        other KV cache groups, tokens or sections, a description of both; then the body is not read.
-
-    Raises:
-        ChunkError: the object is damaged, or is another chunk.
+        An empty string; a description of both if the object has other groups. Then the body is not read.
     """
-    stream = ObjectStream(found.pieces)
-    header = read_header(stream.read, found.size)
+    header = read_header(found.read, found.size)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
         raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
     if header.chunk.groups != chunk.groups:
         return f"it holds {_shape(header.chunk)}; {_shape(chunk)} was wanted"
-    stream.fill(header.chunk.offsets[0], into)
+    found.fill(header.chunk.offsets[0], into)
     check_body(header, into)
     return ""
 
 
 def _shape(chunk: Chunk) -> str:
-    """Return a description of a chunk's groups and sections, for messages."""
     return " and ".join(
         f"{group.tokens} tokens of {group.name}, "
         + ", ".join(f"{one.name} {one.units} x {one.unit_bytes}" for one in group.sections)

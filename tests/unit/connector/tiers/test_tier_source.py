@@ -108,7 +108,7 @@ def holds(engine):
     """Slots of host memory that are held, but for those that are being written to a tier."""
     engine.host.check_integrity()
     held = len(engine.host._slots._reads) + len(engine.host._slots._fills)
-    return held - sum(queue.writing for queue in engine.queues)
+    return held - sum(queue.writes.count for queue in engine.queues)
 
 
 def ends(parts):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.tiers.files import trial
+from kvferry.tiers.files import directory_checks
 from kvferry.tiers.files.settings import FileSettings, make_default_directory
 from kvferry.tiers.index.key_table import KeyTable
 
@@ -52,7 +52,7 @@ def test_a_file_system_that_cannot_hold_chunks_is_refused_and_left_as_it_was(
     def refuse(*args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(trial.fcntl if call == "flock" else os, call, refuse)
+    monkeypatch.setattr(directory_checks.fcntl if call == "flock" else os, call, refuse)
     with pytest.raises(ConfigError, match=f"no file can be written to {tmp_path}: {os.strerror(number)}"):
         FileSettings(str(tmp_path)).check_storage()
     assert list(tmp_path.iterdir()) == []

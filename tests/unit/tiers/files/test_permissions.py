@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tiers.files.permissions import writable_by_others
+from kvferry.tiers.files.directory_checks import writable_by_others
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.outcome import GetOutcome
 from support.stores import FILE_BYTES, die_while_writing, fetch, file_of, keep, open_store, temporaries

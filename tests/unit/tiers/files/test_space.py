@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, strategies as st
 
 from kvferry.tiers.files import space
-from kvferry.tiers.files.least_recent import least_recently_used
 from kvferry.tiers.files.ledger import read_ledger
+from kvferry.tiers.files.space import least_recently_used
 from kvferry.tiers.outcome import PutOutcome
 from support.chunk_files import key
 from support.examples import examples

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tiers.objects.circuit_breaker import CircuitBreaker
+from kvferry.tiers.objects.access import CircuitBreaker
 from support.clock import Clock
 
 

@@ -70,7 +70,7 @@ def test_no_request_follows_to_another_server(code, caplog):
             assert put(store, 1) is PutOutcome.IO_ERROR
             bucket = BucketClient(URL, options, 2.0)
             for ask in (
-                lambda: bucket.size("a"),
+                lambda: bucket.head("a"),
                 lambda: bucket.put("a", [b"chunk"]),
                 lambda: bucket.move("a", "b"),
                 lambda: bucket.remove(["a"]),

@@ -253,7 +253,7 @@ def test_a_client_that_was_made_and_not_used_before_a_fork_is_not_used_after_it(
         signal.alarm(10)
         fault = None
         try:
-            bucket.size("a")
+            bucket.head("a")
         except Unavailable as error:
             fault = error.fault
         os._exit(0 if fault is Fault.FORKED else 1)

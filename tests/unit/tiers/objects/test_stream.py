@@ -3,14 +3,15 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ChunkError
-from kvferry.tiers.objects.stream import ObjectStream
+from kvferry.tiers.objects.stream import OpenObject
 
 WHOLE = bytes(range(100))
 
 
-def stream(*ends: int) -> ObjectStream:
+def stream(*ends: int) -> OpenObject:
     """The first bytes, in pieces that end there."""
-    return ObjectStream(WHOLE[at:end] for at, end in zip((0, *ends), ends, strict=False))
+    pieces = (WHOLE[at:end] for at, end in zip((0, *ends), ends, strict=False))
+    return OpenObject(len(WHOLE), "", pieces)
 
 
 @pytest.mark.parametrize("ends", [(100,), (1, 2, 99, 100), (10, 100), (9, 10, 11, 100)])
