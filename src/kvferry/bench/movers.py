@@ -17,7 +17,7 @@ from kvferry.measuring.raw_reads import PreparedLists, RawReads, WaitLimit
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import ReadPlan
 
 _HOOK_POLL_SECONDS = 1e-3

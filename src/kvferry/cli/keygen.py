@@ -17,8 +17,7 @@ def keygen(
     """
     from pathlib import Path
 
-    from kvferry.transport.key_creation import new_secret, write_secret
-    from kvferry.transport.key_file import existing_keys
+    from kvferry.transport.key_file import existing_keys, new_secret, write_secret
 
     if file == "-":
         print(new_secret(), end="")

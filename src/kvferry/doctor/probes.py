@@ -56,8 +56,7 @@ def nixl() -> None:
     """
     from importlib.metadata import version  # noqa: PLC0415
 
-    from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
-    from kvferry.transport.rdma_libraries import preload  # noqa: PLC0415
+    from kvferry.transport.nixl_agent import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
 
     _print_result(version=version("nixl"), verbs=preload())
     plugins = sorted(make_nixl_agent("doctor", [], progress=False).plugin_list)

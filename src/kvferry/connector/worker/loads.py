@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from kvferry.connector.load import Load
 from kvferry.connector.load_results import NO_FIGURES, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import join_plans
 
 MOST_TIMEOUTS = 20
