@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import zmq
 
 from kvferry.geometry import GroupKind, Region
@@ -33,6 +34,7 @@ from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent
 from kvferry.transport.connected_peer import ConnectedPeer
 from kvferry.transport.costs_file import load_costs
+from kvferry.transport.lane_resources import LaneResources
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed_read import segments_of
@@ -187,12 +189,9 @@ class PlannedPeer:
         self.strategies: tuple[str, ...] = ()
         settings = TransferSettings(costs=load_costs())
         self._landing = StagingArea(settings.staging_bytes, self.ours.regions[0])
-        self._context: zmq.Context[Any] = zmq.Context()
-        paper = _PaperAgent()
-        self._peer = ConnectedPeer(
-            paper, self.ours, self._cards(src), _WORDS, self._landing, self._context, settings
-        )
-
+        paper, words = _PaperAgent(), np.zeros(_WORDS.length // 8, np.uint64)
+        self._lane = LaneResources(paper, self.ours, self._landing, words, zmq.Context(), settings=settings)
+        self._peer = ConnectedPeer(self._lane, self._cards(src))
         self.descriptors = paper.descriptors
 
     def plan(self, order: ReadOrder) -> tuple[float, float]:
@@ -212,7 +211,7 @@ class PlannedPeer:
     def close(self) -> None:
         """Close the peer and its sockets."""
         self._peer.close()
-        self._context.destroy(linger=0)
+        self._lane.context.destroy(linger=0)
 
     def _cards(self, src: SimulatedEngine) -> Sequence[RankCard]:
         area = self._landing.region

@@ -74,10 +74,11 @@ def measure(job: SafetyJob, progress: Callable[[str], None]) -> list[ProtectionC
 def _believing() -> Iterator[None]:
     """Make reading threads (lanes) skip the READ of the lease word while the block runs."""
 
-    def believe(self: lane.Lane, agent: object, read: lane._Read) -> None:  # noqa: ARG001 - required by the lane
+    def believe(self: lane.Lane, read: lane._Read) -> None:
         read.words, read.data_done = True, time.perf_counter()
         for number, rank in enumerate(read.plan.ranks):
-            self._landing[read.landing + number] = read.order.lease.word(rank.source.incarnation)
+            word = read.order.lease.word(rank.source.card.incarnation)
+            self._lane.words[read.landing + number] = word
 
     with patch.object(lane.Lane, "_read_words", believe):
         yield

@@ -19,11 +19,10 @@ from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.errors import TransferError
 from kvferry.measuring.simulated import read_geometry, simulate_engine
 from kvferry.plan.side import EngineSide
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_order import ReadOrder, ReadResult
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers
 

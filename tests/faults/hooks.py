@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -220,7 +220,7 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
 
     worker.begin, transfers.submit = begun, submitted
     for lane in transfers._lanes:
-        lane._post = partial(_post, lane._post, hooks)
+        lane._post = partial(_post, lane, lane._post, hooks)
 
 
 class _Refusing:
@@ -230,9 +230,12 @@ class _Refusing:
         raise RuntimeError("injected: the transport is gone")
 
 
-def _post(inner: Any, hooks: Hooks, agent: Any, read: Any, **lists: Any) -> None:
-    refused = hooks.take("refuse", hooks.of_read.get(read.order.key, ""))
-    inner(_Refusing() if refused else agent, read, **lists)
+def _post(lane: Any, inner: Any, hooks: Hooks, read: Any, **lists: Any) -> None:
+    resources = lane._lane
+    if hooks.take("refuse", hooks.of_read.get(read.order.key, "")):
+        lane._lane = replace(resources, agent=_Refusing())
+    inner(read, **lists)
+    lane._lane = resources
 
 
 def _hook_threads(engine: Any, hooks: Hooks) -> None:

@@ -22,6 +22,7 @@ from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import Redeemed
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.memory import memory
 from support.waiting import wait_for
@@ -145,7 +146,8 @@ class Worker:
         self.words = LeaseWords(INCARNATION, LEASES)
         first = self.words.add(UNITS)
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS, (), (region,))
-        self.server = GatherServer(HOST, geometry, self.area, self.words, first, rig.keys)
+        settings = TransferSettings(host=HOST, keys=rig.keys)
+        self.server = GatherServer(geometry, self.area, self.words, first, settings)
         rig.stack.callback(self.server.close)
 
     def image(self, position: int, stride: int) -> bytes:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvferry.transport.rdma_libraries import LIBRARY, preload
+from kvferry.transport.nixl_agent import LIBRARY, preload
 
 pytestmark = pytest.mark.transport
 

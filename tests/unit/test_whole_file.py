@@ -15,8 +15,7 @@ from kvferry.cli.options import write_file
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import write_costs
-from kvferry.transport.key_creation import write_secret
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.key_file import read_keys, write_secret
 from kvferry.whole_file import create_private_file, replace_file
 
 

@@ -18,7 +18,7 @@ from kvferry.measuring.raw_reads import PreparedLists, RawReads
 from kvferry.measuring.reader import STEP_SECONDS, Reader
 from kvferry.measuring.simulated import SimulatedEngine
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import ReadPlan
 
 

@@ -23,8 +23,7 @@ def keygen(options: KeygenOptions) -> None:
     """
     from pathlib import Path
 
-    from kvferry.transport.key_creation import new_secret, write_secret
-    from kvferry.transport.key_file import existing_keys
+    from kvferry.transport.key_file import existing_keys, new_secret, write_secret
 
     file = options.file
     if file == "-":

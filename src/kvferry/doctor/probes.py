@@ -48,8 +48,7 @@ def nixl() -> None:
     """Print NIXL's version, then start its plugins one by one, and print whether each starts."""
     from importlib.metadata import version  # noqa: PLC0415
 
-    from kvferry.transport.nixl_agent import make_nixl_agent  # noqa: PLC0415 - loads NIXL
-    from kvferry.transport.rdma_libraries import preload  # noqa: PLC0415
+    from kvferry.transport.nixl_agent import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
 
     _print_result(version=version("nixl"), verbs=preload())
     # UCX first: it is the only plugin that kvferry needs, and another may crash the process.

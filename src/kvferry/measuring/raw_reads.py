@@ -10,7 +10,6 @@ import numpy as np
 import zmq
 
 from kvferry.errors import TransferError
-from kvferry.geometry import Region
 from kvferry.measuring.producer_process import WaitLimit
 from kvferry.measuring.reader import Reader
 from kvferry.measuring.simulated import SimulatedEngine
@@ -18,6 +17,7 @@ from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import ConnectedPeer
+from kvferry.transport.lane_resources import LaneResources
 from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
@@ -49,24 +49,11 @@ class RawReads:
         self._reader, self._number = reader, peer
         # NIXL requires that agents have different names.
         self._agent = Agent(f"bench-raw/{time.monotonic_ns():x}", progress=False)
-        # A connected peer needs a place for the lease word, though none is read here.
-        landing = np.zeros(1, np.uint64)
-        self._landing = landing
-        region = Region(int(landing.ctypes.data), landing.nbytes)
         ours, settings = reader.cache.geometry, TransferSettings(Strategy.DIRECT, staging_bytes=0)
-        self._agent.register([*ours.regions, region])
-        self._context: zmq.Context[Any] = zmq.Context()
-        area = StagingArea(0, ours.regions[0])
-        cards = reader.cards[peer]
-        self._peer = ConnectedPeer(
-            agent=self._agent,
-            own_geometry=ours,
-            cards=cards,
-            words=region,
-            landing=area,
-            context=self._context,
-            settings=settings,
-        )
+        area, words = StagingArea(0, ours.regions[0]), np.zeros(1, np.uint64)
+        self._lane = LaneResources(self._agent, ours, area, words, zmq.Context(), settings=settings)
+        self._agent.register([*ours.regions, self._lane.words_region])
+        self._peer = ConnectedPeer(self._lane, reader.cards[peer])
         self._extra: list[Any] = []
 
     def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
@@ -85,9 +72,8 @@ class RawReads:
         )
         self._reader.acknowledge("same descriptors", self._number)
         (rank,) = plan.ranks
-        lists = rank.source.lists
         assert rank.direct is not None  # noqa: S101 - the strategy is pinned
-        return PreparedLists(lists.local, lists.remote, rank.direct, plan.counts.bytes)
+        return PreparedLists(rank.source.local, rank.source.remote, rank.direct, plan.counts.bytes)
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
         """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.
@@ -145,5 +131,5 @@ class RawReads:
         for handle in self._extra:
             self._agent.release_list(handle)
         self._peer.close()
-        self._context.destroy(linger=0)
+        self._lane.context.destroy(linger=0)
         self._agent.close()

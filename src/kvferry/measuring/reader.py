@@ -24,9 +24,9 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.transfers import Transfers

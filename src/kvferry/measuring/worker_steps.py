@@ -15,9 +15,8 @@ from kvferry.connector.worker.loads import Loads
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_order import ReadOrder, ReadResult
 from kvferry.transport.transfers import Transfers
 
 # So long that a busy machine does not end a measurement.

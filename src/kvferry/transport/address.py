@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import zmq
 
 from kvferry.errors import ConfigError
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+# The last label is no number, so that an incomplete IP address such as "10.0.0" is no name.
 _NAME = re.compile(rf"(?=.{{1,253}}\.?\Z)({_LABEL}\.)*(?!\d+\.?\Z){_LABEL}\.?\Z")
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_ip(host: str) -> IP | None:
-    """Parse an IP address. Return None if `host` is not a complete IP address, for example a host name.
+    """Parse an IP address; None if `host` is not a complete one, for example a host name.
 
     IPv6 addresses may be in brackets. An IPv4-mapped IPv6 address is converted to IPv4.
 
@@ -26,11 +29,17 @@ def parse_ip(host: str) -> IP | None:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
+    # A dual-stack listener sees IPv4 clients so, and rules for IPv4 networks must apply to them.
     return getattr(address, "ipv4_mapped", None) or address
 
 
+def parse_host(host: str) -> IP | None:
+    """Parse an IP address like `parse_ip`. ``localhost`` is 127.0.0.1, because it needs no name server."""
+    return parse_ip("127.0.0.1" if host == "localhost" else host)
+
+
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is ``localhost`` or a loopback address, which only this machine can reach.
+    """Return whether only this machine can reach `host`.
 
     >>> is_loopback("localhost"), is_loopback("127.8.8.8"), is_loopback("0.0.0.0"), is_loopback("node7")
     (True, True, False, False)
@@ -58,16 +67,19 @@ def is_every_address(host: str) -> bool:
     return host == "*" if address is None else address.is_unspecified
 
 
-def check_host(name: str, host: str) -> None:
-    """Check that a setting is a host name, or an IP address that one machine can have.
+def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
+    """Return an address as ZeroMQ takes it, such as ``tcp://10.0.0.1:5555``. The port ``*`` is any free one.
 
-    Args:
-        name: name of the setting, for the message.
-        host: value of the setting.
-
-    Raises:
-        ConfigError: it is neither, for example a URL, a network, or an address with a port.
+    If `host` is an IPv6 address, with or without brackets, IPv6 is enabled on the socket.
     """
+    if ":" not in host:
+        return f"tcp://{host}:{port}"
+    socket.ipv6 = True  # off by default, and then ZeroMQ refuses such an address
+    return f"tcp://[{host.strip('[]')}]:{port}"
+
+
+def check_host(name: str, host: str) -> None:
+    """Raise ConfigError if a setting is neither a host name nor an IP address that one machine can have."""
     address = parse_ip(host)
     if not is_host_name(host) if address is None else address.is_multicast:
         raise ConfigError(

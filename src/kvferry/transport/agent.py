@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadState(Enum):
-    """State of a READ (one-sided read of a peer's memory). The values are the names that NIXL uses."""
+    """State of a READ. The values are NIXL's names."""
 
     IN_FLIGHT = "PROC"
     DONE = "DONE"
@@ -41,20 +41,15 @@ _BACKEND = "UCX"
 
 
 class Agent:
-    """A NIXL agent (endpoint of the transport library), reduced to the operations that kvferry uses.
-
-    The agent registers memory, loads the metadata of peers, and runs READs: one-sided reads of a peer's
-    memory, as in RDMA.
-    """
+    """A NIXL agent, reduced to the operations that kvferry uses."""
 
     def __init__(self, name: str, *, progress: bool = True) -> None:
         """Start a NIXL agent with the UCX backend.
 
         Args:
-            name: name of the agent, unique among all agents that ever communicate.
-            progress: True to run NIXL's progress thread, which an agent needs if peers read from it. False
-                for an agent that only reads: it polls the transport itself, and a progress thread would slow
-                down the thread that starts READs (one-sided reads).
+            name: unique among all agents that ever communicate.
+            progress: True to run NIXL's progress thread, which an agent needs if peers read from it. An agent
+                that only reads polls the transport itself, and the thread would slow down the start of READs.
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend.
@@ -66,33 +61,30 @@ class Agent:
         except ImportError as error:
             raise ConfigError(f"NIXL cannot be imported ({error}); install the package nixl") from error
         except Exception as error:
-            raise ConfigError(_not_started(error)) from error
+            why = (
+                " and ".join(missing_requirements())
+                or "UCX's lines before this one say why; kvferry doctor may say more"
+            )
+            raise ConfigError(f"NIXL does not start here ({error}): {why}") from error
         if not self._nixl.backends:
             raise ConfigError(
                 f"NIXL has no backend {_BACKEND}; it offers {self._nixl.plugin_list}; "
                 "install the wheel of NIXL, which has it"
             )
         self._registered: list[Any] = []
+        # NIXL knows a peer by its name, so two connections to one run of a peer share it.
         self._uses: Counter[str] = Counter()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory with NIXL, so that READs (one-sided reads) may read from it or write into it.
-
-        Args:
-            regions: regions of host or GPU memory.
-        """
-        for memory in sorted({region.memory for region in regions}):
+        for memory in sorted({region.memory for region in regions}):  # a registration has one kind of memory
             rows = [(r.address, r.length, r.device, "") for r in regions if r.memory == memory]
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """Return the metadata (addresses and memory keys) that lets another agent read this agent's memory.
-
-        Send the metadata to authenticated peers only.
+        """Return the metadata that lets another agent read this agent's memory. Send it to peers only.
 
         Raises:
-            ConfigError: the installed NIXL writes a metadata format that peers cannot validate before they
-                load it.
+            ConfigError: the installed NIXL writes a format that peers cannot validate before they load it.
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
@@ -111,6 +103,7 @@ class Agent:
             TransferError: NIXL cannot use the metadata, for example because the peer cannot be reached.
             ProtocolError: the data is not valid NIXL metadata.
         """
+        # NIXL aborts the process on metadata that it cannot use, so it gets nothing unparsed.
         sealed = parse_metadata(metadata).sealed
         try:
             name = self._nixl.add_remote_agent(sealed)
@@ -121,31 +114,20 @@ class Agent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Undo one `add_peer` call for a peer. When all of them are undone, the peer is removed from NIXL.
-
-        No READ (one-sided read) from the peer may be in flight when the peer is removed.
-
-        Args:
-            name: name of the peer's agent, from `add_peer`.
-        """
+        """Undo one `add_peer` of this name. The last removes the peer: none of its READs may be in flight."""
         self._uses[name] -= 1
         if not self._uses[name]:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors (address and length of memory), from which `read` selects by index.
+        """Prepare a list of descriptors, from which `read` selects by index, and return NIXL's handle of it.
 
         Args:
-            owner: name of the peer that owns the memory; None if this agent owns it.
-            region: one of the owner's registered regions. All descriptors of the list get its memory kind and
-                device, even descriptors of memory in other regions.
-            rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length. The
-                columns are: address of the first descriptor, length in bytes, distance in bytes from the
-                start of one descriptor to the start of the next, number of descriptors. The descriptors are
-                numbered from 0, row after row.
-
-        Returns:
-            NIXL's handle of the list, for `read` and `release_list`.
+            owner: name of the peer that owns the memory; None for this agent.
+            region: one of the owner's registered regions, which gives the list its memory kind and device.
+            rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length:
+                address of the first, length in bytes, distance in bytes from the start of one to the next,
+                and their number. The descriptors are numbered from 0, row after row.
         """
         table = np.empty((len(rows), 5), np.uint64)
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
@@ -158,29 +140,20 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Create a READ (one-sided read of a peer's memory), and return its handle. `post` starts the READ.
+        """Create a READ, and return its handle. `post` starts it.
 
         Args:
-            local: handle of the prepared descriptor list of local memory.
-            local_indices: indices of the descriptors in `local` to write to, int32 of shape (n,).
-            remote: handle of the prepared descriptor list of the peer's memory.
-            remote_indices: indices of the descriptors in `remote` to read from, int32 of shape (n,). Each
-                descriptor has the same length as the local one at the same position in `local_indices`.
+            local_indices, remote_indices: descriptors of the prepared lists `local` and `remote`, int32 of
+                shape (n,). Those at the same position have the same length.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
-        """Start a READ (one-sided read) that `read` created, and return its state.
-
-        The call may block for as long as the READ takes.
-        """
+        """Start a READ and return its state. The call may block for as long as the READ takes."""
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Poll a READ (one-sided read) and return its state.
-
-        If the transport raises an exception, return FAILED.
-        """
+        """Poll a READ. If the transport raises an exception, the READ has FAILED."""
         try:
             return ReadState(self._nixl.check_xfer_state(handle))
         except Exception as error:  # noqa: BLE001 - any exception means that the READ failed
@@ -188,31 +161,23 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Release the handle of a READ (one-sided read), which must be DONE or FAILED, not IN_FLIGHT."""
+        """Release the handle of a READ, which must not be IN_FLIGHT."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive
             logger.debug("transport error while releasing a read: %s", error)
 
     def release_list(self, handle: Any) -> None:
-        """Release a prepared descriptor list. No READ (one-sided read) in flight may use the list."""
+        """Release a prepared list. No READ in flight may use it."""
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory of this agent and end it, so that no peer can read the memory any more.
+        """Deregister all memory and end the agent, so that no peer can read the memory any more. Idempotent.
 
-        No READ (one-sided read) from or into this memory may be in flight. A further call does nothing.
+        No READ from or into this memory may be in flight.
         """
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()
         # Some transports answer READs in the progress thread without looking up the registration.
         self._nixl = None
-
-
-def _not_started(error: Exception) -> str:
-    why = (
-        " and ".join(missing_requirements())
-        or "UCX's lines before this one say why; kvferry doctor may say more"
-    )
-    return f"NIXL does not start here ({error}): {why}"

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import ConfigError
-from kvferry.transport.address import IP, is_host_name, is_loopback, parse_ip
+from kvferry.transport.address import IP, is_host_name, is_loopback, parse_host, parse_ip
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_ENTRIES = 1024
 _LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
 _KINDS = "a host name, an address, or a network such as 10.0.0.0/8; a host may have its engine's port"
+# An entry with a port: a host name, an IPv4 address, or an IPv6 address in brackets.
 _ENGINE = re.compile(r"(\[[^\[\]/]+\]|[^:\[\]/]+):([1-9][0-9]{0,4})")
-"""An entry with a port: a host name, an IPv4 address, or an IPv6 address in brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class AllowedPeers:
     """The machines that may be peers of this engine, from the setting ``peers``.
 
     Attributes:
-        networks: IP networks whose addresses are allowed; None to allow all addresses.
-        names: host names that the engine may resolve, in lower case. Their IP addresses are allowed too.
-        engines: (host, port) of control channels to which the engine connects when it starts.
+        networks: None to allow all addresses.
+        names: host names that the engine may resolve, in lower case. Their addresses are allowed too.
+        engines: control channels to which the engine connects when it starts.
     """
 
     networks: tuple[Network, ...] | None = None
@@ -39,10 +39,9 @@ class AllowedPeers:
     engines: tuple[tuple[str, int], ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether the allowed networks contain an IP address. Allowed host names are not considered.
+        """Return whether the allowed networks contain an address. Names are not considered.
 
-        If `networks` is None, every address is allowed. Multicast addresses and the unspecified address
-        (0.0.0.0 or ::) are never allowed.
+        Multicast addresses and the unspecified address (0.0.0.0 or ::) are never allowed.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -52,54 +51,38 @@ class AllowedPeers:
         return self.networks is None or any(address in network for network in self.networks)
 
     def lists(self, name: str) -> bool:
-        """Return whether a host name is one of the allowed names, so that the engine may resolve it."""
         return normalize_name(name) in self.names
 
     def may_allow(self, host: str) -> bool:
-        """Return whether a host could be an allowed peer. The check resolves no host names.
-
-        If the result is False, the host is not allowed; if it is True, the host may still not be allowed. If
-        `names` is not empty, the result is True for every IP address except the unspecified one, because a
-        name may resolve to the address.
-
-        Args:
-            host: host name or IP address.
-        """
-        address = _address_of(host)
+        """Return False if a host is not allowed, and True if it could be, without resolving names."""
+        address = parse_host(host)
         if address is None:
             return self.lists(host)
+        # A listed name may resolve to any address.
         return self.allows(address) or (bool(self.names) and not address.is_unspecified)
 
     @property
     def loopback_only(self) -> bool:
-        """True if only loopback addresses are allowed, so that all peers run on this machine."""
         return self.networks == _LOOPBACK and not self.names
 
 
-ANY_PEER = AllowedPeers()
-"""Rules that allow all addresses. No host name may be resolved."""
+ANY_PEER = AllowedPeers()  # Rules that allow all addresses. No host name may be resolved.
 
 
 def normalize_name(name: str) -> str:
-    """Return a host name in lower case and without a trailing dot, so that two names can be compared."""
-    return name.lower().removesuffix(".")
-
-
-def _address_of(host: str) -> IP | None:
-    return parse_ip("127.0.0.1" if host == "localhost" else host)
+    """Return the form of a host name that can be compared."""
+    return name.lower().removesuffix(".")  # DNS ignores case, and a trailing dot marks a complete name
 
 
 def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: str | None) -> AllowedPeers:
-    """Parse the setting ``peers``, the list of machines that may be peers of this engine.
+    """Parse the setting ``peers``.
 
     Args:
-        entries: value of the setting: host names, IP addresses and IP networks. Hosts may have the port of
-            an engine's control channel. None if the setting is not set. Then an engine that listens on
-            loopback accepts loopback addresses only, and any other engine accepts all addresses.
+        entries: host names, IP addresses and IP networks. Hosts may have the port of an engine's control
+            channel. None if the setting is not set: then an engine that listens on loopback accepts loopback
+            addresses only, and any other engine accepts all.
         host: address that the engine listens on.
-        advertised: host name or IP address under which peers reach this engine; None if not set. If `entries`
-            is None and `host` is not loopback, a host name given here becomes an allowed name, because other
-            engines on this machine may be reached under the same name.
+        advertised: host under which peers reach this engine; None if not set.
 
     Raises:
         ConfigError: an entry is malformed, the list is empty, or it has more than `MAX_ENTRIES` entries.
@@ -107,6 +90,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     if entries is None:
         if is_loopback(host):
             return AllowedPeers(_LOOPBACK)
+        # Other engines on this machine may be reached under the same name.
         own = (normalize_name(advertised),) if advertised and is_host_name(advertised) else ()
         return AllowedPeers(None, own)
     if not 0 < len(entries) <= MAX_ENTRIES:
@@ -119,7 +103,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
         entry = text
         if (found := _ENGINE.fullmatch(text)) is not None and int(found[2]) < 1 << 16:
             entry = found[1]
-            engines.append((str(_address_of(entry) or entry), int(found[2])))
+            engines.append((str(parse_host(entry) or entry), int(found[2])))
         if entry == "localhost":
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
@@ -130,15 +114,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
 
 
 def _network(entry: str, number: int) -> Network | None:
-    """Parse an entry of the setting ``peers`` as an IP address or network. Return None if it is a host name.
-
-    Args:
-        entry: entry of the setting.
-        number: index of the entry in the setting, from 0, for error messages.
-
-    Raises:
-        ConfigError: the entry contains a slash but is not a valid network.
-    """
+    """Parse an entry as an IP address or network; None for a host name."""
     if (address := parse_ip(entry)) is not None:
         return ipaddress.ip_network(address)
     if "/" not in entry:

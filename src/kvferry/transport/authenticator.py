@@ -24,18 +24,17 @@ from kvferry.transport.security import Keys
 logger = logging.getLogger(__name__)
 
 _VERSION = b"1.0"
+# Number of frames in a ZAP request: version, id, domain, address, routing id, mechanism, CURVE key.
 _FRAMES = 7
-"""Number of frames in a ZAP request: version, id, domain, address, routing id, mechanism, CURVE key."""
 
+# ZAP status code of a temporary error: ZeroMQ closes the connection, and the client connects again.
 _TRY_AGAIN = b"300"
-"""ZAP status code of a temporary error: ZeroMQ closes the connection, and the client connects again."""
 
 
 class Authenticator:
     """A thread that decides which clients may connect to a ZeroMQ listener.
 
-    All engines that exchange KV share one CURVE key pair. A client is admitted if it has this key pair and
-    connects from an allowed address.
+    A client is admitted if it has the engines' key pair and connects from an allowed address.
     """
 
     def __init__(
@@ -45,9 +44,8 @@ class Authenticator:
 
         Args:
             context: ZeroMQ context of the listener; only one listener may use it.
-            keys: CURVE key pair that a client must have.
-            peers: machines that may connect.
-            resolve: function that resolves the names in `peers`; None for the system's resolver.
+            keys: key pair that a client must have.
+            resolve: resolves the names in `peers`; None for the system's resolver.
         """
         self._public, self._names = z85.decode(keys.public), PeerResolver(peers, resolve=resolve)
         self._log = LimitedLog(logger)
@@ -59,10 +57,7 @@ class Authenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread.
-
-        Close the listener first: its clients cannot be authenticated without the thread.
-        """
+        """End the thread. Close the listener first: its clients cannot be authenticated without it."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
@@ -75,7 +70,7 @@ class Authenticator:
             frames = self._socket.recv_multipart()
             try:
                 code, why = self._verdict(frames)
-            except Exception:
+            except Exception:  # ZeroMQ waits for a reply to each request
                 logger.exception("control channel: a client is refused")
                 code, why = b"500", b"error"
             request = frames[1] if len(frames) > 1 else b""
@@ -83,21 +78,13 @@ class Authenticator:
         self._socket.close()
 
     def _verdict(self, frames: list[bytes]) -> tuple[bytes, bytes]:
-        """Decide whether a client may connect.
-
-        Args:
-            frames: ZeroMQ's request about the client, in the format of ZAP (ZeroMQ's authentication
-                protocol).
-
-        Returns:
-            (ZAP status code, status text). 200 admits the client and 400 refuses it. 300 makes the client
-            retry, because the allowed host names are still being resolved.
-        """
+        """Decide on a client, from ZeroMQ's request about it; return ZAP's status code and text."""
         if len(frames) != _FRAMES or frames[0] != _VERSION:
             return b"400", b"not a CURVE client"
         _, _, _, client, _, mechanism, key = frames
         if mechanism != b"CURVE" or key != self._public:
             return b"400", b"not this key"
+        # The key comes first: who does not have it must not make the engine resolve names.
         host = client.decode("ascii", "replace")
         address = parse_ip(host)
         admitted = address is not None and self._names.is_allowed(address)

@@ -25,15 +25,12 @@ MAX_AXES = 16
 MAX_LOOPS = 16
 MAX_FACTORS = 65_536
 
-_ADDRESSES = 1 << 63
+_ADDRESSES = 1 << 63  # addresses are computed as int64
 _MEMORIES = ("DRAM", "VRAM")
 
 
 def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check that the values in a peer's rank descriptions are in bounds, and that the ranks form one engine.
-
-    Args:
-        cards: descriptions of all ranks of the peer.
+    """Check that a peer's rank descriptions are in bounds, and that the ranks form one engine.
 
     Raises:
         ProtocolError: a value, such as a size or an address, is out of bounds; a rank is missing or described
@@ -44,22 +41,19 @@ def check_ranks(cards: Sequence[RankCard]) -> None:
         for what, count, most in _sizes(card.geometry):
             if count > most:
                 raise ProtocolError(f"{count} {what}, at most {most}")
+    # Only now are the geometries small enough to be looked at closely.
     for card in cards:
         _check_words(card)
         for region in card.geometry.regions:
             _check_region(region)
-        card.geometry.check()
+        card.geometry.check()  # its time grows with the sizes, too
     _check_agreement([card.geometry for card in cards])
 
 
-def _layers(rank: RankGeometry) -> int:
-    return sum(len(group.layers) for group in rank.groups)
-
-
 def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield every size in a rank's geometry that has a limit, as (name for error messages, size, limit)."""
+    """Yield (name, size, limit) for every size in a rank's geometry that has a limit."""
     yield "groups of a rank", len(rank.groups), MAX_GROUPS
-    yield "layers of a rank", _layers(rank), MAX_LAYERS
+    yield "layers of a rank", sum(len(group.layers) for group in rank.groups), MAX_LAYERS
     yield "regions of a rank", len(rank.regions), MAX_REGIONS
     for group in rank.groups:
         for layer in group.layers:
@@ -105,13 +99,7 @@ def _check_words(card: RankCard) -> None:
 
 
 def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    """Check that `ranks` has every rank of one engine exactly once, and that their KV cache groups agree.
-
-    Raises:
-        ProtocolError: a rank is missing or described twice, or the ranks differ in their parallel sizes or KV
-            cache groups.
-    """
-    if not ranks:
+    if not ranks:  # the handshake refuses that
         return
     first = ranks[0]
     sizes = {(rank.pp_size, rank.tp_size) for rank in ranks}

@@ -28,15 +28,15 @@ from kvferry.operating_system import resource
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
+# Timeout in seconds for a client to authenticate. A peer with the key needs milliseconds.
 HANDSHAKE_SECONDS = 2.0
-"""Timeout in seconds for a client to authenticate. A peer with the key needs milliseconds."""
 
 BACKLOG = 128
 _SHARE_OF_DESCRIPTORS = 4
 _EVENT = struct.Struct("=Hi")
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
+# ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: the first message of a client cannot be decrypted.
 _OTHER_KEY = 0x11000001
-"""ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: the first message of a client cannot be decrypted."""
 
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
@@ -45,13 +45,10 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 class ConnectionLimiter:
     """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
-    At the limit, the socket accepts no new connections until a quarter of the open ones have ended.
-
     Attributes:
         open: number of open connections.
         paused: True while new connections are not accepted.
-        events: ZeroMQ monitor socket, for use in a poller. When the socket is readable, call
-            `process_events`.
+        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `process_events`.
     """
 
     def __init__(
@@ -60,13 +57,12 @@ class ConnectionLimiter:
         max_connections: int | None = None,
         handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
-        """Start to monitor the connections of a ZeroMQ socket.
+        """Start to monitor a ZeroMQ socket that is not bound yet.
 
         Args:
-            listener: ZeroMQ socket, not bound yet.
-            max_connections: maximum number of open connections. None for a quarter of the process's limit of
-                file descriptors, at most `MAX_CONNECTIONS`.
-            handshake_seconds: timeout in seconds for a client to authenticate.
+            max_connections: None for a quarter of the process's limit of file descriptors, at most
+                `MAX_CONNECTIONS`.
+            handshake_seconds: timeout for a client to authenticate.
         """
         self.open, self.paused = 0, False
         self._listener, self._most = listener, max_connections or _limit()
@@ -87,11 +83,7 @@ class ConnectionLimiter:
         self.events.connect(told)
 
     def process_events(self) -> None:
-        """Process the queued connection events, and update the number of open connections.
-
-        Stop accepting new connections when the limit is reached. Accept them again when the number of open
-        connections has fallen to three quarters of the limit.
-        """
+        """Process the queued connection events, and enforce the limit."""
         while (said := self._next()) is not None:
             event, value = said
             if event == zmq.EVENT_LISTENING:
@@ -106,7 +98,7 @@ class ConnectionLimiter:
             self._resume()
 
     def close(self) -> None:
-        """Stop monitoring the connections. Call this method before the listener's socket is closed."""
+        """Stop monitoring. Call this method before the listener's socket is closed."""
         # While events wait for space in the queue, ZeroMQ holds a lock that `disable_monitor` needs. So drain
         # the queue, and accept no new connections meanwhile.
         self.process_events()
@@ -119,11 +111,7 @@ class ConnectionLimiter:
             self._accepting.close()
 
     def _next(self) -> tuple[int, int] | None:
-        """Return the next connection event of the socket. Return None if no event is queued.
-
-        Returns:
-            (event, value) as in zmq_socket_monitor(3).
-        """
+        """Return the next (event, value) as in zmq_socket_monitor(3); None if none is queued."""
         try:
             frames = self.events.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -132,14 +120,7 @@ class ConnectionLimiter:
         return event, value
 
     def _on_failed_handshake(self, cause: int) -> None:
-        """Log a failed handshake if the client has a different CURVE key from this engine.
-
-        The log line cannot name the client, because ZeroMQ hides the client's address.
-
-        Args:
-            cause: protocol error code, from ZeroMQ's event about the failed handshake. Only the code for a
-                wrong key is logged; all other codes are ignored.
-        """
+        # Others are port scanners and the like. ZeroMQ hides the client's address.
         if cause == _OTHER_KEY:
             self._log.say(
                 "key",
@@ -175,10 +156,7 @@ class ConnectionLimiter:
 
 
 def _limit() -> int:
-    max_connections, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    share = (
-        MAX_CONNECTIONS
-        if max_connections == resource.RLIM_INFINITY
-        else max_connections // _SHARE_OF_DESCRIPTORS
-    )
-    return max(1, min(MAX_CONNECTIONS, share))
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, descriptors // _SHARE_OF_DESCRIPTORS))

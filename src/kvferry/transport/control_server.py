@@ -1,7 +1,7 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
-The thread answers handshakes from constant data. It answers redemptions (the exchange of a ticket for block
-tables and a lease) from a `TicketBook`, and queries for earlier turns of a conversation from a `TurnIndex`.
+The thread answers handshakes from constant data, redemptions from a `TicketBook`, and queries for earlier
+turns from a `TurnIndex`.
 
 Heartbeats and releases become events for the engine's thread, because leases belong to that thread. An event
 names only leases that are held, and only leases that the sender has claimed, or that keep an earlier turn. A
@@ -59,22 +59,16 @@ _REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
-    """Description of an engine that offers KV. The engine's control server sends it in handshakes.
-
-    Attributes:
-        facts: ids, software versions and KV settings of the engine.
-        ranks: description of every worker of the engine.
-    """
+    """Description of an engine that offers KV, for handshakes."""
 
     facts: Facts
     ranks: tuple[RankCard, ...]
 
     def answer(self, message: Request) -> Reply | None:
-        """Return the reply to a handshake message (Hello or AskRanks). Return None for any other message.
+        """Return the reply to Hello or AskRanks; None for any other message.
 
-        The reply to Hello is Accepted, with `facts`; the reply to AskRanks is Ranks, with `ranks`. If the
-        consumer differs from this engine in the protocol version, or in a setting on which the meaning of KV
-        bytes depends, the reply to both is Refused, with the differences.
+        The reply is Refused if the consumer differs in the protocol version, or in a setting on which the
+        meaning of KV bytes depends.
         """
         if not isinstance(message, Hello | AskRanks):
             return None
@@ -85,15 +79,7 @@ class ProducerCard:
 
 
 def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return the differences that prevent one engine from reading KV from another.
-
-    Args:
-        theirs: (protocol version, description) of the engine that the result calls "there".
-        ours: (protocol version, description) of the engine that the result calls "here".
-
-    Returns:
-        One sentence for each difference; empty if the engines are compatible.
-    """
+    """Return why one engine cannot read KV from another. Each is (protocol version, description)."""
     if theirs[0] != ours[0]:
         return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
     return compare_facts(theirs[1].must_agree, ours[1].must_agree)
@@ -101,39 +87,27 @@ def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class LeasesClaimed:
-    """Event: a consumer has redeemed the tickets (random ids) of these leases, or sent a heartbeat for them.
-
-    Attributes:
-        leases: names of the leases in this engine's `LeaseBook`. Consumers know only the tickets.
-    """
+    """Event: a consumer has claimed these leases, named as in `LeaseBook`, or sent a heartbeat for them."""
 
     leases: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
-    """Event: no consumer needs these leases any more, because the last consumer has released them.
-
-    Attributes:
-        leases: names of the leases in this engine's `LeaseBook`. Consumers know only the tickets.
-    """
+    """Event: the last consumer has released these leases, named as in `LeaseBook`."""
 
     leases: list[str]
 
 
 class ControlServer:
-    """A thread that answers messages from consumers: engines that read KV from this engine.
-
-    The thread answers handshakes, gives out block tables and leases in exchange for tickets (random ids), and
-    finds earlier turns (finished requests whose KV this engine keeps) of conversations.
+    """A thread that answers messages from consumers.
 
     Attributes:
-        port: port that the server listens on.
-        events: queue of events about leases, oldest first. The server's thread appends events, and the
-            engine's thread removes them. The number of queued events caused by one consumer is limited.
+        events: events about leases, oldest first. The server's thread appends them, and the engine's thread
+            removes them. The number of queued events caused by one consumer is limited.
         rejected: number of messages dropped because they could not be decoded.
-        tickets: tickets that consumers can exchange for block tables and leases.
-        turns: index of the earlier turns whose KV this engine keeps.
+        tickets: tickets that consumers can redeem.
+        turns: earlier turns whose KV this engine keeps.
     """
 
     def __init__(
@@ -148,12 +122,9 @@ class ControlServer:
         """Bind the socket, and start the thread that answers consumers.
 
         Args:
-            host: address to bind.
-            port: port to bind; 0 for any free port, or a range for a free port of it.
-            card: description of this engine and its ranks, sent in reply to handshakes.
-            keys: CURVE keys, with which peers authenticate each other.
+            port: 0 for any free port, or a range for a free port of it.
             peers: machines that may connect. An address on any other machine does not appear in `keepers`.
-            resolve: function that resolves the names in `peers`; None for the system's resolver.
+            resolve: resolves the names in `peers`; None for the system's resolver.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -177,36 +148,27 @@ class ControlServer:
         """Describe the ranks anew to peers, as if the engine had been started again.
 
         Peers that know the engine repeat the handshake before they use a lease that is granted from now on.
-
-        Args:
-            ranks: description of every worker of the engine.
-            incarnation: new random number for the engine's run.
         """
         self._card = ProducerCard(structs.replace(self._card.facts, incarnation=incarnation), ranks)
         self.tickets.renew(incarnation)
 
     @property
     def ranks(self) -> tuple[RankCard, ...]:
-        """Descriptions of the engine's workers, as peers get them in handshakes."""
         return self._card.ranks
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Consumers that keep KV of earlier turns of conversations, so that this engine can ask them for it.
+        """Incarnations of the consumers that keep earlier turns, by the address that answers `AskTurn`.
 
-        Maps the (host, port) at which a consumer answers queries for turns to the incarnation (random number
-        that identifies the consumer's run) that the consumer reported in its last handshake. Contains only
-        the consumers with the most recent handshakes, up to a fixed number.
+        Only those with the most recent handshakes, up to a fixed number.
         """
         return self._keepers.copy()
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
         return self._listener.connections.open
 
     def close(self) -> None:
-        """Stop listening, and wait until the server's thread has ended."""
         self._stop.set()
         self._listener.interrupt()
         self._thread.join()
@@ -249,10 +211,8 @@ class ControlServer:
             self._add_keeper(message.facts)
             return
         found = _differences((message.protocol, message.facts), (PROTOCOL, self._card.facts))
-        who, why = (
-            shown(message.facts.engine_id),
-            shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS),
-        )
+        who = shown(message.facts.engine_id)
+        why = shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS)
         self._log.say(who, f"engine {who} cannot read from this one: {why}")
 
     def _redeem(self, sender: bytes, message: Redeem) -> None:
@@ -275,5 +235,5 @@ class ControlServer:
         if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
             self._keepers.pop(peer.keeps_turns, None)
             self._keepers[peer.keeps_turns] = peer.incarnation
-            if len(self._keepers) > _MOST_KEEPERS:
+            if len(self._keepers) > _MOST_KEEPERS:  # a peer with the key can name any number of addresses
                 del self._keepers[next(iter(self._keepers))]

@@ -13,11 +13,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.transport import security
-from kvferry.transport.endpoint import zmq_endpoint
+from kvferry.transport.address import zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
 
+# Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
 SOCKETS = 3
-"""Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events."""
 
 
 class ControlSocket:
@@ -29,17 +29,7 @@ class ControlSocket:
     """
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
-        """Create the socket and start to connect in the background.
-
-        Args:
-            context: ZeroMQ context.
-            host: name or IP address of the producer.
-            port: port of the producer's control channel.
-            keys: CURVE keys, with which peers authenticate each other.
-
-        Raises:
-            zmq.ZMQError: the address is malformed.
-        """
+        """Create the socket and connect in the background. Raise zmq.ZMQError if the address is malformed."""
         self.raw: zmq.Socket[Any] = context.socket(zmq.DEALER)
         try:
             self.raw.maxmsgsize = MAX_REPLY_BYTES
@@ -57,15 +47,12 @@ class ControlSocket:
         """Take the next connection event, and return whether the producer has accepted the connection.
 
         False means that an attempt to connect has failed: nobody listens there, or the host is unreachable.
-        ZeroMQ tries again, also after a connection has ended.
         """
+        # After either event, ZeroMQ goes on: it connects again, also after a connection has ended.
         return recv_monitor_message(self.events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def send(self, message: Request) -> bool:
-        """Queue a message to the producer and return True.
-
-        If the queue is full, drop the message and return False.
-        """
+        """Queue a message to the producer; drop it and return False if the queue is full."""
         try:
             self.raw.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
@@ -73,16 +60,14 @@ class ControlSocket:
         return True
 
     def receive(self) -> bytes:
-        """Block until a message from the producer arrives, and return its encoded bytes."""
         frames: list[bytes] = self.raw.recv_multipart()
         return frames[-1]
 
     def ask(self, message: Request, deadline: float) -> Reply:
-        """Send a request to the producer, block until the reply arrives, and return the decoded reply.
+        """Send a request, block until the reply arrives, and return it.
 
         Args:
-            message: request to which the producer replies.
-            deadline: time to give up, in seconds of `time.monotonic`.
+            deadline: seconds of `time.monotonic`.
 
         Raises:
             TimeoutError: no reply arrived by the deadline.
@@ -95,7 +80,7 @@ class ControlSocket:
 
     def close(self, linger_milliseconds: int = 0) -> None:
         """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""
-        if (events := getattr(self, "events", None)) is not None:
+        if (events := getattr(self, "events", None)) is not None:  # the constructor may have failed
             self.raw.disable_monitor()
             events.close()
         self.raw.close(linger=linger_milliseconds)

@@ -25,13 +25,12 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the file with the measured transfer costs, which ``kvferry doctor --calibrate`` writes.
+    """Content of the file.
 
     Attributes:
-        version: version of the file format.
         made: time of the calibration, ISO 8601.
         machine: description of the calibrated machine; informational.
-        costs: value of every field of `Costs`, by field name.
+        costs: value of every field of `Costs`, by name.
     """
 
     version: int
@@ -41,23 +40,15 @@ class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the default path of the costs file, which is in the user's cache directory.
-
-    Args:
-        environment: environment variables that determine the cache directory.
-
-    Raises:
-        ConfigError: the user has no home directory.
-    """
+    """Return the default path of the costs file. Raise ConfigError if the user has no home directory."""
     return user_cache(environment) / "costs.json"
 
 
 def load_costs(path: str | None = None) -> Costs:
-    """Load the measured transfer costs of this machine, or the built-in costs if nothing was measured.
+    """Load the measured costs of this machine, or the built-in costs if nothing was measured.
 
     Args:
-        path: path of the costs file. None for the default file, or for the built-in costs if there is no
-            default file.
+        path: None for the default file, if there is one.
 
     Raises:
         ConfigError: the file cannot be read, or is not a valid costs file of the current version.
@@ -69,7 +60,7 @@ def load_costs(path: str | None = None) -> Costs:
 
 
 def find_default_costs() -> Path | None:
-    """Return the path of the default costs file. Return None if the file is missing or cannot be accessed."""
+    """Return the path of the default file; None if it is missing or cannot be accessed."""
     try:
         found = default_costs_path()
         return found if found.exists() else None
@@ -78,7 +69,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read the measured transfer costs of a machine from a file that `write_costs` wrote.
+    """Read a file that `write_costs` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or is not a valid costs file of the current version.
@@ -97,6 +88,7 @@ def read_costs(path: Path) -> Costs:
         raise ConfigError(f"costs: {path}: {error}; {remedy}") from error
     if held.version != VERSION:
         raise ConfigError(f"costs: {path} has version {held.version}, expected {VERSION}; {remedy}")
+    # All fields, so that costs of an older release do not mix with defaults of this one.
     names = set(Costs.__slots__)
     if odd := sorted(names ^ set(held.costs)):
         raise ConfigError(f"costs: {path} must name {', '.join(sorted(names))}: {odd[0]} differs; {remedy}")
@@ -107,13 +99,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write measured transfer costs to a file. Replace an existing file atomically.
-
-    Args:
-        path: path of the file; its directory is created.
-        costs: costs that were fitted to the measurements.
-        made: time of the calibration, ISO 8601.
-        machine: description of the calibrated machine; informational.
+    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -18,35 +18,20 @@ _QUIET_SECONDS = 60.0
 
 
 class DelayMonitor:
-    """Measures how late one thread wakes up from waiting, and logs a warning if it is very late.
-
-    Only that thread may use the monitor.
-    """
+    """Measures how late one thread wakes up from waiting, and logs a warning if it is very late."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a monitor for one thread.
-
-        Args:
-            name: name of the thread in the warning.
-            clock: function that returns the current time in seconds.
-        """
         self._name, self._clock = name, clock
         self._due = self._said = float("-inf")
 
     def before_wait(self, seconds: float) -> float:
-        """Record that the thread is about to wait for at most `seconds`.
-
-        Return `seconds`, so that the call can be the timeout argument of the wait.
-        """
+        """Record that the thread is about to wait for at most `seconds`, and return them."""
         self._due = self._clock() + seconds
         return seconds
 
     def after_wait(self) -> None:
-        """Record that the thread has woken up from waiting.
-
-        If it woke up more than `LATE_SECONDS` too late, log a warning, at most once a minute.
-        """
         now = self._clock()
+        # A machine that is too busy stays so. One line a minute is enough.
         if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
             self._said = now
             logger.warning(

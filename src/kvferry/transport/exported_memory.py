@@ -1,7 +1,6 @@
 """The memory of a worker that peers read: its KV cache, its lease words, its outgoing staging area.
 
-A lease word is an integer that changes before the leased blocks are freed. One NIXL agent serves all readers.
-NIXL's progress thread does its work.
+One NIXL agent serves all readers. NIXL's progress thread does its work.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from kvferry.transport.staging import UNIT_BYTES, StagingArea
 
 
 class ExportedMemory:
-    """The memory of a worker that peers can read, and the server that packs cells for peers.
-
-    A cell is the part of a block that moves as one unit. The server packs cells into a staging area, which is
-    part of the memory.
+    """The memory of a worker that peers can read, and the server that gathers for them.
 
     Attributes:
         card: description of this worker, which the scheduler sends to peers.
@@ -30,18 +26,12 @@ class ExportedMemory:
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
     ) -> None:
-        """Register KV cache, staging area and lease words with NIXL, and start the server that packs cells.
-
-        The server packs cells (parts of blocks) into the staging area when peers ask for it.
+        """Register KV cache, staging area and lease words with NIXL, and start the server that gathers.
 
         Args:
-            geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker: integers that change before leased blocks are freed. The
-                constructor appends one word for each `UNIT_BYTES` of the staging area, so that readers can
-                detect that packed cells have been overwritten.
-            settings: settings of transfers, such as the size of the staging area. Without a staging area, no
-                server is started.
-            agent: NIXL agent that nothing else uses. `close` closes the agent.
+            words: lease words of this worker. Words that protect the staging area are appended.
+            settings: without a staging area, no server is started.
+            agent: NIXL agent that nothing else uses. `close` closes it.
 
         Raises:
             ConfigError: `settings.host` cannot be bound, or the installed NIXL writes transport metadata that
@@ -51,6 +41,7 @@ class ExportedMemory:
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
         size = outgoing.units * UNIT_BYTES
         self._shared = shared = make_outgoing_file(size, geometry.regions[0]) if size else None
+        # Before registration, because the words move to a new array.
         first_word = words.add(outgoing.units)
         if shared is not None:
             words.add(shared.area.units)
@@ -63,17 +54,8 @@ class ExportedMemory:
         self._gatherer: GatherServer | None = None
         offered = None
         if outgoing.units:
-            self._gatherer = GatherServer(
-                host=settings.host,
-                geometry=geometry,
-                area=outgoing,
-                words=words,
-                first_word=first_word,
-                keys=settings.keys,
-                peers=settings.peers,
-                ports=settings.ports,
-                shared=shared.area if shared else None,
-            )
+            area = shared.area if shared else None
+            self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=area)
             region = outgoing.region
             offered = Outgoing(
                 host=settings.advertise_host,
@@ -93,7 +75,6 @@ class ExportedMemory:
         )
 
     def close(self) -> None:
-        """Stop the server that packs cells (parts of blocks) for peers, and close the NIXL agent."""
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None

@@ -21,12 +21,6 @@ class FairQueue(Generic[_Message]):
     """
 
     def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
-        """Create an empty queue.
-
-        Args:
-            per_sender: maximum number of queued messages of one sender.
-            total: maximum number of queued messages of all senders.
-        """
         self.dropped = 0
         self._per_sender, self._total = per_sender, total
         self._waiting: deque[tuple[bytes, _Message]] = deque()
@@ -35,11 +29,9 @@ class FairQueue(Generic[_Message]):
 
     @property
     def senders(self) -> int:
-        """Number of senders that have queued messages."""
         return len(self._of)
 
     def __len__(self) -> int:
-        """Return the number of queued messages."""
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[_Message]:
@@ -50,10 +42,8 @@ class FairQueue(Generic[_Message]):
         """Append a message and return True. If a limit is reached, drop the message and return False.
 
         Args:
-            sender: id of the sender.
-            message: message to append.
-            force: True to ignore the limits. Use this for messages that are sent only once and whose number
-                is limited elsewhere.
+            force: True to ignore the limits, for messages that are sent only once and whose number is limited
+                elsewhere.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
@@ -65,20 +55,15 @@ class FairQueue(Generic[_Message]):
             return True
 
     def popleft(self) -> _Message:
-        """Remove and return the oldest message.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
+        """Remove and return the oldest message. Raise IndexError if the queue is empty."""
         with self._lock:
             sender, message = self._waiting.popleft()
             self._of[sender] -= 1
             if not self._of[sender]:
-                del self._of[sender]
+                del self._of[sender]  # anyone with the key can be any number of senders
             return message
 
     def clear(self) -> None:
-        """Remove all queued messages."""
         with self._lock:
             self._waiting.clear()
             self._of.clear()

@@ -1,18 +1,12 @@
 """Messages of the gather channel: a reading worker asks the producer's worker to gather cells.
 
-    reader                                  producer's worker
-    AnnounceRoutes(routes)        ─────▶    prepares the copies
-    Gather(segment, lease, cells) ─────▶    gathers into its outgoing staging area
+    reader                                  producer's worker AnnounceRoutes(routes)        ─────▶    prepares
+    the copies Gather(segment, lease, cells) ─────▶    gathers into its outgoing staging area
                                   ◀─────    Gathered(segment, position, word) | NotGathered(segment, reason)
     Done(segment)                 ─────▶    frees the segment's staging memory
 
-A cell is the unit of transfer: the largest number of tokens that divides the block sizes of both sides. To
-gather cells is to pack each into an image: contiguous memory that one READ can fetch. A segment is the run of
-cells of one request.
-
-The reader reads the images first, and then the word of their allocation: an integer in registered memory. If
-the allocation was freed meanwhile, its word has changed, like the word of a lease that has ended
-(`transport.lease`).
+The reader reads the images first, and then the word of their allocation. If the allocation was freed
+meanwhile, its word has changed, like the word of a lease that has ended (`transport.lease`).
 """
 
 from __future__ import annotations
@@ -27,8 +21,7 @@ from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.packed_image import ALIGNMENT
 from kvferry.planning.strided_copy import StridedCopy
-from kvferry.transport.decode_errors import as_protocol_error
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, as_protocol_error
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
@@ -44,18 +37,14 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
-    """A reader's description of how the source must pack the cells of one route into images.
-
-    A route is a set of layers that are read together. A cell is the part of a block that moves as one unit.
-    An image is a cell packed into contiguous memory. The reader sends the description before its requests.
+    """How the source must pack the cells of one route into images.
 
     Attributes:
-        src_stride: bytes from one block of the source's KV cache to the next.
-        src_blocks: number of blocks in the source's KV cache.
+        src_stride, src_blocks: bytes from one block of the source's KV cache to the next, and their number.
         image_stride: bytes from one image to the next.
         parts: strided copies from a block to an image. In each part, `nests` are the copies of the cell at
-            offset 0, and `at` has the byte offset of each cell in its block. To copy a cell, its offset is
-            added to the source addresses.
+            offset 0, and `at` has the offset of each cell in its block, which is added to the source
+            addresses.
     """
 
     src_stride: _Stride
@@ -65,39 +54,27 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def cells(self) -> int:
-        """Number of cells per block of the source. A cell is the part of a block that moves as one unit."""
         return len(self.parts[0].at)
 
 
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
-    """Message without reply: a reader announces its routes, to which its `Gather` messages refer by index.
-
-    A route is a set of layers that are read together. The message replaces the routes that the reader
-    announced before.
-
-    Attributes:
-        protocol: protocol version of the reader.
-        routes: all routes of the reader.
-    """
+    """Message without reply: replaces the routes to which the reader's `Gather` messages refer by index."""
 
     protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     routes: list[GatherRoute]
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request: asks the source to pack cells (parts of blocks) into its staging memory.
+    """Request to pack cells into staging memory.
 
     Attributes:
-        segment: id of the segment (the cells of this request), repeated in the reply.
-        route: index of the cells' route (set of layers that are read together) in `AnnounceRoutes.routes`.
-        slot: index of the lease word, an integer in the source's memory that changes before the cells' blocks
-            are freed.
-        generation: value of the lease word's low half while the lease is valid.
-        blocks: id of the source block that contains each cell, packed as int32 in native byte order. The
-            cells are consecutive in the order of tokens.
+        segment: id of the request, repeated in the reply.
+        route: index in `AnnounceRoutes.routes`.
+        slot, generation: word of the lease on the blocks, and its low half while the lease is valid.
+        blocks: block of each cell, packed as int32 in native byte order. The cells are consecutive in the
+            order of tokens.
         cell: index of the first cell within its block.
-        shared: True to pack the cells into host memory that the reader has mapped (`shared_area`), instead of
-            memory that it reads from.
+        shared: True to pack into the memory file that the reader has mapped.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -109,31 +86,23 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     shared: bool = False
 
     def ids(self) -> Int64s:
-        """Return the source block id of each cell (part of a block), int64 of shape (n,)."""
+        """Return the block of each cell, int64 of shape (n,)."""
         return np.frombuffer(self.blocks, np.int32).astype(np.int64)
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Message without reply: frees the staging memory of a segment, which the reader no longer needs.
-
-    Attributes:
-        segment: id of the segment (the packed cells of one request).
-    """
+    """Message without reply: the reader no longer needs a segment."""
 
     segment: _Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: the cells of a request have been packed into images (one contiguous piece of memory per cell).
-
-    A cell is the part of a block that moves as one unit.
+    """Reply: the cells of a segment have been packed.
 
     Attributes:
-        segment: id of the segment (the cells of one request).
         position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word: index of the word (integer in registered memory) that changes before the images are overwritten.
-            The reader reads this word after the images.
-        generation: value of the word's low half while the images are valid.
+        word: index of the word that changes before the images are overwritten.
+        generation: low half of the word while the images are valid.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -143,13 +112,10 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: the cells (parts of blocks) of a request will not be packed.
+    """Reply: the cells of a segment will not be packed.
 
     Attributes:
-        segment: id of the segment (the cells of one request).
-        reason: why the cells are not packed, for log messages.
-        unknown: True if the server does not know the reader's routes (sets of layers that are read together).
-            The reader must then announce them again.
+        unknown: True if the server does not know the reader's routes. The reader must announce them again.
     """
 
     segment: _Count = msgspec.field(name="chunk")
@@ -166,16 +132,12 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message of the gather channel, on which readers ask workers to pack cells, as MessagePack."""
+    """Encode a message of the gather channel as MessagePack."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a reader's message to the server that packs cells (parts of blocks), and check its values.
-
-    Raises:
-        ProtocolError: the message cannot be decoded, or a value is out of bounds.
-    """
+    """Decode a reader's message. Raise ProtocolError if that fails, or a value is out of bounds."""
     with as_protocol_error("a gather request"):
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
@@ -186,11 +148,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a server's reply to a request to pack cells (parts of blocks).
-
-    Raises:
-        ProtocolError: the reply cannot be decoded.
-    """
+    """Decode a server's reply. Raise ProtocolError if that fails."""
     with as_protocol_error("an answer to a gather request"):
         message: Reply = _replies.decode(data)
     return message
@@ -222,6 +180,7 @@ def _check_route(route: GatherRoute) -> None:
             f"expected one or more of each, and cells at multiples of {ALIGNMENT} bytes"
         )
     for part in route.parts:
+        # Whether a copy reads inside the pool is checked where the pool is known, in `AddressSpace`.
         if not part.at or len(part.at) != route.cells or min(part.at) < 0 or max(part.at) >= _MOST_BYTES:
             raise ProtocolError(
                 f"offsets of {len(part.at)} cells, which begin with {list(part.at[:_NAMED])}; "
@@ -237,17 +196,7 @@ def _check_route(route: GatherRoute) -> None:
 
 
 def _check_copy(copy: StridedCopy, stride: int) -> None:
-    """Check that a strided copy writes only inside its image (memory of one packed cell).
-
-    The memory after the image may belong to another reader.
-
-    Args:
-        copy: strided copy from a block to an image.
-        stride: bytes from one image to the next.
-
-    Raises:
-        ProtocolError: the copy is malformed, or writes outside the image.
-    """
+    """Check that a copy writes only inside its image: the memory after it may be another reader's."""
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in copy.loops)
     if copy.run < 1 or len(copy.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(

@@ -1,15 +1,14 @@
 """The producer's end of the gather channel: pack cells into staging memory when readers ask for it.
 
-A cell is the smallest unit that is transferred. A segment is the run of cells of one request. Each worker has
-one such server: one thread, one ROUTER socket, one staging area that readers read from, and one that readers
-of the same machine map.
+Each worker has one such server: one thread, one ROUTER socket, one staging area that readers read from, and
+one that readers of the same machine map.
 
     asked ─room─▶ gathered ─Done─▶ free
       └─no room─▶ waiting ─room─▶ ...          gathered ─silent for too long─▶ word raised ─▶ free
 
-Each allocation has a word: an integer in registered memory. The reply names the word, and the server raises
-it before it gives the memory to another reader. So a late reader detects that its data may be overwritten.
-The server never calls NIXL, because the area is already registered.
+Each allocation has a word. The reply names it, and the server raises it before it gives the memory to another
+reader. So a late reader detects that its data may be overwritten. The server never calls NIXL, because the
+area is already registered.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.device_stream import enter_stream
 from kvferry.memory.staging_copies import StagedImages, StagingCopies
-from kvferry.planning.descriptors import Int64s
 from kvferry.terminal import shown
-from kvferry.transport import security
-from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.gather_messages import (
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
@@ -47,16 +43,16 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
-from kvferry.transport.port_range import PortRange
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
 
+# Seconds after which packed cells are freed if the reader has not released them.
 ALLOCATION_SECONDS = 60.0
-"""Seconds after which packed cells are freed if the reader has not released them."""
 
+# Maximum seconds that a request waits for staging memory. The timeout of readers is about the same.
 WAIT_SECONDS = 5.0
-"""Maximum seconds that a request waits for staging memory. The timeout of readers is about the same."""
 
 _POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
@@ -67,12 +63,10 @@ class GatherLimits:
     """Limits of the state that readers can make a `GatherServer` keep.
 
     Attributes:
-        readers: maximum number of readers. Beyond it, the oldest reader is forgotten.
-        cells: maximum number of cell offsets in the routes of all readers. Beyond it, the oldest reader is
-            forgotten.
-        waiting: maximum number of waiting requests.
-        waiting_of_reader: maximum number of waiting requests of one reader.
-        waiting_bytes: maximum total size in bytes of the block ids of all waiting requests.
+        readers, cells: maximum number of readers, and of cell offsets in their routes. Beyond it, the oldest
+            reader is forgotten.
+        waiting, waiting_of_reader: maximum number of waiting requests, of all and of one reader.
+        waiting_bytes: maximum size of the block ids of all waiting requests.
     """
 
     readers: int = 1024
@@ -84,16 +78,12 @@ class GatherLimits:
 
 @dataclass(slots=True)
 class _Reader:
-    """A peer's worker that reads from this worker, and has announced its routes.
-
-    A route is a set of layers that are read together. A cell is the part of a block that moves as one unit.
+    """A peer's worker that has announced its routes.
 
     Attributes:
-        routes: announced routes, each with the copy operation that packs cells of the route.
-        allocations: maps the id of each segment (the cells of one request) to the staging memory that holds
-            its packed cells.
-        cells: total number of cell offsets in the announced routes. The sum over all readers is at most
-            `GatherLimits.cells`, which limits the memory of the routes.
+        routes: announced routes, each with the copies that pack it.
+        allocations: staging memory of each segment, by id.
+        cells: number of cell offsets in the routes.
     """
 
     routes: list[tuple[GatherRoute, StagingCopies]]
@@ -103,14 +93,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _HeldAllocation:
-    """Staging memory of a packed segment: the packed cells (parts of blocks) of one request.
-
-    Attributes:
-        area: staging area of the memory.
-        allocation: memory in the staging area.
-        word: index of the word that protects the memory.
-        since: time at which the segment was packed, in seconds of the server's clock.
-    """
+    """Staging memory of a segment that was packed at the time `since`. Its word protects it."""
 
     area: StagingArea
     allocation: Allocation
@@ -120,13 +103,7 @@ class _HeldAllocation:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request to pack cells (parts of blocks) that waits for free staging memory.
-
-    Attributes:
-        sender: routing id of the reader's connection, to which the reply is sent.
-        message: request of the reader.
-        since: time at which the request arrived, in seconds of the server's clock.
-    """
+    """A request that waits for staging memory since a time. `sender` is ZeroMQ's id of the reader."""
 
     sender: bytes
     message: Gather
@@ -134,49 +111,35 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that packs cells (parts of blocks) into staging memory at the request of readers.
+    """A thread that packs cells into staging memory at the request of readers.
 
     Attributes:
         port: port that the server listens on.
-        area: staging area that readers read from. The area is allocated in units of `UNIT_BYTES`. Each unit
-            has a word: an integer in registered memory. The word of an allocation's first unit changes before
-            the memory of the allocation is used again.
+        area: staging area that readers read from. Each unit has a word, and that of an allocation's first
+            unit changes before the memory is used again.
     """
 
     def __init__(
         self,
-        host: str,
         geometry: RankGeometry,
         area: StagingArea,
         words: LeaseWords,
         first_word: int,
-        keys: security.Keys,
-        peers: AllowedPeers = ANY_PEER,
+        settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        ports: PortRange | None = None,
         limits: GatherLimits | None = None,
         make_copies: Callable[..., StagingCopies] = StagingCopies,
         shared: StagingArea | None = None,
     ) -> None:
-        """Bind a socket to a free port, and start the thread that packs cells (parts of blocks).
+        """Bind a socket to a free port, and start the thread.
 
         Args:
-            host: address to bind.
-            geometry: addresses and layout of this worker's KV cache, which contains the cells.
-            area: staging area that readers read from. The area is allocated in units of `UNIT_BYTES`.
-            words: words of the worker: integers in registered memory that change before the memory they
-                protect is used again. Words before index `first_word` protect leased blocks. The others
-                protect the staging area, one word for each unit.
-            first_word: index of the first word that belongs to the staging area.
-            keys: CURVE keys, with which peers authenticate each other.
-            peers: machines that may connect.
-            clock: function that returns the current time in seconds.
-            ports: range of the port; None for any.
-            limits: limits of what readers can make the server keep; None for the defaults.
-            make_copies: function that prepares the copies of a route, with the arguments of `StagingCopies`.
-            shared: staging area in host memory that readers of the same machine map. Its words follow those
-                of `area`. None if there is none.
+            words: words of the worker. Those before index `first_word` protect leased blocks. The others
+                protect the units of `area`, and then those of `shared`.
+            settings: host, ports, key and peers of the channel.
+            make_copies: prepares the copies of a route, with the arguments of `StagingCopies`.
+            shared: staging area in host memory that readers of the same machine map; None if there is none.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -189,7 +152,10 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        self._listener = Listener("gather channel", host, ports or 0, keys, MAX_REQUEST_BYTES, peers=peers)
+        host, port = settings.host, settings.ports or 0
+        self._listener = Listener(
+            "gather channel", host, port, settings.keys, MAX_REQUEST_BYTES, peers=settings.peers
+        )
         self.port = self._listener.port
         self._log = LimitedLog(logger)
         self._stop = threading.Event()
@@ -197,7 +163,7 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the server's thread. Wait at most `patience_seconds` for it to finish a copy in progress."""
+        """Stop the thread. Wait at most `patience_seconds` for a copy in progress."""
         self._stop.set()
         self._listener.interrupt()
         self._thread.join(patience_seconds)
@@ -216,11 +182,6 @@ class GatherServer:
         self._listener.close()
 
     def _run_guarded(self, step: Callable[[], None]) -> None:
-        """Call a step of the thread's loop. Log any exception, so that the thread keeps running.
-
-        Args:
-            step: function to call.
-        """
         try:
             step()
         except KVFerryError as error:
@@ -247,36 +208,23 @@ class GatherServer:
             self._free_all(known)
         cells = sum(len(part.at) for route in message.routes for part in route.parts)
         self._readers[sender] = _Reader(routes, cells=cells)
-        while len(self._readers) > 1 and self._has_too_many_readers():
+        # The reader that has just come is kept, however many cells it has.
+        while len(self._readers) > 1 and (
+            len(self._readers) > self._limits.readers
+            or sum(reader.cells for reader in self._readers.values()) > self._limits.cells
+        ):
             _, oldest = self._readers.popitem(last=False)
             self._free_all(oldest)
-
-    def _has_too_many_readers(self) -> bool:
-        """Return whether all readers together exceed a limit, so that the server must forget one of them.
-
-        There is a limit on the number of readers, and one on the total number of cell offsets in their routes
-        (sets of layers that are read together).
-        """
-        cells = sum(reader.cells for reader in self._readers.values())
-        return len(self._readers) > self._limits.readers or cells > self._limits.cells
 
     def _ask(self, sender: bytes, message: Gather) -> None:
         if self._is_full(sender, message):
             self._refuse(sender, message, f"{len(self._waiting)} requests are waiting already")
+        # Behind those that wait, or a large request would never find room.
         elif self._waiting or not self._gather(sender, message):
             self._waiting.append(_Waiting(sender, message, self._clock()))
 
     def _is_full(self, sender: bytes, message: Gather) -> bool:
-        """Return whether too many requests wait for staging memory, so that a new one must be refused.
-
-        There are three limits: on the number of waiting requests, on the number of waiting requests of the
-        same reader, and on the total size of the block ids in the waiting requests and the new one.
-
-        Args:
-            sender: routing id of the reader's connection.
-            message: new request of the reader.
-        """
-        if not self._waiting:
+        if not self._waiting:  # so that a single large request is not refused
             return False
         of_reader = sum(one.sender == sender for one in self._waiting)
         size = sum(len(one.message.blocks) for one in self._waiting) + len(message.blocks)
@@ -294,34 +242,26 @@ class GatherServer:
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Pack the cells of a request into staging memory, and send the reader a reply.
-
-        The reply says where the packed cells are, or why the request is refused.
-
-        Args:
-            sender: routing id of the reader's connection, to which the reply is sent.
-            message: request of the reader.
+        """Pack the cells of a request, or refuse it, and send the reply.
 
         Returns:
-            True if the reply was sent. False, without a reply, if not enough staging memory is free now.
+            False, without a reply, if not enough staging memory is free now.
         """
         reader = self._readers.get(sender)
         if reader is None:
             return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
         if message.route >= len(reader.routes):
             return self._refuse(sender, message, f"there is no route {message.route}")
-        route, loops = reader.routes[message.route]
-        blocks = message.ids()
-        if reason := self._refusal(reader, route, message, blocks):
+        if reason := self._refusal(reader, message):
             return self._refuse(sender, message, reason)
+        route, copies = reader.routes[message.route]
         area = self._area(message)
-        allocation = area.allocate(len(blocks), route.image_stride)
+        allocation = area.allocate(len(message.ids()), route.image_stride)
         if allocation is None:
             return False
+        reason = self._copy(message, area.images(route.image_stride), copies, allocation)
         # Check the lease again after the copy: the data is valid only if no block has been freed by now.
-        if reason := self._copy(message, area.images(route.image_stride), loops, allocation) or self._ended(
-            message
-        ):
+        if reason := reason or self._ended(message):
             area.free(allocation)
             return self._refuse(sender, message, reason)
         word = self._first_word + allocation.unit + (self.area.units if message.shared else 0)
@@ -334,28 +274,19 @@ class GatherServer:
         return self._shared if message.shared and self._shared is not None else self.area
 
     def _copy(
-        self, message: Gather, images: StagedImages, loops: StagingCopies, allocation: Allocation
+        self, message: Gather, images: StagedImages, copies: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Copy the cells (parts of blocks) of a request from the KV cache into staging memory.
-
-        Args:
-            message: request with the block ids and the index of the first cell.
-            images: view of the staging area as a sequence of images (packed cells).
-            loops: copy operation that packs cells of the route.
-            allocation: staging memory to write to.
-
-        Returns:
-            Reason for the refusal if the copy failed; None if it succeeded.
-        """
+        """Copy the cells of a request into staging memory; return why it failed, or None."""
         try:
             blocks = message.ids()
-            loops.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
+            copies.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
         return None
 
-    def _refusal(self, reader: _Reader, route: GatherRoute, message: Gather, blocks: Int64s) -> str | None:
+    def _refusal(self, reader: _Reader, message: Gather) -> str | None:
+        (route, _), blocks = reader.routes[message.route], message.ids()
         if message.cell >= route.cells:
             return f"cell {message.cell} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
@@ -387,19 +318,15 @@ class GatherServer:
         self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
 
     def _expire(self) -> None:
-        """Free packed cells that readers did not release in time. Refuse requests that have waited too long.
-
-        Do this at most once in `_SWEEP_SECONDS`, however often it is called.
-        """
+        """Free images that readers did not release in time. Refuse requests that have waited too long."""
         now = self._clock()
-        if now - self._swept < _SWEEP_SECONDS:
+        if now - self._swept < _SWEEP_SECONDS:  # called after each message
             return
         self._swept = now
         for reader in self._readers.values():
-            for segment in [
-                c for c, held in reader.allocations.items() if now - held.since > ALLOCATION_SECONDS
-            ]:
-                self._free(reader.allocations.pop(segment))
+            for segment, held in list(reader.allocations.items()):
+                if now - held.since > ALLOCATION_SECONDS:
+                    self._free(reader.allocations.pop(segment))
         while self._waiting and now - self._waiting[0].since > WAIT_SECONDS:
             late = self._waiting.popleft()
             self._refuse(late.sender, late.message, f"no room in the staging area for {WAIT_SECONDS:g} s")
@@ -410,13 +337,6 @@ class GatherServer:
         reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
-        """Free the staging memory of a segment (the packed cells of one request).
-
-        Before that, increment the word that protects the memory: an integer that readers check after they
-        have read the cells. A reader that is too late then detects that the cells may have been overwritten.
-
-        Args:
-            held: memory to free.
-        """
+        # The word is raised first: a reader that is too late must not find it unchanged.
         self._words.end([held.word])
         held.area.free(held.allocation)

@@ -38,28 +38,25 @@ from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 
-REFUSAL_SECONDS = 10.0
-"""Seconds for which a refused peer is not contacted again."""
+REFUSAL_SECONDS = 10.0  # seconds for which a refused peer is not contacted again
 
+# The same for a peer to which no connection can be opened. It may be back soon, and asking takes no time.
 GONE_SECONDS = 1.0
-"""The same for a peer to which no connection can be opened. It may be back soon, and asking takes no time."""
 
 GONE = "no connection can be opened to it; has its engine ended, or is its host unreachable?"
 
+# Minimum seconds between handshakes with a known peer whose tickets name another run of its engine.
 REFRESH_SECONDS = 2.0
-"""Minimum seconds between handshakes with a known peer whose tickets name another run of its engine."""
 
-MAX_HANDSHAKES = 64
-"""Maximum number of concurrent handshakes."""
+MAX_HANDSHAKES = 64  # maximum number of concurrent handshakes
 
-HURRY_HANDSHAKES = 32
-"""Number of concurrent handshakes above which silent peers time out early."""
+HURRY_HANDSHAKES = 32  # number of concurrent handshakes above which silent peers time out early
 
+# Timeout of a silent peer in seconds, while more than `HURRY_HANDSHAKES` handshakes are under way.
 HURRY_SECONDS = 0.5
-"""Timeout of a silent peer in seconds, while more than `HURRY_HANDSHAKES` handshakes are under way."""
 
+# Maximum number of remembered refusals, and maximum number of known peers; the oldest are forgotten.
 MAX_REMEMBERED = 1024
-"""Maximum number of remembered refusals, and maximum number of known peers; the oldest are forgotten."""
 
 _REASON_CHARACTERS = 2000
 
@@ -68,17 +65,12 @@ Address: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Status of a peer: the handshake with the peer is under way."""
+    """Status of a peer: the handshake with it is under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Status of a peer: this engine can read from the peer.
-
-    Attributes:
-        facts: ids, software versions and KV settings that the peer reported in the handshake.
-        ranks: description of every worker of the peer.
-    """
+    """Status of a peer: this engine can read from it."""
 
     facts: Facts
     ranks: tuple[RankCard, ...]
@@ -86,10 +78,9 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Status of a peer: this engine cannot read from the peer.
+    """Status of a peer: this engine cannot read from it.
 
     Attributes:
-        reason: why this engine cannot read from the peer, as text for logs.
         gone: True if the peer cannot be reached or has not answered in time.
     """
 
@@ -102,13 +93,7 @@ PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake with a peer that is under way.
-
-    Attributes:
-        began: time of the first message to the peer, in seconds of the clock of `Handshakes`.
-        facts: ids, software versions and KV settings of the peer; None until the peer has accepted this
-            engine.
-    """
+    """A handshake that is under way. `facts` are None until the peer has accepted this engine."""
 
     began: float
     facts: Facts | None = None
@@ -127,15 +112,12 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty collection of handshakes.
+        """Create an empty collection.
 
         Args:
-            facts: description of this engine (ids, software versions, KV settings), which is sent to peers.
-            check: function that takes a peer's address and the descriptions of its ranks, and returns the
-                descriptions with IP addresses in place of host names. It raises Incompatible if this engine
-                cannot read from the ranks.
-            patience_seconds: timeout of a handshake, in seconds.
-            clock: function that returns the current time in seconds.
+            check: returns the ranks of a peer with IP addresses in place of host names. It raises
+                Incompatible if this engine cannot read from them.
+            patience_seconds: timeout of a handshake.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
@@ -150,18 +132,11 @@ class Handshakes:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def status(self, address: Address, incarnation: int | None = None) -> PeerStatus | None:
-        """Return the status of a peer. Return None if the caller must start a new handshake with the peer.
+        """Return the status of a peer; None if the caller must start a new handshake with it.
 
-        A new handshake is needed if the peer is unknown, or became Unusable some time ago (`REFUSAL_SECONDS`,
-        or `GONE_SECONDS` if no connection can be opened to it). It is also needed if `incarnation` differs
-        from the one that the peer reported in the last handshake, because the peer may have restarted. But
-        then None is returned at most once per `REFRESH_SECONDS`; the other calls return the old PeerInfo. So
-        a caller that passes `incarnation` must compare it with `PeerInfo.facts.incarnation`.
-
-        Args:
-            address: (host, port) of the peer's control channel.
-            incarnation: random number that identifies the run of the peer that the caller expects; None if
-                any run will do.
+        That is so if the peer is unknown, became Unusable some time ago, or may have restarted, because
+        `incarnation` is not the one that it reported. In the last case, None is returned at most once per
+        `REFRESH_SECONDS`, and the old PeerInfo otherwise, whose incarnation the caller must compare.
         """
         answer = self._answers.get(address)
         if isinstance(answer, Unusable) and self._refusal_is_over(address):
@@ -175,17 +150,10 @@ class Handshakes:
 
     @property
     def is_full(self) -> bool:
-        """True while the maximum number of handshakes is under way, so that no further one may be started."""
         return len(self._looking) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
-        """Set the status of a peer to Pending, and return that status.
-
-        Next, `open` must be called. It returns the first message, which must then be sent to the peer.
-
-        Args:
-            address: (host, port) of the peer's control channel.
-        """
+        """Set the status of a peer to Pending. Then `open` must be called, and its message sent."""
         self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
@@ -199,14 +167,12 @@ class Handshakes:
 
     @property
     def deadlines(self) -> list[float]:
-        """Deadlines of all handshakes under way, in seconds of the constructor's `clock`."""
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address, *, again: bool = False) -> Hello:
-        """Start the timeout of the handshake with a peer, and return the first message to send to it.
+        """Start the timeout of a handshake, and return the first message to send.
 
         Args:
-            address: (host, port) of the peer's control channel.
             again: True if the connection was opened again. The timeout of a handshake under way goes on.
         """
         running = self._running.get(address) if again else None
@@ -214,18 +180,7 @@ class Handshakes:
         return Hello(PROTOCOL, self._facts)
 
     def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Process a peer's reply to a handshake message, and return the next message to send to the peer.
-
-        The status of the peer becomes Unusable if the peer refuses this engine, its reply is malformed, or
-        the engines are incompatible. The status becomes PeerInfo if the reply completes the handshake.
-
-        Args:
-            address: (host, port) of the peer's control channel.
-            answer: encoded reply.
-
-        Returns:
-            Next message; None if the handshake needs no further message.
-        """
+        """Process a peer's reply, update its status, and return the next message to send, if any."""
         handshake = self._running.get(address)
         if handshake is None:
             return None  # no handshake is under way, or the reply is too late
@@ -241,37 +196,25 @@ class Handshakes:
     def refuse(
         self, address: Address, reason: str, *, gone: bool = False, seconds: float = REFUSAL_SECONDS
     ) -> None:
-        """Set the status of a peer to Unusable, and log the reason.
-
-        Args:
-            address: (host, port) of the peer's control channel.
-            reason: why this engine cannot read from the peer, as text for logs.
-            gone: True if the peer cannot be reached or has not answered in time.
-            seconds: seconds for which the peer is not contacted again.
-        """
+        """Set the status of a peer to Unusable for a number of seconds, and log the reason."""
         reason = shown(reason, _REASON_CHARACTERS)
         host, port = address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._running.pop(address, None)
         self._looking.pop(address, None)
         self._answers[address] = Unusable(reason, gone)
-        until = self._clock() + seconds
-        if (oldest := _store_limited(self._refused_until, address, until)) is not None and isinstance(
-            self._answers.get(oldest), Unusable
-        ):
+        # A peer may have both times, of different handshakes. Only a status of this kind is forgotten.
+        oldest = _store_limited(self._refused_until, address, self._clock() + seconds)
+        if oldest is not None and isinstance(self._answers.get(oldest), Unusable):
             self._answers.pop(oldest, None)
         self._closable.append(address)
 
     def pop_refused(self) -> list[Address]:
-        """Return the (host, port) of each peer whose status became Unusable since the last call.
-
-        The caller closes the sockets to these peers.
-        """
+        """Return the peers that became Unusable since the last call. The caller closes their sockets."""
         refused, self._closable = self._closable, []
         return refused
 
     def refuse_silent(self) -> None:
-        """Set the status of every peer whose handshake has timed out to Unusable."""
         now = self._clock()
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -284,31 +227,23 @@ class Handshakes:
                 )
 
     def refuse_unreachable(self, address: Address) -> None:
-        """Set the status of a peer to Unusable, because an attempt to connect to it has failed."""
         self.refuse(address, GONE, gone=True, seconds=GONE_SECONDS)
 
     def is_refused(self, address: Address) -> bool:
-        """Return whether the status of a peer is Unusable."""
         return isinstance(self._answers.get(address), Unusable)
 
     def _patience(self, handshake: _Handshake) -> float:
-        """Return the timeout of a handshake in seconds.
-
-        The timeout is shorter if the peer has not replied at all and many handshakes are under way.
-        """
+        # Addresses that clients make up never answer. They must not keep others from being asked.
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Return whether a peer has no status, and no handshake with it is under way.
-
-        `forget` removes the status of a peer, but does not end a handshake with it.
-        """
+        """Return whether a peer has no status, and no handshake with it is under way."""
+        # `forget` removes the status of a peer, but does not end a handshake with it.
         return self._answers.get(address) is None and address not in self._running
 
     def forget_refusals(self) -> None:
-        """Forget the status of the Unusable peers that may be contacted again."""
         for address in [one for one in self._refused_until if self._refusal_is_over(one)]:
             del self._refused_until[address]
             if self.is_refused(address):
@@ -336,9 +271,8 @@ class Handshakes:
         del self._running[address]
         self._looking.pop(address, None)
         self._answers[address] = PeerInfo(facts, ranks)
-        if (oldest := _store_limited(self._known_since, address, self._clock())) is not None and isinstance(
-            self._answers.get(oldest), PeerInfo
-        ):
+        oldest = _store_limited(self._known_since, address, self._clock())
+        if oldest is not None and isinstance(self._answers.get(oldest), PeerInfo):
             self._answers.pop(oldest, None)
         logger.info(
             "peer %s (%s) at %s:%d: %s known",
@@ -353,17 +287,8 @@ class Handshakes:
 
 
 def _store_limited(times: dict[Address, float], address: Address, now: float) -> Address | None:
-    """Set the time of a peer in a dict. If the dict then exceeds `MAX_REMEMBERED`, remove its first entry.
-
-    Args:
-        times: dict to change: maps the (host, port) of a peer to a time in seconds.
-        address: (host, port) of the peer.
-        now: time in seconds, to be stored for the peer.
-
-    Returns:
-        Address of the peer whose entry was removed; None if no entry was removed.
-    """
-    times.pop(address, None)
+    """Set the time of a peer; return the oldest peer, which is removed if there are too many, or None."""
+    times.pop(address, None)  # a dict is in the order of insertion, so this makes it the newest
     times[address] = now
     if len(times) <= MAX_REMEMBERED:
         return None

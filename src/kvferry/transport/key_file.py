@@ -1,7 +1,9 @@
-"""Read the secret that engines share from its file.
+"""The secret that engines share: its file, and the key pair derived from it.
 
 The setting ``secret_file`` names the file. Without that setting, all engines of a user on a machine share the
-*machine's key*: a file in the user's state directory that the first engine creates.
+*machine's key*: a file in the user's state directory that the first engine creates. It is written to a
+temporary file and then hard-linked to its name, so that two engines that start at the same time use the same
+key, and none reads a partial file.
 
 Another user must not be able to plant a machine's key. So the directory and the file must belong to this
 user, give no access to others, and not be symbolic links.
@@ -9,16 +11,23 @@ user, give no access to others, and not be symbolic links.
 
 from __future__ import annotations
 
+import base64
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ConfigError
 from kvferry.operating_system import has_posix, pwd, require_posix
-from kvferry.transport.key_creation import KEY_NAME, REMEDY, make_key, private_directory
-from kvferry.transport.security import Keys, derive_keys
+from kvferry.transport.security import SECRET_BYTES, Keys, derive_keys
+from kvferry.whole_file import create_private_file
+
+KEY_NAME = "key"  # name of the file with the machine's key
+
+REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 1 << 16
@@ -26,19 +35,12 @@ MAX_SECRET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KeyLocation:
-    """The location of the file with an engine's secret.
-
-    Attributes:
-        path: path of the file.
-        configured: True if the setting ``secret_file`` names the file. False for the machine's key, which all
-            engines of a user on a machine share.
-    """
+    """The location of the file with an engine's secret: the setting ``secret_file``, or the machine's key."""
 
     path: Path
     configured: bool
 
     def __str__(self) -> str:
-        """Return a description of the file, for error messages."""
         return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
@@ -46,9 +48,7 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
     """Return the location of the file with an engine's secret. The file may not exist yet.
 
     Args:
-        secret_file: path from the setting ``secret_file``. None for the file of the machine's key: the secret
-            that all engines of a user on a machine share.
-        environment: environment variables, which determine the user's state directory.
+        secret_file: None for the machine's key, in the user's state directory.
 
     Raises:
         ConfigError: `secret_file` is None, and the user has no state directory.
@@ -72,11 +72,10 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Read an engine's secret from a file, and derive the CURVE key pair from it.
+    """Read an engine's secret from its file, and derive the key pair from it.
 
     Args:
-        secret_file: path of the file, from the setting ``secret_file``. None for the default file, which all
-            engines of one user on a machine share. The default file is created if it does not exist.
+        secret_file: None for the machine's key, which is created if it does not exist.
 
     Raises:
         ConfigError: the file cannot be read or created, other users can access it, or it holds no valid
@@ -92,14 +91,10 @@ def read_keys(secret_file: str | None) -> Keys:
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Read an engine's secret from its file, and derive the CURVE key pair from it. Create no file.
-
-    Args:
-        secret_file: path from the setting ``secret_file``. None for the file of the machine's key: the secret
-            that all engines of a user on a machine share.
+    """Read an engine's secret from its file, and derive the key pair from it. Create no file.
 
     Returns:
-        Key pair; None if `secret_file` is None and there is no machine's key: not yet, or not on this system.
+        None if `secret_file` is None and there is no machine's key: not yet, or not on this system.
 
     Raises:
         ConfigError: the file cannot be read, is accessible to other users, or holds no valid secret.
@@ -117,18 +112,6 @@ def existing_keys(secret_file: str | None) -> Keys | None:
 
 
 def _given_secret(place: KeyLocation) -> bytes:
-    """Read an engine's secret from the file that the setting ``secret_file`` names.
-
-    The path may be a symbolic link, and the file's group may have access to the file, because Kubernetes
-    mounts secrets in this way. The owner must be this user or root.
-
-    Args:
-        place: location of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a regular file, has another owner, is accessible to users
-            who are neither its owner nor in its group, or holds no valid secret.
-    """
     require_posix(f"checking who may read {place.path}")
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -136,6 +119,7 @@ def _given_secret(place: KeyLocation) -> bytes:
         raise ConfigError(
             f"{place}: {_why(error)}; name a readable file with the secret (kvferry keygen FILE makes one)"
         ) from error
+    # Kubernetes mounts secrets as symbolic links to files of root that the group may read.
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXO, owners=(os.geteuid(), 0))
 
 
@@ -145,25 +129,21 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
             KEY_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
         )
     except OSError as error:
-        what = "it is a symbolic link" if _is_link(directory) else _why(error)
+        found = os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
+        what = "it is a symbolic link" if stat.S_ISLNK(found.st_mode) else _why(error)
         raise ConfigError(f"{place}: {what}; remove it, or {REMEDY}") from error
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXG | stat.S_IRWXO, owners=(os.geteuid(),))
 
 
 def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Check owner and permissions of an open file, return the secret in it as bytes, and close the file.
+    """Check an open file, return the secret in it, and close the file.
 
     Args:
-        descriptor: file descriptor.
-        place: location of the file, for error messages.
         closed_to: permission bits that must not be set.
         owners: ids of the users that may own the file.
-
-    Raises:
-        ConfigError: the file is not a regular file, has a forbidden owner or permission, cannot be read, or
-            holds no valid secret.
     """
     try:
+        # The open file is checked, not its name, which may lead to another file by now.
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{place} is no regular file; name the file with the engines' secret")
@@ -195,21 +175,101 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
 
 
 def _exists(directory: int) -> bool:
-    """Return whether the file with the machine's key exists. A dangling symbolic link counts as existing.
-
-    Args:
-        directory: file descriptor of the key's directory.
-    """
     try:
+        # A dangling symbolic link exists, too: a key must not be created through it.
         os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True
 
 
-def _is_link(directory: int) -> bool:
-    return stat.S_ISLNK(os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False).st_mode)
-
-
 def _why(error: OSError) -> str:
     return os.strerror(error.errno or 0)
+
+
+def new_secret() -> str:
+    """Return a new random secret, as one line of Base64."""
+    return base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode() + "\n"
+
+
+def write_secret(path: Path) -> None:
+    """Create a file with a new random secret, which only its owner can read.
+
+    Raises:
+        ConfigError: the file exists, or cannot be written, or this system cannot close it to other users.
+    """
+    require_posix(f"closing {path} to other users")
+    try:
+        create_private_file(path, new_secret())
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path} exists and is not overwritten, since engines may use it; give another name"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {_why(error)}; give a file in a directory of yours"
+        ) from error
+
+
+@contextmanager
+def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
+    """Open the directory of the machine's key, which only this user may use, and yield its descriptor.
+
+    Raises:
+        ConfigError: it cannot be created (if `make`) or opened, belongs to another user, or is accessible to
+            others.
+        FileNotFoundError: the directory does not exist and `make` is false.
+    """
+    require_posix(f"closing {folder} to other users")
+    try:
+        if make:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            raise
+        is_link = os.path.islink(folder)  # noqa: PTH114 - Path.is_symlink raises if access is denied
+        raise _unusable(folder, "it is a symbolic link" if is_link else _why(error)) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise _unusable(folder, f"it belongs to user {found.st_uid}, expected {os.geteuid()}")
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            mode = f"{stat.S_IMODE(found.st_mode):o}"
+            raise _unusable(folder, f"others may use it (mode {mode}); chmod 700 {folder}")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_key(folder: Path, directory: int) -> None:
+    """Create the machine's key, or raise ConfigError. Another engine may create it at the same time."""
+    name = f".{KEY_NAME}-{secrets.token_hex(8)}"
+    try:
+        try:
+            _write_new(name, directory)
+            # A link, and not a rename, which would replace the key that another engine has just read.
+            with suppress(FileExistsError):
+                os.link(name, KEY_NAME, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory)
+        os.fsync(directory)
+    except OSError as error:
+        raise _unusable(folder, _why(error)) from error
+
+
+def _write_new(name: str, directory: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses symbolic links
+    with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
+        file.write(new_secret())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _unusable(folder: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"no secret_file is set, and {folder} cannot hold the key of this user's engines: {why}; {REMEDY}"
+    )

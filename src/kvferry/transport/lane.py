@@ -8,13 +8,9 @@ milliseconds, and preparing a peer takes longer.
                  │          └─error─┐        └─changed─┐
                  └──────────────────┴───────────────────┴─▶ failed
 
-In state DATA the lane reads the KV. In state WORDS it reads the lease words. A lease word is an integer in
-the producer's registered memory that changes before leased blocks are freed. So an unchanged word proves that
+In state DATA the lane reads the KV: one READ per rank of the peer for all cells that go straight into blocks,
+and images in segments (`packed_read`). In state WORDS it reads the lease words. An unchanged word proves that
 the KV is valid.
-
-A cell is the smallest unit that is transferred. The lane starts one READ per rank of the peer for all cells
-that it reads straight into blocks. Cells that are packed into contiguous staging memory move in segments
-(`packed_read`).
 
 Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
 then nothing else may use the destination blocks.
@@ -29,8 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import zmq
@@ -39,77 +34,35 @@ from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.connected_peer import MAX_SOURCES, ConnectedPeer
+from kvferry.transport.lane_connections import LaneConnections, log_unexpected
+from kvferry.transport.lane_resources import LaneResources
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
-from kvferry.transport.packed_read import PackedRead, PackedReadResources
-from kvferry.transport.peer_connections import PeerConnections, log_unexpected
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.packed_read import PackedRead
+from kvferry.transport.read_order import ReadOrder, ReadResult
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
-MAX_SEGMENTS = 4096
-"""Maximum number of segments (runs of cells packed by the source) that a lane reads at a time."""
+MAX_SEGMENTS = 4096  # maximum number of segments that the source packs and a lane reads at a time
 
+# Shortest and longest time between polls while a READ is in flight, in seconds. Some transports make progress
+# only when polled.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
-"""Shortest and longest time between polls while a READ is in flight, in seconds.
 
-Some transports make progress only when polled.
-"""
-
+# Maximum seconds between polls while the lane only waits for sources to gather.
 _LONGEST_WAIT = 1e-3
-"""Maximum seconds between polls for new orders while no READ is in flight.
-
-Then the lane only waits for sources to pack cells.
-"""
 
 
-class MakeAgent(Protocol):
-    """Type of functions that create a NIXL agent. They take the same arguments as `Agent`."""
-
-    def __call__(self, name: str, *, progress: bool) -> Agent:
-        """Start a NIXL agent and return it.
-
-        Args:
-            name: name of the agent, unique among all agents that ever communicate.
-            progress: True to run NIXL's progress thread.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """The result of an order to read KV from a peer. None of the order's transfers is in flight any more.
-
-    Attributes:
-        key: unique name of the order (`ReadOrder.key`).
-        failure: reason for the failure; None if all bytes arrived and are valid.
-        plan: plan of the read; None if the order failed before its read was started.
-        transfer_seconds: duration from the start of the read until all KV had arrived. If the read failed
-            before that, duration until the read ended; 0 if it was not started.
-        check_seconds: duration of reading the lease words (integers that show whether the KV is valid); 0 if
-            they were not read.
-        peer_lost: True if the peer cannot be read from, or has restarted. Other orders to read from this peer
-            will fail too.
-    """
-
-    key: str
-    failure: str | None
-    plan: ReadPlan | None
-    transfer_seconds: float
-    check_seconds: float
-    peer_lost: bool = False
+# Creates a NIXL agent, with the arguments of `Agent`.
+MakeAgent: TypeAlias = Callable[..., Agent]
 
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    """A command to a lane (reading thread): connect or disconnect a peer.
-
-    Attributes:
-        peer: name of the peer.
-        cards: descriptions of the peer's ranks; None to disconnect the peer.
-    """
+    """A command to connect a peer, or to disconnect it if `cards` is None."""
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -117,25 +70,16 @@ class _Connect:
 
 @dataclass(slots=True)
 class _Read:
-    """The execution of a read order, which a lane (reading thread) has started and not ended.
-
-    It consists of READs: one-sided reads of the peer's memory. A lease word is an integer in that memory that
-    changes before leased blocks are freed. A cell is the part of a block that moves as one unit.
+    """A read order that a lane has started and not ended. Times are in seconds of `time.perf_counter`.
 
     Attributes:
-        order: order that is executed.
-        peer: connection to the peer.
-        landing: index of the first of the `MAX_SOURCES` elements of `Lane._landing` that belong to this read.
-            The lease word of each rank of the peer is read into one of them.
-        plan: plan of the read.
-        handles: handles of READs in flight. At first, these READs fetch cells straight into blocks; later,
-            they fetch lease words. READs of packed cells are not included.
-        packed: reads of packed cells in progress, one per route (set of layers that are read together).
+        landing: index of the first of the `MAX_SOURCES` elements of `LaneResources.words` that belong to this
+            read, one for the lease word of each rank of the peer.
+        handles: READs in flight, without those of images: first of cells, later of lease words.
+        packed: reads of images in progress, one per route.
         words: True once the lease words are being read.
-        failure: reason for the failure; None if there is none so far.
         peer_lost: True if the transport failed.
-        started: start of the read, in seconds of `time.perf_counter`.
-        data_done: time at which all KV had arrived, by the same clock; 0 while KV is still missing.
+        data_done: time at which all KV had arrived; 0 before.
     """
 
     order: ReadOrder
@@ -155,7 +99,7 @@ class Lane:
     """A thread that reads KV from peers into this worker's KV cache, with a NIXL agent of its own.
 
     The engine's thread calls the public methods. They queue commands and orders, which the lane's thread
-    executes.
+    executes, and return at once, except `wait_ready` and `join`.
     """
 
     def __init__(
@@ -170,28 +114,19 @@ class Lane:
         on_result: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread. Use `wait_ready` to wait until it can read.
+        """Start the thread.
 
         Args:
             name: name of the NIXL agent, unique among all agents that ever communicate.
-            geometry: addresses and layout of this worker's KV cache.
-            landing: staging area into which packed cells (parts of blocks) are read; all lanes share it.
-            settings: settings of transfers, such as the transfer strategy and the measured costs that decide
-                between strategies.
-            make_agent: function that creates the NIXL agent; the thread calls it.
-            validator: object that decides whether a peer's transport metadata may be loaded.
+            landing: staging area into which images are read; all lanes share it.
+            make_agent: the thread calls it.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
-            clock: function that returns the current time in seconds, for timeouts, for the pauses between
-                attempts to connect a peer, and for the speed of READs.
+            clock: seconds, for timeouts, pauses and the speed of READs.
         """
-        self._clock = clock
-        self._on_result = on_result
-        self._settings, self._geometry, self._images = settings, geometry, landing
-        self._landing = np.zeros(in_flight * MAX_SOURCES + MAX_SEGMENTS, np.uint64)
-        self._landing_region = Region(int(self._landing.ctypes.data), self._landing.nbytes)
-        self._free_landings = list(range(0, in_flight * MAX_SOURCES, MAX_SOURCES))
-        self._validator = validator
+        self._on_result, self._validator = on_result, validator
+        own_words = in_flight * MAX_SOURCES
+        self._free_landings = list(range(0, own_words, MAX_SOURCES))
         self._queue: deque[ReadOrder | _Connect] = deque()
         self._held: deque[ReadOrder] = deque()
         self._results: deque[ReadResult] = deque()
@@ -202,13 +137,25 @@ class Lane:
         self._stop = False
         self._ready = threading.Event()
         self._fault: BaseException | None = None
+
+        def start() -> LaneResources:
+            enter_stream(geometry.regions[0])
+            words = np.zeros(own_words + MAX_SEGMENTS, np.uint64)
+            # Nobody reads from this agent, so it needs no progress thread, which would slow down its READs.
+            agent = make_agent(name, progress=False)
+            images = [landing.region] if landing.units else []
+            own = Region(int(words.ctypes.data), words.nbytes)
+            agent.register([*geometry.regions, *images, own])
+            free_words = list(range(own_words, len(words)))
+            return LaneResources(agent, geometry, landing, words, zmq.Context(), free_words, settings, clock)
+
         self._thread = threading.Thread(
-            target=self._run, args=(name, make_agent), name=f"kvferry-transfer {name}", daemon=True
+            target=self._run, args=(start,), name=f"kvferry-transfer {name}", daemon=True
         )
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Block until the lane (reading thread) has created its NIXL agent and registered its memory.
+        """Block until the lane has created its NIXL agent and registered its memory.
 
         Raises:
             ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend. If NIXL cannot
@@ -221,42 +168,24 @@ class Lane:
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Queue a command to connect a peer, and return at once. `submit` may be called right away.
-
-        Orders for this peer wait until it is connected, and fail if it cannot be connected.
-
-        Args:
-            peer: name of the peer.
-            cards: descriptions of all ranks of the peer.
-        """
+        """Connect a peer. Orders for it may be submitted at once: they wait until it is connected."""
         self._queue.append(_Connect(peer, tuple(cards)))
         self._wake.set()
 
     def disconnect(self, peer: str) -> None:
-        """Queue a command to disconnect a peer. The connection is closed when no read uses it any more.
-
-        Orders for this peer that are submitted after this call fail.
-        """
+        """Disconnect a peer when no read uses it any more. Orders that are submitted later fail."""
         self._queue.append(_Connect(peer, None))
         self._wake.set()
 
     def submit(self, order: ReadOrder) -> None:
-        """Queue an order to read KV from a peer.
-
-        The lane's thread executes it; `results` returns its result.
-        """
         self._queue.append(order)
         self._wake.set()
 
     def results(self) -> list[ReadResult]:
-        """Return and remove the results of all read orders that have ended since the last call."""
-        taken = []
-        while self._results:
-            taken.append(self._results.popleft())
-        return taken
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def stop(self) -> None:
-        """Tell the lane's thread to end after the reads in progress. `join` waits until it has ended."""
+        """Tell the lane's thread to end after the reads in progress."""
         self._stop = True
         self._wake.set()
 
@@ -267,37 +196,28 @@ class Lane:
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self, name: str, make_agent: MakeAgent) -> None:
+    def _run(self, start: Callable[[], LaneResources]) -> None:
         try:
-            enter_stream(self._geometry.regions[0])
-            agent = make_agent(name, progress=False)
-            images = [self._images.region] if self._images.units else []
-            agent.register([*self._geometry.regions, *images, self._landing_region])
+            self._lane = start()
         except BaseException as error:  # noqa: BLE001 - `wait_ready` raises it
             self._fault = error
             return
         finally:
             self._ready.set()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._links = PeerConnections(
-            partial(self._make_peer, agent),
+        self._links = LaneConnections(
+            self._make_peer,
             lambda cards: self._validator.validate(cards, self._wake.set),
             lambda: [
                 *(read.peer for read in self._reads),
                 *(peer for peer in self._measuring if peer.measuring),
             ],
-            self._clock,
-        )
-        self._resources = PackedReadResources(
-            agent,
-            self._images,
-            self._landing,
-            list(range(len(self._landing) - MAX_SEGMENTS, len(self._landing))),
+            self._lane.clock,
         )
         nap = _SHORTEST_NAP
-        while not (self._stop and not self._reads and not self._times_reads):
-            busy = self._execute_queued(agent)
-            busy |= self._progress(agent, self._reads)
+        # NIXL cannot cancel a READ, so the lane lives until none is in flight, also none that is timed.
+        while not (self._stop and not self._reads and not any(p.measuring for p in self._measuring)):
+            busy = self._execute_queued()
+            busy |= self._progress(self._reads)
             if busy:
                 nap = _SHORTEST_NAP
             elif self._reads or self._measuring:
@@ -306,36 +226,32 @@ class Lane:
             else:
                 self._wake.wait()
                 self._wake.clear()
-        self._shut(agent)
+        self._shut()
 
-    def _execute_queued(self, agent: Agent) -> bool:
-        """Execute the queued commands and read orders, oldest first. Return whether there was anything to do.
+    def _execute_queued(self) -> bool:
+        """Execute the queued commands and orders, oldest first. Return whether there was anything to do.
 
-        While the maximum number of reads is in progress, read orders stay in the queue.
+        While the maximum number of reads is in progress, orders stay in the queue.
         """
         busy = self._links.process_verdicts() | self._measure()
         if busy:
+            # Held orders came before the queued ones, and go back in front of them in their order.
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
         while self._queue and (self._free_landings or isinstance(self._queue[0], _Connect)):
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
-                read = self._start(agent, command)
+                read = self._start(command)
                 # Posting may have completed the READ. Then read the lease words at once, too.
-                if read is not None and self._progress(agent, [read]) and read.words:
-                    self._progress(agent, [read])
+                if read is not None and self._progress([read]) and read.words:
+                    self._progress([read])
             elif command.cards is not None:
                 self._links.connect(command.peer, command.cards)
             else:
                 self._links.disconnect(command.peer)
         self._links.close_unused()
         return busy
-
-    @property
-    def _times_reads(self) -> bool:
-        """True while a READ is in flight by which the speed of a new peer is measured."""
-        return any(peer.measuring for peer in self._measuring)
 
     def _measure(self) -> bool:
         """Go on measuring the speed of READs from new peers; return whether waiting orders may go on."""
@@ -347,34 +263,20 @@ class Lane:
         before, self._pending = self._pending, sum(peer.speed_pending for peer in self._measuring)
         return self._pending < before
 
-    def _make_peer(self, agent: Agent, cards: tuple[RankCard, ...]) -> ConnectedPeer:
-        peer = ConnectedPeer(
-            agent=agent,
-            own_geometry=self._geometry,
-            cards=cards,
-            words=self._landing_region,
-            landing=self._images,
-            context=self._context,
-            settings=self._settings,
-            clock=self._clock,
-        )
+    def _make_peer(self, cards: tuple[RankCard, ...]) -> ConnectedPeer:
+        peer = ConnectedPeer(self._lane, cards)
         self._measuring.append(peer)
         return peer
 
-    def _start(self, agent: Agent, order: ReadOrder) -> _Read | None:
+    def _start(self, order: ReadOrder) -> _Read | None:
         """Plan an order, start to read its KV, and return the read.
 
-        If the peer's transport metadata is still being validated, or the speed of READs from it is being
-        measured, keep the order until that is done, and return None. If the peer is not connected, or the
-        order cannot be planned, queue a `ReadResult` with the failure, and return None.
-
-        Args:
-            agent: NIXL agent of this lane (reading thread).
-            order: order to execute.
+        Return None if the order is held, because its peer is being validated or measured, or if it has failed
+        already.
         """
         peer = self._links.get(order.peer)
         if isinstance(peer, str):
-            self._deliver(ReadResult(order.key, peer, None, 0.0, 0.0, peer_lost=True))
+            self._deliver(ReadResult(order.key, peer, peer_lost=True))
             return None
         if peer is None or peer.speed_pending:
             self._held.append(order)
@@ -383,57 +285,37 @@ class Lane:
             plan = peer.plan(order)
         except Exception as error:  # noqa: BLE001 - only this order fails
             log_unexpected(error)
-            self._deliver(ReadResult(order.key, str(error), None, 0.0, 0.0))
+            self._deliver(ReadResult(order.key, str(error)))
             return None
         try:
+            # Before the READ is posted: it fills some of these bytes.
             plan.clear()
         except Exception as error:
             logger.exception("lane: blocks cannot be cleared")
-            self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}", None, 0.0, 0.0))
+            self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}"))
             return None
         read = _Read(order, peer, self._free_landings.pop(), plan, started=time.perf_counter())
         self._reads.append(read)
         for rank in plan.ranks:
-            lists = rank.source.lists
-            read.packed += [
-                PackedRead(
-                    self._resources,
-                    lists,
-                    rank.source.client,
-                    route=part.route,
-                    method=part.method,
-                    cells=part.cells,
-                    lease=order.lease,
-                    clock=self._clock,
-                )
-                for part in rank.packed
-            ]
-            if rank.direct is not None:
-                self._post(
-                    agent,
-                    read,
-                    local=lists.local,
-                    here=rank.direct.dst,
-                    remote=lists.remote,
-                    there=rank.direct.src,
-                )
+            source = rank.source
+            read.packed += [PackedRead(self._lane, source, part, order.lease) for part in rank.packed]
+            if (direct := rank.direct) is not None:
+                self._post(read, local=source.local, here=direct.dst, remote=source.remote, there=direct.src)
         return read
 
-    def _post(self, agent: Agent, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
+    def _post(self, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
         if read.failure is not None:
             return
         try:
-            handle = agent.read(local, here, remote, there)
+            handle = self._lane.agent.read(local, here, remote, there)
+            # Kept before it is posted: a READ that fails to start may still be in flight.
             read.handles.append(handle)
-            agent.post(handle)
+            self._lane.agent.post(handle)
         except Exception as error:  # noqa: BLE001 - the transport's own exceptions
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep for `nap` seconds.
-
-        Wake up early if a peer that was asked to pack cells (parts of blocks) replies.
-        """
+        """Sleep for `nap` seconds, or until a peer that was asked to gather replies."""
         clients = [
             rank.source.client.socket
             for read in self._reads
@@ -449,35 +331,24 @@ class Lane:
         else:
             time.sleep(nap)
 
-    def _progress(self, agent: Agent, reads: Sequence[_Read]) -> bool:
-        """Advance reads in progress by a step each; return whether any of them advanced.
-
-        Args:
-            agent: NIXL agent of this lane (reading thread).
-            reads: reads to advance.
-        """
+    def _progress(self, reads: Sequence[_Read]) -> bool:
         moved = False
         for read in list(reads):
             try:
-                moved |= self._advance(agent, read)
+                moved |= self._advance(read)
             except Exception as error:  # noqa: BLE001 - only this read fails; its READs in flight are awaited
                 if read.failure is None:
                     log_unexpected(error)
                     read.failure = f"the lane failed: {error}"
         return moved
 
-    def _advance(self, agent: Agent, read: _Read) -> bool:
+    def _advance(self, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken.
 
-        When all KV has arrived, start to read the lease words (integers that show whether the KV is valid).
-        When the words have arrived, check them and queue a `ReadResult`. If the read has failed, queue a
-        `ReadResult` with the failure as soon as no READ (one-sided read) is in flight.
-
-        Args:
-            agent: NIXL agent of this lane (reading thread).
-            read: read in progress.
+        When all KV has arrived, start to read the lease words. When they have arrived, or the read has failed
+        and no READ is in flight, deliver the result.
         """
-        moved = False
+        agent, moved = self._lane.agent, False
         for packed in read.packed:
             if read.failure is not None:
                 packed.abandon(read.failure)
@@ -494,34 +365,23 @@ class Lane:
         read.handles.clear()
         read.packed.clear()
         if read.failure is None and not read.words:
-            self._read_words(agent, read)
+            self._read_words(read)
         else:
             self._end(read)
         return True
 
-    def _read_words(self, agent: Agent, read: _Read) -> None:
-        """Start to read the lease word of every rank that KV was read from. All KV must have arrived.
-
-        A lease word is an integer in the rank's memory that changes before leased blocks are freed. So an
-        unchanged word shows that the KV is valid.
-
-        Args:
-            agent: NIXL agent of this lane (reading thread).
-            read: read whose KV has arrived.
-        """
+    def _read_words(self, read: _Read) -> None:
+        """Start to read the lease word of every rank that KV was read from. All KV must have arrived."""
+        # The word is read second: descriptors inside one READ are unordered, so a word read with the data
+        # proves nothing.
         read.words, read.data_done = True, time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):
+            source = rank.source
             here = np.array([read.landing + number], np.int32)
-            self._landing[here] = ~np.uint64(read.order.lease.word(rank.source.incarnation))
-            self._post(
-                agent,
-                read,
-                local=rank.source.lists.local_words,
-                here=here,
-                remote=rank.source.lists.remote_words,
-                there=there,
-            )
+            # If nothing arrives here, the word of the read before must not pass for it.
+            self._lane.words[here] = ~np.uint64(read.order.lease.word(source.card.incarnation))
+            self._post(read, local=source.local_words, here=here, remote=source.remote_words, there=there)
 
     def _end(self, read: _Read) -> None:
         now = time.perf_counter()
@@ -549,18 +409,19 @@ class Lane:
         self._on_result()
 
     def _check_words(self, read: _Read) -> None:
-        expected = [read.order.lease.word(rank.source.incarnation) for rank in read.plan.ranks]
-        words = self._landing[read.landing : read.landing + len(expected)].tolist()
+        expected = [read.order.lease.word(rank.source.card.incarnation) for rank in read.plan.ranks]
+        words = self._lane.words[read.landing : read.landing + len(expected)].tolist()
         if any(word >> 32 != one >> 32 for word, one in zip(words, expected, strict=True)):
             read.failure, read.peer_lost = "another run of the producer has the memory that was read", True
         elif words != expected:
             read.failure = "the producer gave the blocks back before they were read (lease word changed)"
 
-    def _shut(self, agent: Agent) -> None:
+    def _shut(self) -> None:
         try:
+            # Callbacks run in reverse: peers are removed from the agent before it ends.
             with ExitStack() as rest:
-                rest.callback(self._context.destroy, linger=0)
-                rest.callback(agent.close)
+                rest.callback(self._lane.context.destroy, linger=0)
+                rest.callback(self._lane.agent.close)
                 for peer in self._links:
                     rest.callback(peer.close)
         except Exception:

@@ -11,31 +11,28 @@ import zmq
 
 from kvferry.errors import ConfigError, ProtocolError
 from kvferry.transport import security
+from kvferry.transport.address import zmq_endpoint
 from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
 from kvferry.transport.authenticator import Authenticator
 from kvferry.transport.connection_limit import HANDSHAKE_SECONDS, ConnectionLimiter
-from kvferry.transport.endpoint import zmq_endpoint
 from kvferry.transport.port_range import PortRange
 from kvferry.transport.resolver import ResolveName
 
+# Errors of ports that this process cannot have: another process has them, or they are below 1024.
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of ports that this process cannot have: another process has them, or they are below 1024."""
+# Maximum number of queued messages from a peer, and of queued replies to it. ZeroMQ holds back further
+# messages, and drops further replies.
 _QUEUED = 64
-"""Maximum number of queued messages from a peer, and of queued replies to it.
-
-ZeroMQ holds back further messages, and drops further replies.
-"""
 
 
 class Listener:
     """A listening ZeroMQ socket that receives messages from peers and sends replies.
 
-    Connections are encrypted and authenticated, and their number is limited. One thread at a time may use the
-    socket; any thread may call `interrupt`.
+    One thread at a time may use the socket; any thread may call `interrupt`.
 
     Attributes:
         port: port that the socket listens on.
-        connections: counts and limits the open connections. Only the thread with the socket changes it.
+        connections: counts and limits the open connections.
     """
 
     def __init__(
@@ -54,14 +51,11 @@ class Listener:
 
         Args:
             channel: name of the channel in error messages.
-            host: address to bind.
-            port: port to bind; 0 for any free port, or a range for a free port of it.
-            keys: CURVE key pair. A client that does not have the same pair is refused.
-            max_message_bytes: maximum size of a message; a peer that sends a longer one is disconnected.
-            max_connections: maximum number of open connections; None for the default of `ConnectionLimiter`.
-            peers: machines that may connect.
-            resolve: function that resolves the names in `peers`; None for the system's resolver.
-            handshake_seconds: timeout in seconds for a client to authenticate.
+            port: 0 for any free port, or a range for a free port of it.
+            max_message_bytes: a peer that sends a longer message is disconnected.
+            max_connections: None for the default of `ConnectionLimiter`.
+            resolve: resolves the names in `peers`; None for the system's resolver.
+            handshake_seconds: timeout for a client to authenticate.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -69,6 +63,7 @@ class Listener:
         self._lock, self._closed = threading.Lock(), False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
+        # Before the listener: without an authenticator, ZeroMQ admits any CURVE client.
         self._door = Authenticator(self._context, keys, peers, resolve)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -91,11 +86,6 @@ class Listener:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _bind(self, host: str, port: int | PortRange) -> None:
-        """Bind the socket to a port, or to the first port of a range that this process can have.
-
-        Raises:
-            zmq.ZMQError: the address, the port or every port of the range cannot be bound.
-        """
         candidates = [*port] if isinstance(port, PortRange) else [port or "*"]
         for number, one in enumerate(candidates, 1):
             try:
@@ -107,10 +97,9 @@ class Listener:
                 return
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message from a peer, and return whether one has arrived.
+        """Wait at most `seconds` for a message, and return whether one has arrived.
 
-        Wait at most `seconds`, and not at all after `interrupt`. Meanwhile, count the connections that open
-        or close, and enforce the limit on their number.
+        Meanwhile, enforce the limit on connections. After `interrupt`, do not wait.
         """
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self.connections.events in heard:
@@ -118,26 +107,14 @@ class Listener:
         return self._socket in heard
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Return the next message from a peer. Block until there is one.
-
-        Returns:
-            (id of the sender, bytes of the message).
-
-        Raises:
-            ProtocolError: the message does not consist of exactly one frame.
-        """
+        """Return the next message and its sender's id. Raise ProtocolError if it has more than one frame."""
         frames = self._socket.recv_multipart()
         if len(frames) != 2:
             raise ProtocolError(f"{len(frames)} frames, expected a sender and one message")
         return frames[0], frames[1]
 
     def send(self, to: bytes, message: bytes) -> None:
-        """Send a reply to a peer. The reply is dropped if the peer has disconnected.
-
-        Args:
-            to: id of the peer, from `receive`.
-            message: bytes of the reply.
-        """
+        """Send a reply. It is dropped if the peer has disconnected."""
         self._socket.send_multipart([to, message])
 
     def interrupt(self) -> None:
@@ -153,7 +130,7 @@ class Listener:
             os.close(self._wake)
         self.connections.close()
         self._socket.close()
-        self._door.close()
+        self._door.close()  # last: clients of an open listener need it
         self._context.term()
 
 

@@ -26,26 +26,22 @@ MAX_ROWS = 1 << 14
 MAX_NAME_BYTES = 4096
 MAX_ADDRESS_BYTES = 1 << 14
 BACKEND = b"UCX"
+# Memory kinds in the order of NIXL's numbers. NIXL has further kinds, which no KV cache uses.
 KINDS = ("DRAM", "VRAM")
-"""Memory kinds in the order of NIXL's numbers. NIXL has further kinds, which no KV cache uses."""
 
 _START, _END = b"nixlSerDes|", b"|"
 _LENGTH_BYTES = 8
-_ROW = 24
-"""Number of bytes in front of a row's key: address, length and device, 8 bytes each."""
+_ROW = 24  # number of bytes in front of a row's key: address, length and device, 8 bytes each
 
+# Number of UCX's memory types for host, CUDA and ROCm memory. UCX uses them as indices, unchecked.
 _MEMORY_TYPES = 5
-"""Number of UCX's memory types for host, CUDA and ROCm memory. UCX uses them as indices, unchecked."""
 
 _KEY_HEAD = 9
 _MOST_ADDRESS = 1 << 63
 
+# UCX parses addresses and keys without knowing their length. It stops at these bytes, which are appended.
 _AFTER_ADDRESS = bytes(1 << 16)
 _AFTER_KEY = b"\xff" * 16
-"""Bytes appended to addresses (`_AFTER_ADDRESS`) and to keys (`_AFTER_KEY`).
-
-UCX parses both without knowing their length, and stops at these bytes.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +49,8 @@ class Metadata:
     """Parsed transport metadata of a peer's NIXL agent.
 
     Attributes:
-        name: name of the agent.
         regions: memory that the agent has registered.
         sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
-            UCX (NIXL's transport) stops parsing at these bytes, and so does not read beyond them.
     """
 
     name: str
@@ -73,12 +67,16 @@ def parse_metadata(data: bytes) -> Metadata:
     if len(data) > MAX_AGENT_BYTES:
         raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")
     items = _ItemReader(data)
-    name = items.text(b"Agent", MAX_NAME_BYTES)
+    try:
+        name = items.read_item(b"Agent", MAX_NAME_BYTES, b"").decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
     if (backends := items.number(b"Conns")) != 1:
         raise ProtocolError(f"transport metadata of {backends} backends, expected {BACKEND.decode()} alone")
     items.expect_item(b"t", BACKEND)
     items.read_item(b"c", MAX_ADDRESS_BYTES, _AFTER_ADDRESS)
     items.expect_item(b"", b"MemSection")
+    # The counts are checked before they are used: a peer could make this loop run for hours.
     sections = items.number(b"nixlSecElms")
     if sections > len(KINDS):
         raise ProtocolError(f"transport metadata of {sections} kinds of memory; there are {len(KINDS)}")
@@ -90,12 +88,8 @@ def parse_metadata(data: bytes) -> Metadata:
 def check_metadata(card: RankCard) -> Metadata:
     """Parse a worker's transport metadata, and check that it covers all memory in the worker's description.
 
-    Args:
-        card: description of the worker, which contains the metadata.
-
     Raises:
-        ProtocolError: the metadata is invalid, or the worker has not registered all memory that its
-            description names.
+        ProtocolError: the metadata is invalid, or does not cover all memory.
     """
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
@@ -113,14 +107,10 @@ def check_metadata(card: RankCard) -> Metadata:
 
 
 def _section(items: _ItemReader) -> Iterator[Region]:
-    """Read the metadata's section for one kind of memory (host or GPU), and yield its registered regions.
-
-    Args:
-        items: reader, positioned at the start of the section.
-    """
+    """Read the section of one kind of memory, and yield its registered regions."""
     items.expect_item(b"bknd", BACKEND)
     items.expect_item(b"nixlDList", b"nixlSDList")
-    kind = int.from_bytes(items.fixed(b"t", 4), "little")
+    kind = items.number(b"t", 4)
     if kind >= len(KINDS):
         raise ProtocolError(f"transport metadata names memory kind {kind}, known are 0 to {len(KINDS) - 1}")
     count = items.number(b"n")
@@ -140,12 +130,9 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check a remote memory key in UCX's packed format, because UCX reads such keys without checking them.
+    """Check a packed key of UCX, because UCX reads it without checks.
 
     The key must have a known memory type and all parts that its bit map lists.
-
-    Raises:
-        ProtocolError: the memory type is unknown, or the key is truncated.
     """
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
         raise ProtocolError(
@@ -161,9 +148,7 @@ def _check_key(key: bytes) -> None:
 
 
 class _ItemReader:
-    """Reads the items of transport metadata in order. An item is a tag, a length and a value.
-
-    The methods raise ProtocolError if the next item is not as expected.
+    """Reads items: tag, length and value. Methods raise ProtocolError if an item is not as expected.
 
     Attributes:
         sealed: copy of the items read so far, with the endings that `read_item` appends to values.
@@ -178,15 +163,10 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def read_item(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read the next item and return its value. Copy the item to `sealed`, with `ending` after the value.
+        """Read the next item, copy it to `sealed` with `ending` after the value, and return the value.
 
         Args:
-            tag: tag that the item must have.
             most: maximum length of the value in bytes; the minimum is 1.
-            ending: bytes to append to the value in the copy.
-
-        Raises:
-            ProtocolError: the item has another tag, is truncated, or is too long.
         """
         start = self._at + len(tag) + _LENGTH_BYTES
         head = self._data[self._at : start]
@@ -205,64 +185,16 @@ class _ItemReader:
         return found
 
     def expect_item(self, tag: bytes, wanted: bytes) -> None:
-        """Read the next item, and check that it has this tag and this value.
-
-        Args:
-            tag: tag that the item must have.
-            wanted: value that the item must have.
-
-        Raises:
-            ProtocolError: the item has another tag or value.
-        """
         if (found := self.read_item(tag, MAX_NAME_BYTES, b"")) != wanted:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
-    def fixed(self, tag: bytes, length: int) -> bytes:
-        """Read the next item and return its value, which must have a given length.
-
-        Args:
-            tag: tag that the item must have.
-            length: length of the value in bytes.
-
-        Raises:
-            ProtocolError: the item has another tag or length.
-        """
+    def number(self, tag: bytes, length: int = 8) -> int:
+        """Read the next item and return its value, an integer of `length` bytes."""
         if len(found := self.read_item(tag, length, b"")) != length:
             raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
-        return found
-
-    def number(self, tag: bytes) -> int:
-        """Read the next item and return its value, which must be an integer of 8 bytes.
-
-        Args:
-            tag: tag that the item must have.
-
-        Raises:
-            ProtocolError: the item has another tag or length.
-        """
-        return int.from_bytes(self.fixed(tag, 8), "little")
-
-    def text(self, tag: bytes, most: int) -> str:
-        """Read the next item and return its value as text.
-
-        Args:
-            tag: tag that the item must have.
-            most: maximum length of the value in bytes.
-
-        Raises:
-            ProtocolError: the item has another tag, is too long, or is not UTF-8 text.
-        """
-        try:
-            return self.read_item(tag, most, b"").decode()
-        except UnicodeDecodeError as error:
-            raise ProtocolError("transport metadata has a name that is not UTF-8 text") from error
+        return int.from_bytes(found, "little")
 
     def end(self) -> None:
-        """Check that all items have been read.
-
-        Raises:
-            ProtocolError: bytes are left.
-        """
         if self._at != len(self._data):
             raise ProtocolError(
                 f"transport metadata has {len(self._data) - self._at} bytes after its end, expected none"

@@ -1,8 +1,8 @@
 """A child process that tries a peer's transport metadata before this process loads it.
 
 NIXL and UCX crash on invalid metadata: an assertion fails, or they access memory past an array. The child
-loads the metadata like a lane (a reading thread of the worker), reads a few bytes of each registered host
-region and one lease word, and removes the peer. A child that dies, hangs or fails is replaced.
+loads the metadata like a lane, reads a few bytes of each registered host region and one lease word, and
+removes the peer. A child that dies, hangs or fails is replaced.
 
 The child is a new Python process, so it shares no memory with the engine. It sees no GPU, because it would
 otherwise take GPU memory. It loads the keys of GPU memory but does not read that memory.
@@ -11,7 +11,6 @@ otherwise take GPU memory. It loads the keys of GPU memory but does not read tha
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import socket
 import subprocess
@@ -37,11 +36,10 @@ from kvferry.transport.network_devices import ucx_environment
 from kvferry.transport.nixl_agent import nixl_package
 from kvferry.transport.port_range import PortRange
 
+# Timeout for the child to start. It is long, because other processes may use the cores.
 START_SECONDS = 60.0
-"""Timeout for the child to start. It is long, because other processes may use the cores."""
 
-MAX_READS = 1024
-"""Maximum number of regions of a worker that the child reads from."""
+MAX_READS = 1024  # maximum number of regions of a worker that the child reads from
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -54,8 +52,7 @@ _ENVIRONMENT = {
 _STALL_SECONDS = 1.0
 _MOST_BYTES = 64 << 20
 _MOST_SAID = 500
-_LOOK_SECONDS = 0.5
-"""Seconds between two looks at whether the child process is stopped."""
+_LOOK_SECONDS = 0.5  # seconds between two looks at whether the child process is stopped
 
 _STOPPED = "the process that tries transport metadata was stopped (SIGSTOP); a new one takes its place"
 
@@ -63,13 +60,10 @@ _POLL_SECONDS = 2e-4
 
 
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to the child process: load a worker's transport metadata and read from its memory.
+    """A request to load a worker's metadata and read from its memory.
 
     Attributes:
-        agent: transport metadata of the worker's NIXL agent.
-        words_address: memory address of the first lease word (8-byte integer), which the child reads.
-        incarnation: random number that identifies the worker's run. The high half of the word must be equal
-            to it.
+        words_address: the child reads this word. Its high half must be the incarnation.
     """
 
     agent: bytes
@@ -78,10 +72,7 @@ class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetadataSandbox:
-    """A child process that tests whether the transport metadata of peers can be loaded safely.
-
-    Malformed metadata can crash the process that loads it. So this child process loads metadata first, and
-    the engine loads only metadata that has not crashed the child.
+    """A child process that tries the transport metadata of peers.
 
     Only the thread that starts the child may use this object. The child ends when that thread ends.
     """
@@ -96,10 +87,8 @@ class MetadataSandbox:
         """Start the child process. Do not wait until it is ready.
 
         Args:
-            host: address of this machine. The child uses only the network devices that have this address.
-            ports: TCP ports that the child's UCX may listen on; None for any.
-            start: function that starts the process. It takes the arguments of `subprocess.Popen`.
-            clock: function that returns the current time in seconds.
+            host, ports: the child's UCX uses only devices with this address, and these ports (None for any).
+            start: starts the process, with the arguments of `subprocess.Popen`.
 
         Raises:
             OSError: the process cannot be started.
@@ -107,6 +96,7 @@ class MetadataSandbox:
         self._clock = clock
         ours, theirs = socket.socketpair()
         self._process = start(
+            # -P: a module in the engine's working directory must not shadow another.
             [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid()), nixl_package()],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -120,15 +110,10 @@ class MetadataSandbox:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     def wait_ready(self, seconds: float = START_SECONDS) -> str:
-        """Wait until the child process is ready or stopped (SIGSTOP), at most `seconds`.
-
-        Returns:
-            Error message; an empty text if the child is ready.
-        """
+        """Wait until the child is ready or stopped; return an error message, empty if it is ready."""
         try:
             if not self._ready and self._poll(seconds):
                 self._ready = bool(self._connection.recv_bytes())
@@ -143,16 +128,13 @@ class MetadataSandbox:
         return "" if self._ready else late
 
     def run_trial(self, card: RankCard, seconds: float) -> str:
-        """Make the child process load a worker's transport metadata and read from the worker's memory.
+        """Make the child load a worker's metadata and read its memory; return why it failed, or "".
+
+        After a failure, `kill` the child, which may be damaged.
 
         Args:
-            card: description of the worker.
-            seconds: maximum time in seconds to wait for the child's reply. If this process did not run
-                meanwhile, wait as long a second time. A stopped child (SIGSTOP) is not waited for.
-
-        Returns:
-            Empty text if the child has read the worker's own memory; otherwise the reason for the failure.
-            After a failure the child may be damaged, so the caller must `kill` it.
+            seconds: maximum time to wait for the child's reply. If this process did not run meanwhile, wait
+                as long a second time. A stopped child (SIGSTOP) is not waited for.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -193,7 +175,6 @@ class MetadataSandbox:
             return False  # it has ended
 
     def kill(self) -> None:
-        """Kill the child process, and wait until it has ended."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -207,21 +188,11 @@ class MetadataSandbox:
 
 
 def encode_trial(card: RankCard) -> bytes:
-    """Encode the request that asks the child process to test a worker's transport metadata.
-
-    The request contains everything that the result of the test depends on.
-
-    Args:
-        card: description of the worker.
-
-    Returns:
-        The request as MessagePack.
-    """
+    """Encode the request to try a worker's metadata. It contains all that the result depends on."""
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 
 
 def _python_path() -> str:
-    """Return the value of PYTHONPATH for the child process: it starts with the directory of this package."""
     here = str(Path(kvferry.__file__).parents[1])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -229,16 +200,15 @@ def _python_path() -> str:
 def _try(
     agent: Agent, landing: Region, landed: np.ndarray[Any, np.dtype[np.uint64]], asked: _TrialRequest
 ) -> str:
-    regions = [region for region in parse_metadata(asked.agent).regions if region.memory == "DRAM"][
-        :MAX_READS
-    ]
+    found = parse_metadata(asked.agent).regions
+    regions = [region for region in found if region.memory == "DRAM"][:MAX_READS]
     addresses = [asked.words_address, *(region.address for region in regions)]
     lengths = [WORD_BYTES, *(min(WORD_BYTES, region.length) for region in regions)]
     there = np.array([(a, n, n, 1) for a, n in zip(addresses, lengths, strict=True)], np.int64)
     here = there.copy()
     here[:, 0] = landing.address + WORD_BYTES * np.arange(len(there))
     numbers = np.arange(len(there), dtype=np.int32)
-    landed[0] = 0
+    landed[0] = 0  # the word of the trial before must not pass for this one
     name = agent.add_peer(asked.agent)
     ours = agent.prepare(None, landing, here)
     theirs = agent.prepare(name, Region(addresses[0], WORD_BYTES), there)
@@ -263,12 +233,12 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: file descriptor of the connection to the parent, process id of the parent, and name of the
-            Python package of NIXL.
+            package of NIXL.
     """
     die_with_parent()
-    if os.getppid() != int(arguments[1]):
+    if os.getppid() != int(arguments[1]):  # the parent ended before
         return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # metadata of a peer must not fill the disk with cores
     # ``import nixl`` may load torch to find out which package to use. That takes seconds and 100 MiB.
     sys.modules["nixl"] = importlib.import_module(arguments[2])
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
@@ -277,7 +247,7 @@ def main(arguments: list[str]) -> None:
     landing = Region(int(landed.ctypes.data), landed.nbytes)
     agent.register([landing])
     connection.send_bytes(b"ready")
-    for _ in itertools.count():
+    while True:
         try:
             asked = msgspec.msgpack.decode(connection.recv_bytes(_MOST_BYTES), type=_TrialRequest)
         except (EOFError, OSError):

@@ -2,9 +2,8 @@
 
     asked ─checked, tried in the child─▶ PASSED | REFUSED (with the reason)
 
-One thread per worker does this for all lanes (reading threads), so no lane has to wait. The digests of
-metadata that passed are remembered. A refusal is soon forgotten, because the peer may only have been
-unreachable.
+One thread per worker does this for all lanes, so no lane has to wait. The digests of metadata that passed are
+remembered. A refusal is soon forgotten, because the peer may only have been unreachable.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvferry.errors import ProtocolError
 from kvferry.transport.messages import RankCard
@@ -25,76 +24,52 @@ from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 
 logger = logging.getLogger(__name__)
 
+# Timeout in seconds for trying the metadata of all ranks of a peer in the child process.
 TRY_SECONDS = 10.0
-"""Timeout in seconds for trying the metadata of all ranks of a peer in the child process."""
 
+# Seconds for which a refusal is remembered, so that all lanes get the same result.
 REFUSED_SECONDS = 1.0
-"""Seconds for which a refusal is remembered, so that all lanes get the same result."""
 
 MAX_PASSED = 65_536
 
+# Maximum number of trials in one child process: peers keep a connection for each until the child ends.
 MAX_TRIALS = 64
-"""Maximum number of trials in one child process.
-
-Peers keep a connection for each trial until the child ends.
-"""
 
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of validating a peer's transport metadata. A background thread fills it in.
+    """The result of validating a peer's transport metadata. The validator's thread fills it in.
 
     Attributes:
-        reason: None until the validation has ended; then the reason why the peer is refused, or an empty
-            string if its metadata has passed.
+        reason: None until the validation has ended; then why the peer is refused, or an empty text if its
+            metadata has passed.
     """
 
     reason: str | None = None
 
 
 class MetadataValidator(Protocol):
-    """An object that decides whether peers' transport metadata may be loaded."""
+    """Decides whether peers' transport metadata may be loaded."""
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the transport metadata of all ranks of a peer, in another thread.
-
-        Return at once.
+        """Start to validate the metadata of all ranks of a peer in another thread, and return at once.
 
         Args:
-            cards: descriptions of all ranks of the peer, which contain the metadata.
             wake: function that the other thread calls when the validation has ended.
-
-        Returns:
-            Result object. Its attribute `reason` is None until the validation has ended.
         """
 
     def warm_up(self) -> None:
         """Prepare for the first validation, so that the first peer does not wait for the preparation."""
 
-    def close(self) -> None:
-        """Stop validating, and release all resources."""
+    def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _ValidationRequest:
-    """A request to the validator's thread: validate a peer's transport metadata.
-
-    Attributes:
-        cards: descriptions of all ranks of the peer. If empty, the thread only starts the child process.
-        verdict: result object that the thread fills in.
-        wake: function that the thread calls when it has filled in the result.
-    """
-
-    cards: tuple[RankCard, ...]
-    verdict: ValidationResult
-    wake: Callable[[], None]
+# Ranks of a peer, the result to fill in, and a function to call then. Without ranks, the child starts.
+_Request: TypeAlias = tuple[tuple[RankCard, ...], ValidationResult, Callable[[], None]]
 
 
 class SandboxValidator:
-    """A thread that decides whether peers' transport metadata may be loaded.
-
-    The thread parses the metadata, and has a child process load it first (`MetadataSandbox`).
-    """
+    """A thread that parses transport metadata, and has a child process load it (`MetadataSandbox`)."""
 
     def __init__(
         self,
@@ -106,9 +81,8 @@ class SandboxValidator:
         """Start the thread. The child process starts with the first validation, or with `warm_up`.
 
         Args:
-            start: function that starts a child process and returns the object that controls it.
-            clock: function that returns the current time in seconds.
-            try_seconds: timeout in seconds for trying the metadata of all ranks of a peer.
+            start: starts a child process.
+            try_seconds: timeout for trying the metadata of all ranks of a peer.
             max_passed: maximum number of remembered digests of metadata that has passed.
         """
         self._start, self._clock = start, clock
@@ -117,35 +91,20 @@ class SandboxValidator:
         self._trials = 0
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
-        self._requests: queue.SimpleQueue[_ValidationRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the transport metadata of all ranks of a peer, in a background thread.
-
-        Return at once.
-
-        Args:
-            cards: descriptions of all ranks of the peer, which contain the metadata.
-            wake: function that the background thread calls when the validation has ended.
-
-        Returns:
-            Result object. Its attribute `reason` is None until the validation has ended.
-        """
-        request = _ValidationRequest(tuple(cards), ValidationResult(), wake)
-        self._requests.put(request)
-        return request.verdict
+        verdict = ValidationResult()
+        self._requests.put((tuple(cards), verdict, wake))
+        return verdict
 
     def warm_up(self) -> None:
-        """Start the child process now, so that the first peer does not wait until the child has started."""
-        self._requests.put(_ValidationRequest((), ValidationResult(), _ignore_result))
+        self._requests.put(((), ValidationResult(), lambda: None))
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the child process and the thread.
-
-        Wait at most `patience_seconds`. If the child is busy for longer, both end later.
-        """
+        """End the child process and the thread. If the child is busy for longer, both end later."""
         self._requests.put(None)
         self._thread.join(patience_seconds)
 
@@ -153,12 +112,13 @@ class SandboxValidator:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
+            cards, verdict, wake = request
             try:
-                request.verdict.reason = self._validate_cards(request.cards)
+                verdict.reason = self._validate_cards(cards)
             except Exception as error:
                 logger.exception("transport metadata")
-                request.verdict.reason = f"its transport metadata cannot be tried: {error}"
-            request.wake()
+                verdict.reason = f"its transport metadata cannot be tried: {error}"
+            wake()
         if self._sandbox is not None:
             self._sandbox.kill()
 
@@ -177,17 +137,7 @@ class SandboxValidator:
         return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
     def _validate_card(self, card: RankCard, deadline: float) -> str:
-        """Test a worker's transport metadata in the child process, unless the result is remembered.
-
-        A positive result is remembered for later peers, a refusal only for `REFUSED_SECONDS`.
-
-        Args:
-            card: description of the worker, which contains the metadata.
-            deadline: time at which to stop waiting for the child, in seconds of the validator's clock.
-
-        Returns:
-            Reason why the worker's metadata is refused; empty if it has passed.
-        """
+        """Try a worker's metadata in the child, unless the result is remembered; return why it is refused."""
         digest = _digest(card)
         if digest in self._passed:
             return ""
@@ -202,7 +152,6 @@ class SandboxValidator:
         return ""
 
     def _remembered_refusal(self, digest: bytes) -> str:
-        """Return why metadata was refused in the last `REFUSED_SECONDS`; empty if it was not."""
         now = self._clock()
         self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
         return self._refused[digest][0] if digest in self._refused else ""
@@ -211,18 +160,13 @@ class SandboxValidator:
         assert self._sandbox is not None  # noqa: S101 - it is ready
         reason = self._sandbox.run_trial(card, seconds)
         self._trials += 1
+        # A child that has failed may be damaged.
         if reason or self._trials == MAX_TRIALS:
             self._replace()
         return reason
 
     def _ensure_ready(self) -> str:
-        """Wait until the child process is ready. Start a child process if there is none.
-
-        If the child does not become ready, replace it with a new one.
-
-        Returns:
-            Error message; empty if the child is ready.
-        """
+        """Wait until there is a child process that is ready; return an error message, empty if it is."""
         if self._sandbox is None:
             self._replace()
         if self._sandbox is None:
@@ -232,11 +176,10 @@ class SandboxValidator:
         return reason
 
     def _replace(self) -> None:
-        """Kill the child process, if there is one, and start a new one."""
         if self._sandbox is not None:
             self._sandbox.kill()
             self._sandbox = None
-        try:
+        try:  # at once, so that the next peer does not wait until it has started
             self._sandbox, self._trials = self._start(), 0
         except OSError as error:
             logger.warning(
@@ -246,14 +189,6 @@ class SandboxValidator:
             )
 
 
-def _ignore_result() -> None:
-    """Do nothing: `warm_up` passes this as `wake`, because no thread waits for the end of a warm-up."""
-
-
 def _digest(card: RankCard) -> bytes:
-    """Return a digest of those parts of a worker's description that the child process tests.
-
-    These are the transport metadata, the address of the lease words, and the incarnation. The validator
-    remembers the results of tests by this digest.
-    """
+    # Only what the child tries: a peer may change the rest of its card without a new trial.
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

@@ -31,43 +31,34 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
 PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
+# UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times. With
+# 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
+# waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
 CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
-"""UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times.
-
-With 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
-waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
-"""
 _INFINIBAND = Path("/sys/class/infiniband")
 _lock = threading.Lock()
 
 
 def devices_for(host: str, infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
-    """Return the names of the network devices to which UCX (NIXL's transport) is restricted.
+    """Return the network devices to which UCX is restricted; empty for no restriction.
 
-    For a loopback address, these are the loopback devices. For any other address, they are the devices that
-    have the address, and all RDMA devices.
-
-    Args:
-        host: address of this machine, or a name that resolves to one.
-        infiniband: directory in which the kernel lists RDMA devices.
-
-    Returns:
-        Names of devices. Empty, so that UCX may use all devices, if `host` stands for every address (such as
-        ``0.0.0.0``), or if no device has the address.
+    For a loopback address, these are the loopback devices; for any other, the devices that have it, and all
+    RDMA devices. There is no restriction if `host` stands for every address, or no device has it.
     """
     if is_every_address(host):
         return ()
     if is_loopback(host):
-        return _loopbacks()
-    return (*found, *_rdma(infiniband)) if (found := _with_address(host)) else ()
+        devices = psutil.net_if_stats().items()
+        return tuple(name for name, has in devices if "loopback" in has.flags.split(","))
+    if not (found := _with_address(host)):
+        return ()
+    # As UCX spells RDMA devices: device:port.
+    ports = sorted(f"{port.parent.parent.name}:{port.name}" for port in infiniband.glob("*/ports/*"))
+    return (*found, *ports)
 
 
 def is_local_address(host: str) -> bool:
-    """Return whether a host belongs to this machine.
-
-    Args:
-        host: IP address, or a name that resolves to one.
-    """
+    """Return whether an address, or a name that resolves to one, belongs to this machine."""
     return is_loopback(host) or bool(_with_address(host))
 
 
@@ -75,12 +66,7 @@ def is_local_address(host: str) -> bool:
 def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]:
     """Restrict NIXL agents that are created inside the ``with`` statement to devices of a host, and to ports.
 
-    UCX (NIXL's transport) reads its settings from the environment when an agent is created. So the variables
-    of `ucx_environment` are set until the ``with`` statement ends. A value that the operator has set is kept.
-
-    Args:
-        host: address of this machine, or a name that resolves to one.
-        ports: TCP ports that the agents may listen on; None for any.
+    A value that the operator has set in the environment is kept.
     """
     with _lock:
         if (given := os.environ.get(VARIABLE)) is not None:
@@ -90,6 +76,7 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
                 "UCX listens on ports of %s=%s, whatever ports says (%s)", PORTS_VARIABLE, given, ports
             )
         chosen = ucx_environment(host, ports)
+        # UCX reads its settings when an agent is created, and only from the environment.
         os.environ.update(chosen)
         try:
             yield
@@ -99,17 +86,9 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
 
 
 def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
-    """Return the environment variables that restrict UCX (NIXL's transport) to devices and ports.
+    """Return the environment variables that restrict UCX to devices and ports, and its waits (`CONNECTIONS`).
 
-    They also limit the time that UCX waits for connections (`CONNECTIONS`).
-
-    Args:
-        host: address of this machine, or a name that resolves to one.
-        ports: TCP ports that UCX may listen on; None for any.
-
-    Returns:
-        Value of each variable, by name. A variable without a restriction, or that the operator has set, is
-        left out.
+    A variable without a restriction, or that the operator has set, is left out.
     """
     devices = devices_for(host)
     wanted = {
@@ -130,28 +109,10 @@ def addresses() -> Iterator[tuple[str, IP]]:
                 yield name.partition(":")[0], ipaddress.ip_address(one.address.partition("%")[0])
 
 
-def _loopbacks() -> tuple[str, ...]:
-    return tuple(name for name, has in psutil.net_if_stats().items() if "loopback" in has.flags.split(","))
-
-
 def _with_address(host: str) -> tuple[str, ...]:
-    """Return the names of the network devices that have an address of a host, sorted.
-
-    Args:
-        host: IP address, or a name that resolves to one.
-    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
     wanted = {ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found}
     return tuple(sorted({name for name, address in addresses() if address in wanted}))
-
-
-def _rdma(root: Path) -> tuple[str, ...]:
-    """Return the names of all RDMA devices as UCX (NIXL's transport) spells them: ``device:port``.
-
-    Args:
-        root: directory in which the kernel lists RDMA devices.
-    """
-    return tuple(sorted(f"{port.parent.parent.name}:{port.name}" for port in root.glob("*/ports/*")))

@@ -4,30 +4,44 @@ NIXL's Python API starts this thread with a waiting time of zero, and has no opt
 thread spins: it takes a core and contends with every READ. On two cores, reading 256 MiB in descriptors of
 64 KiB took 72 ms with a spinning thread, and 26 ms with a sleeping one. The bindings below that API accept a
 waiting time.
+
+NIXL 1.5.1 contains its own libibverbs and libnl, but its module for EFA also links those of the system. If
+that module loads the system's libnl-route, it binds to functions of NIXL's copy, and the process crashes at
+exit (SIGSEGV in ``rtnl_tc_unregister``, seen with Debian's rdma-core 44.0). If the system's libraries are
+loaded before NIXL, each copy uses its own functions.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from types import FunctionType
+import os
+from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
-
-from kvferry.transport.rdma_libraries import preload
 
 logger = logging.getLogger(__name__)
 
+# Maximum time that the progress thread sleeps. An event wakes the thread at once.
 WAIT_MICROSECONDS = 10_000
-"""Maximum time that the progress thread sleeps. An event wakes the thread at once."""
+
+
+# Library of the system that NIXL's EFA module links. It needs libibverbs, which needs libnl-route.
+LIBRARY = "libefa.so.1"
+
+
+@cache
+def preload() -> bool:
+    """Load the system's RDMA libraries, before NIXL is imported. Return whether the system has them."""
+    try:
+        ctypes.CDLL(LIBRARY, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError:
+        return False
+    return True
 
 
 def nixl_package() -> str:
-    """Return the name of the Python package that implements NIXL on this machine, such as ``nixl_cu12``.
-
-    The package ``nixl`` only selects one of several implementations.
-
-    Raises:
-        ImportError: NIXL cannot be imported.
-    """
+    """Return the package that implements NIXL here, such as ``nixl_cu12``, or raise ImportError."""
     preload()
     from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
 
@@ -35,36 +49,17 @@ def nixl_package() -> str:
 
 
 def sleeping_bindings(bindings: Any) -> Any:
-    """Return NIXL's bindings, changed so that progress threads of agents made with them sleep while idle.
+    """Return NIXL's bindings, changed so that progress threads of agents made with them sleep while idle."""
 
-    Args:
-        bindings: module of the bindings, which is not changed.
-    """
-
-    class Config(bindings.nixlAgentConfig):  # type: ignore[misc]
+    class _SleepingConfig(bindings.nixlAgentConfig):  # type: ignore[misc]
         def __setattr__(self, field: str, value: Any) -> None:
             super().__setattr__(field, WAIT_MICROSECONDS if field == "pthrDelay" else value)
 
-    class Bindings:
-        nixlAgentConfig = Config  # noqa: N815 - NIXL's name
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(bindings, attribute)
-
-    return Bindings()
+    return SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": _SleepingConfig})
 
 
 def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
-    """Create a ``nixl_agent`` (endpoint of the NIXL library) whose progress thread sleeps while it is idle.
-
-    Args:
-        name: name of the agent.
-        backends: names of NIXL backends.
-        progress: True to run a progress thread.
-
-    Raises:
-        ImportError: NIXL cannot be imported.
-    """
+    """Create a ``nixl_agent`` whose progress thread, if any, sleeps while idle, or raise ImportError."""
     preload()
     from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
 

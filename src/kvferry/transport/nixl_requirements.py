@@ -17,18 +17,18 @@ from kvferry.units import format_bytes
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
 
+# Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1).
 AGENT_BYTES = 5 << 20
-"""Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1)."""
 
+# Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM.
 LEAST_BYTES = 1 << 20
-"""Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM."""
 
+# By the name of a resource limit: its least sufficient value, and a message with problem and remedy.
 _LIMITS = {
     "RLIMIT_FSIZE": (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
     "RLIMIT_NOFILE": (256, "{} files may be open (ulimit -n 65535)"),
     "RLIMIT_AS": (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
 }
-"""By the name of a resource limit: its least sufficient value, and a message with problem and remedy."""
 
 
 def missing_requirements(
@@ -37,8 +37,8 @@ def missing_requirements(
     """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
     Args:
-        stat: function that returns the free space of a file system; None for `os.statvfs`.
-        limits: value of each resource limit, negative if unlimited; None for the limits of this process.
+        stat: returns the free space of a file system; None for `os.statvfs`.
+        limits: value of each resource limit, negative if unlimited; None for those of this process.
     """
     try:
         found = (stat or os.statvfs)(SHARED_MEMORY)

@@ -14,7 +14,7 @@ _HIGHEST = 65_535
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
-    """TCP ports from `first` to `last`, both included.
+    """TCP ports from `first` to `last`, both included. The text is also UCX's form.
 
     >>> [*PortRange(5600, 5602)], str(PortRange(5600, 5602))
     ([5600, 5601, 5602], '5600-5602')
@@ -24,11 +24,9 @@ class PortRange:
     last: int
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the ports in ascending order."""
         return iter(range(self.first, self.last + 1))
 
     def __str__(self) -> str:
-        """Return the range as `parse_port_range` takes it, which is also UCX's form."""
         return f"{self.first}-{self.last}"
 
 

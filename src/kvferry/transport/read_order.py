@@ -1,31 +1,27 @@
-"""Data classes: an order to read KV from a peer, and the share of an order that one lane reads.
-
-A lane is a thread that reads. A cell is the unit of transfer: the largest number of tokens that divides the
-block sizes of both sides.
-"""
+"""Values: an order to read KV from a peer, the share of it that one lane reads, and its result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lease import LeaseWord
+from kvferry.transport.read_plan import ReadPlan, join_plans
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a read order that one lane (reading thread) executes.
+    """The part of a read order that one lane executes.
 
-    Every cell (part of a block) is in exactly one share. For each route (set of layers that are read
-    together), all cells of a destination block are in the same share. So a single lane fills the block, and
-    zeroes the bytes of the block that the read does not fill.
+    Every cell is in exactly one share. All cells of a route and destination block are in the same share, so
+    that a single lane fills the block and zeroes its unfilled bytes.
 
     Attributes:
-        number: index of the share, from 0. It is not the index of the lane: with each order, another lane
-            gets share 0, so that the load is even.
-        lanes: number of lanes, which is the number of shares.
+        number: index of the share, which is not that of the lane.
+        lanes: number of shares.
         least_bytes: approximate minimum number of bytes of a route in a share. A small route is split into
             fewer shares, or not at all.
     """
@@ -35,21 +31,18 @@ class Share:
     least_bytes: int = 1
 
     def select(self, cells: Cells, cell_bytes: int, route: int) -> Cells:
-        """Select the cells (parts of blocks) of a route that belong to this share of a read order.
+        """Select the cells of a route that belong to this share.
 
         Args:
             cells: all cells of the route to read.
-            cell_bytes: size of a cell in bytes.
-            route: index of the route (set of layers that are read together). The first cells of the route are
-                in share ``route % lanes``; a route with less than `least_bytes` is in share 0.
-
-        Returns:
-            Selected cells; empty if the share contains none of the route.
+            route: index of the route. Its first cells are in share ``route % lanes``; a route with less than
+                `least_bytes` is in share 0.
         """
         size = len(cells) * cell_bytes
         parts = min(self.lanes, size // self.least_bytes)
         if parts < 1:
             return cells if self.number == 0 else cells[:0]
+        # Routes that are split into few parts begin at different shares, so that share 0 does not get all.
         part = (self.number - route) % self.lanes
         if part >= parts:
             return cells[:0]
@@ -57,15 +50,10 @@ class Share:
 
 
 def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of a share's first cell (part of a block), if cells are split into about equal shares.
-
-    The boundary is moved to the next destination block, so that all cells of a block are in the same share.
-    A share may be empty: then the result is the same for it and for the next share.
+    """Return the index of the first cell of a share; for `part` = `parts`, the number of cells.
 
     Args:
-        blocks: destination block id of each cell, int64 of shape (n,); equal ids are adjacent.
-        part: index of the share, from 0. If `part` equals `parts`, the result is the number of cells.
-        parts: number of shares.
+        blocks: destination block of each cell, int64 of shape (n,). Equal ids are adjacent.
     """
     at = len(blocks) * part // parts
     while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
@@ -83,13 +71,10 @@ class ReadOrder:
     Attributes:
         key: unique name of this order. A retry of the same read gets a new name.
         peer: name under which the peer was connected.
-        span: range of the prompt's tokens to read.
         src_tables, dst_tables: block tables of the peer and of this engine: one int64 array of block ids per
             KV cache group, in the order of the tokens.
-        lease: index and valid value of the lease word, an integer in the peer's memory. The word shows
-            whether the producer's lease on its blocks is valid.
-        strategy: transfer strategy to use; None for the strategy in `TransferSettings`.
-        share: share of the order that one lane (reading thread) reads.
+        lease: word of the producer's lease on its blocks.
+        strategy: None for the strategy in `TransferSettings`.
     """
 
     key: str
@@ -100,3 +85,36 @@ class ReadOrder:
     lease: LeaseWord
     strategy: Strategy | None = None
     share: Share = WHOLE_ORDER
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """The result of a read order. None of the order's transfers is in flight any more.
+
+    Attributes:
+        failure: None if all bytes arrived and are valid.
+        plan: None if the order failed before its read was started.
+        transfer_seconds: time until all KV had arrived, or the read failed; 0 if it was not started.
+        check_seconds: time for the lease words; 0 if they were not read.
+        peer_lost: True if the peer cannot be read from, or has restarted, so that other orders will fail too.
+    """
+
+    key: str
+    failure: str | None
+    plan: ReadPlan | None = None
+    transfer_seconds: float = 0.0
+    check_seconds: float = 0.0
+    peer_lost: bool = False
+
+
+def join_results(parts: Sequence[ReadResult]) -> ReadResult:
+    """Join the results of all shares of an order."""
+    plans = [part.plan for part in parts if part.plan is not None]
+    return ReadResult(
+        key=parts[0].key,
+        failure=next((part.failure for part in parts if part.failure is not None), None),
+        plan=join_plans(plans) if plans else None,
+        transfer_seconds=max(part.transfer_seconds for part in parts),
+        check_seconds=max(part.check_seconds for part in parts),
+        peer_lost=any(part.peer_lost for part in parts),
+    )

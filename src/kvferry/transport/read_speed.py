@@ -8,43 +8,32 @@ rank of a new peer. The fastest counts, because other work on the machine only m
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvferry.geometry import Region
-from kvferry.planning.strategy import Costs
-from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.staging import Allocation, StagingArea
+from kvferry.transport.agent import ReadState
+from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.staging import Allocation
 
 logger = logging.getLogger(__name__)
 
+# Size of the smallest timed READ. The transfer takes many times as long as its start.
 LEAST_BYTES = 1 << 20
-"""Size in bytes of the smallest timed READ. The transfer takes many times as long as its start."""
 
-ROUNDS = 5
-"""Number of READs. The first also connects, and does not count."""
+ROUNDS = 5  # Number of READs. The first also connects, and does not count.
 
-SPINS = 1000
-"""Number of times that a READ is polled without a pause, which takes about 1 ms.
+SPINS = 1000  # number of times that a READ is polled without a pause, which takes about 1 ms
 
-On a busy machine, a thread that sleeps wakes up long after a fast READ has ended.
-"""
+PATIENCE_SECONDS = 1.0  # maximum seconds that orders wait for the measurement
 
-PATIENCE_SECONDS = 1.0
-"""Maximum seconds that orders wait for the measurement."""
-
+# Factor up to which the calibrated cost is kept: a few READs on a busy machine tell no more. Measured on two
+# busy cores: READs over TCP were 11 to 122 times slower than calibrated, others 4 to 7 times.
 NEAR = 8.0
-"""Factor up to which the calibrated cost is kept: a few READs on a busy machine tell no more.
 
-Measured on two busy cores: READs over TCP were 11 to 122 times slower than calibrated, others 4 to 7 times.
-"""
-
-_LEAST = 1e-12
-"""Seconds per byte, less than any memory needs."""
+_LEAST = 1e-12  # seconds per byte, less than any memory needs
 
 
 class ReadSpeed:
@@ -54,37 +43,23 @@ class ReadSpeed:
          └─no memory─────┴─failed──────────────────▶ ENDED, and nothing is known
 
     Attributes:
-        costs: costs of transfers from this rank: those of the machine, with what a byte of a READ costs as it
-            was measured, if that differs by more than `NEAR`.
-        bytes_per_second: measured speed; 0 until it is measured.
+        costs: costs of transfers from this rank: those of the machine, with the measured cost of a byte if
+            that differs by more than `NEAR`.
+        bytes_per_second: 0 until it is measured.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        owner: str,
-        memory: Region,
-        landing: StagingArea,
-        size: int,
-        costs: Costs,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, lane: LaneResources, owner: str, memory: Region, size: int) -> None:
         """Do nothing yet; `advance` starts the READs.
 
         Args:
-            agent: NIXL agent of the lane.
             owner: NIXL's name of the rank.
-            memory: memory of the rank to read, such as its KV cache.
-            landing: staging area to read into.
-            size: number of bytes of each READ, if both memories have as many. Nothing is measured with fewer
-                than `LEAST_BYTES`.
-            costs: measured transfer costs of this machine.
-            clock: function that returns the current time in seconds.
+            memory: memory of the rank to read.
+            size: bytes of each READ, if both memories have as many; none is made of fewer than `LEAST_BYTES`.
         """
-        self.costs, self.bytes_per_second = costs, 0.0
-        self._agent, self._owner, self._memory, self._landing = agent, owner, memory, landing
-        self._clock, self._began = clock, clock()
-        self._bytes = min(memory.length, landing.largest_image, size)
+        self.costs, self.bytes_per_second = lane.settings.costs, 0.0
+        self._agent, self._landing, self._clock = lane.agent, lane.landing, lane.clock
+        self._owner, self._memory, self._began = owner, memory, lane.clock()
+        self._bytes = min(memory.length, lane.landing.largest_image, size)
         self._ended = self._bytes < LEAST_BYTES
         self._read_seconds: list[float] = []
         self._taken: Allocation | None = None
@@ -99,12 +74,10 @@ class ReadSpeed:
 
     @property
     def ended(self) -> bool:
-        """True if the speed has been measured, or cannot be."""
         return self._ended
 
     @property
     def pending(self) -> bool:
-        """True while orders should wait for the result."""
         return not self._ended and self._clock() - self._began < PATIENCE_SECONDS
 
     def advance(self) -> None:
@@ -123,6 +96,7 @@ class ReadSpeed:
             logger.debug("the speed of reads cannot be measured: %s", error)
             if self._handle is None:
                 self.close()
+        # On a busy machine, a thread that sleeps wakes up long after a fast READ has ended.
         for _ in range(SPINS):
             if self._handle is None:
                 break
@@ -139,7 +113,7 @@ class ReadSpeed:
     def _start(self) -> None:
         if self._taken is None:
             self._taken = self._landing.allocate(1, self._bytes)
-        if self._taken is None:
+        if self._taken is None:  # reads hold the memory, and they matter more
             self.close()
             return
         if not self._lists:

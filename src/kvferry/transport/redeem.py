@@ -7,9 +7,8 @@
 The producer may still be computing the prompt. The reply then covers the first tokens of the prompt, and the
 consumer repeats its request until the reply covers all of them.
 
-A ticket is a random id of 128 bits that names a lease: the producer's promise to keep KV blocks. Only the
-ticket passes through clients. It is useless without a prompt of the same content. The grant never leaves the
-channel between the two engines.
+Only the ticket passes through clients. It is useless without a prompt of the same content. The grant never
+leaves the channel between the two engines.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ MAX_TOKENS = 1 << 31
 MAX_ADAPTER = 4096
 MAX_REASON = 2048
 MAX_GROUPS = 1024
+# Maximum number of blocks in a grant. The limit bounds the lists that the engine's thread builds.
 MAX_BLOCKS = 1 << 22
-"""Maximum number of blocks in a grant. The limit bounds the lists that the engine's thread builds."""
 
+# A random id that names a lease in messages and cannot be guessed.
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
-"""A random id that names a lease in messages and cannot be guessed."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# A random number that identifies one run of an engine.
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-"""A random number that identifies one run of an engine."""
 
 _ID: Final = np.dtype("<u4")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -46,18 +45,17 @@ _Digest = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 def new_ticket() -> bytes:
-    """Return a new random ticket: 128 bits that name a lease in messages and cannot be guessed."""
+    """Return a new random ticket of 128 bits."""
     return secrets.token_bytes(TICKET_BYTES)
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of everything on which the KV of a prompt's prefix depends.
+    """Digests of everything on which the KV of a prompt's prefix depends; empty for what the prompt has not.
 
     Attributes:
-        tokens: digest of the token ids.
-        items: digest of images, videos and audio with their positions; empty if there are none.
-        adapter: digests that identify the LoRA adapter by content; empty without an adapter.
-        salt: digest of the cache salt, which separates tenants; empty without a salt.
+        items: images, videos and audio with their positions.
+        adapter: identifies the LoRA adapter by content.
+        salt: separates tenants.
     """
 
     tokens: _Digest
@@ -66,14 +64,7 @@ class PromptContent(msgspec.Struct, frozen=True):
     salt: _Digest = ""
 
     def difference(self, offered: PromptContent) -> str | None:
-        """Compare this prompt with the one whose KV blocks a producer offers.
-
-        Args:
-            offered: content of the producer's prompt.
-
-        Returns:
-            Reason why the producer's blocks do not fit this prompt, as a text; None if they fit.
-        """
+        """Return why the blocks of a producer's prompt do not fit this prompt; None if they fit."""
         if offered.tokens != self.tokens:
             return (
                 "the offered blocks hold other tokens than this prompt; do both engines use the same "
@@ -100,25 +91,20 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Permission to read KV blocks of a producer: block tables, and the word of the lease that protects them.
+    """Permission to read a producer's blocks: block tables, and the word of the lease that protects them.
 
     Attributes:
-        slot: index of the lease's word (integer in registered memory) on every worker.
-        generation: value of the word's low half while the lease is valid.
-        tables: block ids of each KV cache group, in the order of the tokens. They are packed as uint32,
-            because a list of thousands of numbers is slow to decode.
+        slot: index of the lease's word on every worker.
+        generation: low half of the word while the lease is valid.
+        tables: block ids of each KV cache group in the order of the tokens, packed as uint32.
     """
 
     slot: _Count
     generation: _Word
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
+    # A list of thousands of numbers is slow to decode, so ids are packed and checked here.
     def __post_init__(self) -> None:
-        """Check the sizes of the block tables.
-
-        Raises:
-            ValueError: a table is truncated, or the tables name too many blocks.
-        """
         if any(len(table) % _ID.itemsize for table in self.tables):
             raise ValueError(f"block ids take {_ID.itemsize} bytes each")
         if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
@@ -126,11 +112,9 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Create a grant (permission to read the KV blocks of a lease) from lists of block ids.
+        """Create a grant from lists of block ids.
 
         Args:
-            slot: index of the lease's word (integer in registered memory).
-            generation: value of the word's low half while the lease is valid.
             tables: block ids of each KV cache group, in the order of the tokens. Id 0 marks a block that the
                 producer no longer holds. A group of recurrent state has one block: the state at the end.
         """
@@ -138,30 +122,19 @@ class Grant(msgspec.Struct, frozen=True):
 
     @property
     def block_ids(self) -> tuple[Int64s, ...]:
-        """Block tables: one int64 array of block ids for each KV cache group, in the order of the tokens."""
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word (integer in registered memory) that shows whether the lease is valid.
-
-        The consumer checks the word after it has read the blocks.
-
-        Args:
-            incarnation: random number that identifies the producer's run, from the reply that contains this
-                grant.
-        """
+        """Return the word of the lease, given the incarnation in the reply that contains this grant."""
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Request: exchanges a ticket (random id that names a lease) for block tables and the claim on the lease.
+    """Request: exchanges a ticket for a grant and a claim on the lease.
 
     Attributes:
-        number: id of the request, repeated in the reply.
-        consumer: incarnation of the consumer (random number that identifies its run).
-        ticket: random id that names the lease.
-        tokens: number of tokens whose KV the producer has offered.
-        content: digests of the first `tokens` tokens of the consumer's own prompt.
+        tokens, content: number of tokens whose KV was offered, and digests of as many of the consumer's
+            prompt.
         known_tokens: number of tokens that the last reply covered; 0 in the first request.
     """
 
@@ -174,19 +147,14 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """Reply: the consumer's ticket (random id) is accepted, and the consumer has claimed the lease.
-
-    The consumer may read while the lease is valid.
+    """Reply: the consumer has claimed the lease, and may read while it is valid.
 
     Attributes:
-        number: id of the request.
-        incarnation: random number that identifies the producer's run.
-        grant: block tables, and the word (integer in registered memory) that shows whether the lease is
-            valid. While the producer computes the prompt, the tables of groups that do not attend to all
-            tokens are empty.
+        grant: while the producer computes the prompt, the tables of groups that do not attend to all tokens
+            are empty.
         tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
-        cached_tokens: number of prompt tokens that the producer's caches had. None if the producer does not
-            know it, or if its offer says it.
+        cached_tokens: number of prompt tokens that the producer's caches had. None if it does not know, or if
+            its offer says it.
     """
 
     number: Number
@@ -197,24 +165,16 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
-    """Reply: the ticket is accepted, but its blocks hold no more tokens than the consumer knows of.
-
-    Attributes:
-        number: id of the request.
-        incarnation: random number that identifies the producer's run.
-    """
+    """Reply: the ticket is accepted, but its blocks hold no more tokens than the consumer knows of."""
 
     number: Number
     incarnation: Incarnation
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Reply: the consumer's ticket (random id) is not accepted. The producer's state is unchanged.
+    """Reply: the ticket is not accepted. The producer's state is unchanged.
 
     Attributes:
-        number: id of the request.
-        incarnation: random number that identifies the producer's run.
-        reason: why the ticket is not accepted, as a text.
         unknown: True if the producer does not know the ticket.
     """
 

@@ -24,29 +24,26 @@ from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeeme
 
 SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a ticket was to be redeemed"
 
+# Shortest and longest time in seconds between a producer's reply and the next request, while it computes.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
-"""Shortest and longest time in seconds between a producer's reply and the next request, while it computes."""
 
+# Time until the next request, as a part of the time since the last reply that covered more tokens. So the
+# delay after a step is about an eighth of the step's time at most, and a slow producer is asked seldom.
 _PAUSE_SHARE = 0.125
-"""Time until the next request, as a part of the time since the last reply that covered more tokens. So the
-delay after a step is about an eighth of the step's time at most, and a slow producer is asked seldom."""
 
 
 @dataclass(slots=True)
 class _PendingRedemption:
-    """A request to exchange a ticket for block tables and a lease, from `begin` until `end` of `Redemptions`.
+    """A request, from `begin` until `end` of `Redemptions`. Times are seconds of its clock.
 
     Attributes:
-        address: (host, port) of the producer's control channel.
-        message: request to the producer, with the ticket (random id that names the lease).
-        deadline: time until which the producer must reply, in seconds of the clock of `Redemptions`.
+        deadline: time until which the producer must reply.
         foreseen: True if the producer may learn of the ticket later.
-        news: time of the last reply that covered more tokens, by the same clock; of `begin` before that.
+        news: time of the last reply that covered more tokens; of `begin` before that.
         asked: True while a reply to `message` is missing.
-        sent: True if `message` has been sent.
         granted: True once the producer has accepted the ticket, even if it has ended the lease since.
-        again: time of the next request while the redemption is growing, by the same clock.
-        answer: last reply that granted or refused; None if there is none.
+        again: time of the next request while the redemption is growing.
+        answer: last reply that granted or refused.
     """
 
     address: Address
@@ -69,7 +66,7 @@ class _PendingRedemption:
 
 
 class Redemptions:
-    """A consumer's requests to exchange tickets (random ids) for block tables and leases, with the replies.
+    """A consumer's requests to redeem tickets, with the replies.
 
     The engine's thread begins, polls and ends redemptions. The thread of the control channel stores the
     replies.
@@ -78,14 +75,6 @@ class Redemptions:
     def __init__(
         self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create an empty collection of requests.
-
-        Args:
-            consumer: incarnation of this engine (random number that identifies its run), sent in every
-                request.
-            patience_seconds: maximum time in seconds to wait for a producer's reply.
-            clock: function that returns the current time in seconds.
-        """
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
         self._asked: dict[int, _PendingRedemption] = {}
@@ -96,18 +85,13 @@ class Redemptions:
     def begin(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
     ) -> Redeem:
-        """Create a request to exchange a ticket for block tables and a lease. The caller must send it.
+        """Create a request. The caller must send it; the other methods take its attribute `number`.
 
         Args:
-            address: (host, port) of the producer's control channel.
-            ticket: random id that names the lease.
-            tokens: number of tokens whose KV the producer has offered.
-            content: digests of the first `tokens` tokens of this engine's prompt.
+            tokens, content: number of tokens whose KV was offered, and digests of as many of this engine's
+                prompt.
             foreseen: True if the producer may learn of the ticket later, because its request for the prompt
                 may arrive after this one.
-
-        Returns:
-            The request. The other methods take its attribute `number`.
         """
         message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
         self._asked[message.number] = _PendingRedemption(
@@ -116,16 +100,7 @@ class Redemptions:
         return message
 
     def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
-        """Return the producer's reply to a request to exchange a ticket for block tables and a lease.
-
-        Args:
-            number: id of the request, from `begin`.
-            wait_seconds: maximum time in seconds to wait for the reply.
-
-        Returns:
-            The last Redeemed reply, with block tables and lease, if the producer accepted the ticket.
-            Unusable, with the reason, if the producer refused or has not replied in time. Otherwise Pending.
-        """
+        """Return the last grant; Unusable after a refusal or without a reply in time; otherwise Pending."""
         asked = self._asked[number]
         if asked.answer is None and wait_seconds > 0:
             with self._heard:
@@ -137,26 +112,13 @@ class Redemptions:
         return Pending() if asked.answer is None else asked.answer
 
     def silent_producer(self, number: int) -> Address | None:
-        """Return the producer to which a request was sent, if that producer has not replied yet.
-
-        Args:
-            number: id of the request, from `begin`.
-
-        Returns:
-            (host, port) of the producer's control channel; None if the producer has replied.
-        """
         asked = self._asked[number]
         return asked.address if asked.asked else None
 
     def end(self, number: int) -> bool:
-        """Forget a request to exchange a ticket for block tables and a lease. Ignore later replies.
+        """Forget a request and ignore later replies. Return False if the producer refused the ticket.
 
-        Args:
-            number: id of the request, from `begin`.
-
-        Returns:
-            False if the producer refused the ticket. True if it accepted the ticket or has not replied: then
-            it may be keeping the KV for this engine.
+        Otherwise it has accepted it or has not replied, and may be keeping the KV for this engine.
         """
         asked = self._asked.pop(number)
         return asked.granted or not isinstance(asked.answer, NotRedeemed)
@@ -164,14 +126,7 @@ class Redemptions:
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | Unchanged | NotRedeemed) -> bytes | None:
-        """Store a producer's reply to a request to exchange a ticket for block tables and a lease.
-
-        Ignore the reply if it does not come from the producer that was asked, if `end` was called for the
-        request, or if there is a reply already.
-
-        Args:
-            address: (host, port) of the peer that sent the reply.
-            answer: reply.
+        """Store a producer's reply. A reply of another peer, to an ended request or to none is ignored.
 
         Returns:
             The ticket if the reply was stored and the producer accepted the ticket; otherwise None.
@@ -183,6 +138,7 @@ class Redemptions:
             now = self._clock()
             if isinstance(answer, Redeemed):
                 asked.answer, asked.news = answer, now
+            # The producer does not know a foreseen ticket yet: the redemption stays growing.
             elif isinstance(answer, NotRedeemed) and not (
                 answer.unknown and asked.foreseen and asked.answer is None
             ):
@@ -194,38 +150,23 @@ class Redemptions:
         return None if isinstance(answer, NotRedeemed) else asked.message.ticket
 
     def unanswered(self, address: Address) -> list[Redeem]:
-        """Return the requests that a producer has not replied to, and restart their timeouts.
-
-        Call this after a new connection to the producer was opened, and send the requests again over it.
-
-        Args:
-            address: (host, port) of the producer's control channel.
-        """
+        """Return the requests to send over a new connection. Their timeouts begin again."""
         found = [one for one in list(self._asked.values()) if one.address == address and one.asked]
         for one in found:
             one.deadline, one.sent = self._clock() + self._patience_seconds, True
         return [one.message for one in found]
 
     def is_unsent(self, number: int) -> bool:
-        """Return whether a request has not been sent, and record that it is sent now.
-
-        True after `end`: a release follows, and the producer ends only the lease of a ticket that it has been
-        sent.
-
-        Args:
-            number: id of the request, from `begin`.
-        """
+        """Return whether a request has not been sent, and record that it is sent now."""
         asked = self._asked.get(number)
+        # After `end`, a release follows, and the producer ends only the lease of a ticket that it has seen.
         if asked is None:
             return True
         unsent, asked.sent = not asked.sent, True
         return unsent
 
     def due(self) -> list[tuple[Address, Redeem]]:
-        """Return the requests to send again now, because the producer may have computed more tokens.
-
-        Each entry is ((host, port) of the producer, message). The timeouts of these requests begin now.
-        """
+        """Return the requests to send again now, because there may be more tokens. Their timeouts begin."""
         now = self._clock()
         found = [one for one in self._paused() if one.again <= now]
         for one in found:
@@ -236,7 +177,6 @@ class Redemptions:
 
     @property
     def deadlines(self) -> list[float]:
-        """Times at which `due` will return further requests, in seconds of the clock."""
         return [one.again for one in self._paused()]
 
     def _paused(self) -> list[_PendingRedemption]:

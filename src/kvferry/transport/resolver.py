@@ -21,27 +21,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import structs
+
 from kvferry.errors import KVFerryError
-from kvferry.transport.address import IP, parse_ip
+from kvferry.limited_log import LimitedLog
+from kvferry.terminal import shown
+from kvferry.transport.address import IP, parse_host, parse_ip
 from kvferry.transport.allowed_peers import AllowedPeers, normalize_name
+from kvferry.transport.messages import RankCard
 
 logger = logging.getLogger(__name__)
 
+# Age in seconds from which a name's addresses are looked up again when they are used.
 FRESH_SECONDS = 30.0
-"""Age in seconds from which a name's addresses are looked up again when they are used."""
 
+# Age in seconds from which addresses are no longer used, if no newer ones were found.
 STALE_SECONDS = 300.0
-"""Age in seconds from which addresses are no longer used, if no newer ones were found."""
 
 PATIENCE_SECONDS = 5.0
 RETRY_SECONDS = 10.0
+# Age in seconds from which all names are looked up again if a client has an unknown address.
 NEW_SECONDS = 2.0
-"""Age in seconds from which all names are looked up again if a client has an unknown address."""
 
 THREADS = 4
 
+# Type of functions that return the addresses of a host name, or raise OSError.
 ResolveName: TypeAlias = Callable[[str], Sequence[str]]
-"""Type of functions that return the addresses of a host name, or raise OSError."""
 
 
 class AddressNotAllowed(KVFerryError):
@@ -50,11 +55,10 @@ class AddressNotAllowed(KVFerryError):
 
 @dataclass(slots=True)
 class _Name:
-    """The latest results of resolving a host name. Times are in seconds of the clock of `PeerResolver`.
+    """The latest results of resolving a host name. Times are in seconds of the resolver's clock.
 
     Attributes:
-        addresses: IP addresses that were found; empty if none were found or they are too old.
-        found_at: time at which the addresses were found.
+        addresses: empty if none were found or they are too old.
         asked_at: start of the look-up in progress; None if none is in progress.
         failed_at: time of the last look-up that found no address.
         failure: error of the last look-up; empty if it found addresses.
@@ -68,10 +72,7 @@ class _Name:
 
 
 class PeerResolver:
-    """Decides which hosts the engine may connect to, and which clients may connect to the engine.
-
-    It resolves host names in background threads. Thread-safe.
-    """
+    """Decides which hosts the engine may connect to, and which clients may connect to it. Thread-safe."""
 
     def __init__(
         self,
@@ -83,11 +84,8 @@ class PeerResolver:
         """Create the resolver. It resolves a host name when the name is first needed.
 
         Args:
-            peers: hosts that the engine may connect to, and that may connect to the engine.
             on_answer: function that a background thread calls when a look-up has ended.
-            resolve: function that returns the addresses of a host name or raises OSError; None for the
-                system's resolver.
-            clock: function that returns the current time in seconds.
+            resolve: None for the system's resolver.
         """
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
@@ -97,15 +95,12 @@ class PeerResolver:
         self._threads = 0
 
     def resolve(self, host: str) -> str | None:
-        """Return the IP address at which to connect to a host. Return None while its name is being resolved.
-
-        Args:
-            host: host name or IP address.
+        """Return the IP address at which to connect to a host; None while its name is being resolved.
 
         Raises:
             AddressNotAllowed: the engine may not connect to the host, or the host has no address.
         """
-        address = parse_ip("127.0.0.1" if host == "localhost" else host)
+        address = parse_host(host)
         if address is None:
             return self._resolve_name(host)
         admitted = self.is_allowed(address)
@@ -113,22 +108,44 @@ class PeerResolver:
             raise AddressNotAllowed(self._refusal(address))
         return str(address) if admitted else None
 
-    def is_allowed(self, address: IP) -> bool | None:
-        """Return whether an IP address belongs to an allowed peer. Return None while this is not known yet.
+    def resolve_gathering(self, card: RankCard, address: tuple[str, int], log: LimitedLog) -> RankCard:
+        """Return a rank's description with the IP address of its gather channel.
 
-        It is not known while a host name in the setting ``peers`` is being resolved.
+        If that host is not allowed or not resolved yet, the result has no gather channel, and `log` gets a
+        line that names `address`, the peer's control channel.
         """
+        if card.outgoing is None:
+            return card
+        try:
+            place = self.resolve(card.outgoing.host)
+            why = "its name is not resolved yet"
+        except AddressNotAllowed as error:
+            place, why = None, str(error)
+        if place is None:
+            (host, port), rank = address, card.geometry
+            log.say(
+                f"{address}",
+                f"peer at {shown(host)}:{port}: rank TP{rank.tp_rank} PP{rank.pp_rank} gathers at "
+                f"{shown(card.outgoing.host)}, which is not dialled, so it is read without gathering: "
+                f"{shown(why, 200)}",
+            )
+            return structs.replace(card, outgoing=None)
+        return structs.replace(card, outgoing=structs.replace(card.outgoing, host=place))
+
+    def is_allowed(self, address: IP) -> bool | None:
+        """Return whether an address belongs to an allowed peer; None while names are being resolved."""
         if self._peers.allows(address):
             return True
         with self._lock:
             if any(address in entry.addresses for entry in map(self._current, self._names.values())):
                 return True
+            # A listed name may have got this address lately, as when a pod is replaced.
             for name, entry in self._names.items():
                 self._ask(name, entry, NEW_SECONDS)
             return None if any(map(self._is_pending, self._names.values())) else False
 
     def close(self) -> None:
-        """Stop calling the function `on_answer`. Look-ups in progress end by themselves."""
+        """Stop calling `on_answer`. Look-ups in progress end by themselves."""
         with self._lock:
             self._on_answer = lambda: None
 
@@ -160,11 +177,7 @@ class PeerResolver:
     # -- with the lock ------------------------------------------------------------------------------------
 
     def _current(self, entry: _Name) -> _Name:
-        """Remove the addresses of a host name if they are too old, and return the same entry.
-
-        Args:
-            entry: latest results of resolving the name.
-        """
+        # If the name server fails, the last addresses serve for a while.
         if self._clock() - entry.found_at > STALE_SECONDS:
             entry.addresses = ()
         return entry
@@ -173,15 +186,10 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to resolve a host name in the background.
-
-        Do nothing if a look-up is in progress, the addresses are recent, or the last look-up failed a short
-        time ago.
+        """Start to look a name up, unless it is being looked up, or was a short time ago.
 
         Args:
-            name: host name.
-            entry: latest results of resolving the name.
-            seconds: age in seconds up to which addresses count as recent.
+            seconds: age up to which addresses count as recent.
         """
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)

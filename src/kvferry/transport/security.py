@@ -17,17 +17,12 @@ from zmq.utils import z85
 
 from kvferry.errors import ConfigError
 
-SECRET_BYTES = 32
-"""Size in bytes of the secrets that kvferry creates."""
+SECRET_BYTES = 32  # size in bytes of the secrets that kvferry creates
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A CURVE key pair, with which engines encrypt and authenticate their connections.
-
-    Attributes:
-        public, secret: public and secret key, Z85-encoded.
-    """
+    """A CURVE key pair, Z85-encoded, with which engines encrypt and authenticate their connections."""
 
     public: bytes
     secret: bytes
@@ -39,11 +34,7 @@ class Keys:
 
 
 def derive_keys(secret: bytes) -> Keys:
-    """Derive a CURVE key pair from a secret. The same secret always gives the same keys.
-
-    Raises:
-        ConfigError: libzmq was built without CURVE.
-    """
+    """Derive a key pair from a secret. Raise ConfigError if libzmq was built without CURVE."""
     own = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"kvferry-curve").digest())
     try:
         return Keys(zmq.curve_public(own), own)
@@ -55,28 +46,23 @@ def derive_keys(secret: bytes) -> Keys:
 
 
 def admin_token(keys: Keys) -> str:
-    """Return the token with which operators use the admin API of engines with these keys: 64 hex digits.
-
-    The keys cannot be computed from it.
-    """
+    """Return the token of the admin API of engines with these keys: 64 hex digits."""
+    # A digest, so that the keys cannot be computed from it. Operators send it over HTTP.
     return hashlib.blake2b(keys.secret, digest_size=32, person=b"kvferry-admin").hexdigest()
 
 
 def random_keys() -> Keys:
-    """Return a new CURVE key pair, derived from a random secret."""
+    """Return a new key pair."""
     return derive_keys(secrets.token_bytes(SECRET_BYTES))
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a ZeroMQ socket, before it is bound, as a CURVE server with this key pair.
-
-    This encrypts the connections. An `Authenticator` checks the keys of clients.
-    """
+    """Encrypt the connections of a socket that is not bound yet. An `Authenticator` checks the clients."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 
 def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Configure a ZeroMQ socket, before it is connected, as a CURVE client with this key pair."""
+    """Encrypt the connection of a ZeroMQ socket that is not connected yet."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
         keys.secret, keys.public, keys.public,
     )  # fmt: skip

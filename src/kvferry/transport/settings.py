@@ -14,23 +14,16 @@ from kvferry.transport.security import Keys, random_keys
 class TransferSettings:
     """Settings of a worker's KV transfers, the same for all peers.
 
-    Over the gather channel, readers ask this worker to pack cells (parts of blocks) into staging memory.
-
     Attributes:
-        strategy: transfer strategy to use for all reads; None to choose the cheapest for each read.
-        costs: measured transfer costs of this machine, by which the cheapest strategy is chosen.
-        timed_read_bytes: size in bytes of the READs by which the speed of a new peer is measured; 0 to
-            measure nothing.
-        staging_bytes: size in bytes of each of the three staging areas; 0 for no staging areas. The worker
-            reads into one area, peers read from another, and peers of the same machine may map the third.
-        host: address that the gather channel listens on.
-        advertise_host: address of this worker's gather channel, as sent to readers.
-        keys: CURVE keys of the gather channel; random by default.
-        peers: machines that may connect to the gather channel.
-        ports: TCP ports that the gather channel and UCX (NIXL's transport) may listen on; None for any.
-        lanes: number of lanes (reading threads), at least 1.
-        lane_bytes: approximate minimum number of bytes of a route (set of layers that are read together) that
-            one lane reads. A small route is split among fewer lanes, or not at all.
+        strategy: None to choose the cheapest for each read, by `costs`.
+        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
+            measurement.
+        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
+            read from another, and peers of the same machine may map the third.
+        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
+        keys, peers: of the gather channel.
+        ports: ports that the gather channel and UCX may listen on; None for any.
+        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
     """
 
     strategy: Strategy | None = None

@@ -43,7 +43,7 @@ class OutgoingFile:
         """Create and map the file. No memory is allocated until it is used, except by CUDA.
 
         Args:
-            size: size of the file in bytes, a multiple of `staging.UNIT_BYTES`.
+            size: multiple of `staging.UNIT_BYTES`.
             like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
 
         Raises:
@@ -71,12 +71,11 @@ class MappedArea:
         """Map the file.
 
         Args:
-            file: outgoing file of the other worker.
             like: region of this worker's KV cache. If it is on a GPU, the memory is registered with CUDA.
 
         Raises:
-            TransferError: the file cannot be opened or mapped here, for example because its owner runs on
-                another machine, or has ended.
+            TransferError: it cannot be opened or mapped here. Its owner may run on another machine, or have
+                ended.
         """
         writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
         fd = file.open(writable=writable)
@@ -87,7 +86,7 @@ class MappedArea:
         self._space = AddressSpace([self._memory.region])
 
     def images(self, stride: int) -> StagedImages:
-        """Return a view of the whole file as a sequence of images, as `StagingArea.images`."""
+        """Return a view of the whole file as images, as `StagingArea.images`."""
         return StagedImages(self._space, self._memory.region.address, stride)
 
     def close(self) -> None:

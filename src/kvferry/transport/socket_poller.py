@@ -22,7 +22,6 @@ class SocketPoller(Generic[Name]):
     """Finds the sockets that have messages to receive. Only one thread may use it, except for `wake`."""
 
     def __init__(self) -> None:
-        """Create a poller without sockets."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -31,12 +30,11 @@ class SocketPoller(Generic[Name]):
         self._unsure: dict[Name, None] = {}  # in the order in which they became so
 
     def add(self, name: Name, socket: zmq.Socket[Any]) -> None:
-        """Add a socket under a name that no other socket has."""
         self._sockets[name] = socket
         descriptor = int(socket.getsockopt(zmq.FD))
         self._names[descriptor] = name
         self._epoll.register(descriptor, select.EPOLLIN)
-        self._unsure[name] = None
+        self._unsure[name] = None  # a message may have arrived before
 
     def remove(self, name: Name) -> None:
         """Remove a socket. Call this before the socket is closed."""
@@ -50,14 +48,9 @@ class SocketPoller(Generic[Name]):
         self._unsure[name] = None
 
     def wait(self, seconds: float) -> list[Name]:
-        """Wait until sockets have messages, or until `wake` is called.
+        """Wait at most `seconds` until sockets have messages, or until `wake` is called; return their names.
 
-        Args:
-            seconds: maximum time to wait.
-
-        Returns:
-            Names of the sockets from which a message can be received without blocking. Receive at least one
-            message from each: the next call returns those that have more.
+        Receive at least one message from each: the next call returns those that have more.
         """
         ready = self._readable(list(self._unsure))
         signalled = self._epoll.poll(0 if ready else seconds)
@@ -66,6 +59,7 @@ class SocketPoller(Generic[Name]):
                 os.eventfd_read(self._wake)
         names = [self._names[descriptor] for descriptor, _ in signalled if descriptor in self._names]
         ready += self._readable([name for name in names if name not in ready])
+        # These may have further messages, for which no new signal comes.
         self._unsure = dict.fromkeys(ready)
         return ready
 

@@ -1,13 +1,8 @@
 """The producer's tickets, and the consumers that have redeemed them.
 
-A ticket is a random id that names a lease: the promise to keep KV blocks. A consumer redeems it: it exchanges
-the ticket for a grant, which holds the block tables and the lease's word. This *claims* the lease for the
-consumer.
-
-The engine's thread publishes a ticket when it grants the lease. If it is still computing the prompt, it
-adds the blocks of further tokens as they are computed. It withdraws the ticket when the lease ends,
-before any lease word is raised. The thread of the control channel redeems tickets, and reports claims and
-releases.
+The engine's thread publishes a ticket when it grants the lease. If it is still computing the prompt, it adds
+the blocks of further tokens as they are computed. It withdraws the ticket when the lease ends, before any
+lease word is raised. The thread of the control channel redeems tickets, and reports claims and releases.
 
     OPEN ─redeemed─▶ CLAIMED by one or more consumers ─all of them have released it─▶ ENDED
     from any state: withdrawn, because its time is up or the cache was reset ────────┘
@@ -31,28 +26,22 @@ UNKNOWN: Final = (
     "the ticket is not of this engine"
 )
 RELEASED: Final = "this engine has redeemed the ticket before, and released it"
+# Maximum number of consumers of a ticket, because a client with the key can invent consumers.
 MAX_CONSUMERS: Final = 256
-"""Maximum number of consumers of a ticket, because a client with the key can invent consumers."""
 
 CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more may"
 
 
 @dataclass(slots=True)
 class _OpenTicket:
-    """A ticket (random id that names a lease) that consumers can redeem, because the lease has not ended.
+    """A ticket whose lease has not ended.
 
     Attributes:
         lease: name of the lease in this engine.
-        tokens: number of tokens whose KV the leased blocks hold in the end.
-        content: digests of these tokens.
-        grant: block tables and lease word (integer that shows whether the lease is valid), given to
-            consumers.
+        tokens, content: number of tokens whose KV the blocks hold in the end, and digests of them.
         ready: number of tokens whose KV the blocks hold already.
-        cached_tokens: number of prompt tokens that this engine's caches had, for consumers; None if the
-            offer says it.
-        claimed: incarnations (random numbers of their runs) of the consumers that have redeemed the ticket
-            and have not released it.
-        released: incarnations of the consumers that have released the ticket.
+        cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
+        claimed, released: incarnations of consumers that have redeemed the ticket, or released it since.
     """
 
     lease: str
@@ -65,52 +54,34 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return the reason why a request to redeem this ticket is refused; None if it can be granted.
-
-        To redeem a ticket (random id that names a lease) is to exchange it for block tables and a claim on
-        the lease.
-
-        Args:
-            asked: request of the consumer.
-        """
+        """Return why a request is refused; None if it can be granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {counted(self.tokens, 'token')}, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
             return reason
         if asked.consumer in self.released:
             return RELEASED
+        # Those that released it count, too: the sets must not grow without bound.
         crowded = len(self.claimed | self.released) >= MAX_CONSUMERS and asked.consumer not in self.claimed
         return CROWDED if crowded else None
 
 
 class TicketBook:
-    """The tickets of a producer, and the consumers that have redeemed them. Thread-safe.
-
-    A ticket is a random id that names a lease. A consumer redeems it: it exchanges the ticket for block
-    tables, and claims the lease.
-    """
+    """The tickets of a producer, and the consumers that have redeemed them. Thread-safe."""
 
     def __init__(self, incarnation: int) -> None:
-        """Create an empty book of tickets (random ids that name leases).
-
-        Args:
-            incarnation: random number that identifies this run of the engine, sent in every reply.
-        """
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # ticket by lease, until it is withdrawn
 
     def renew(self, incarnation: int) -> None:
-        """Set the incarnation (random number of the engine's run) that replies contain from now on."""
         self._incarnation = incarnation
 
     def __len__(self) -> int:
-        """Return the number of tickets (random ids that name leases) that can be redeemed."""
         return len(self._open)
 
     def __contains__(self, ticket: bytes) -> bool:
-        """Return whether a ticket (random id that names a lease) can be redeemed."""
         return ticket in self._open
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -126,20 +97,15 @@ class TicketBook:
         ready: int | None = None,
         cached_tokens: int | None = None,
     ) -> None:
-        """Add a ticket (random id that names a lease), which consumers can redeem from now on.
+        """Add a ticket, which consumers can redeem from now on.
 
         Args:
-            ticket: random id that names the lease in messages. No ticket in this book may have the same id.
-            lease: name of the lease in this engine.
-            tokens: number of tokens whose KV the leased blocks hold in the end.
-            content: digests of these tokens.
-            grant: block tables and lease word (integer that shows whether the lease is valid), given to
-                consumers.
+            tokens, content: number of tokens whose KV the leased blocks hold in the end, and digests of them.
             ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
             cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
 
         Raises:
-            ValueError: the book has a ticket with this id already.
+            ValueError: the book has this ticket already.
         """
         with self._lock:
             if ticket in self._open:
@@ -150,10 +116,9 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def advance(self, lease: str, grant: Grant, ready: int) -> None:
-        """Record that the blocks of a lease hold the KV of more tokens.
+        """Record that the blocks of a lease hold the KV of more tokens. A lease without a ticket is ignored.
 
         Args:
-            lease: name of a lease in this engine. A lease without a ticket is ignored.
             grant: block tables of all these tokens, and the same lease word as before.
             ready: number of tokens whose KV the blocks hold now, from the start of the prompt.
         """
@@ -162,11 +127,6 @@ class TicketBook:
                 found.grant, found.ready = grant, ready
 
     def withdraw(self, leases: Iterable[str]) -> None:
-        """Remove the tickets (random ids) of some leases, so that consumers can no longer claim the leases.
-
-        Args:
-            leases: names of leases in this engine. Leases without a ticket are ignored.
-        """
         with self._lock:
             for lease in leases:
                 self._open.pop(self._tickets.pop(lease, b""), None)
@@ -174,53 +134,25 @@ class TicketBook:
     # -- the thread of the control channel ----------------------------------------------------------------
 
     def redeem(self, asked: Redeem) -> Redeemed | Unchanged | NotRedeemed:
-        """Handle a consumer's request to exchange a ticket for block tables and a claim on the lease.
-
-        A consumer that repeats its request gets the reply again, because the first reply may have been lost.
-
-        Args:
-            asked: request of the consumer, with the ticket (random id that names the lease).
-
-        Returns:
-            Reply to send: Redeemed, with the block tables; Unchanged, if they hold no more tokens than the
-            consumer knows of; or NotRedeemed, with the reason for the refusal.
-        """
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
                 return NotRedeemed(asked.number, self._incarnation, UNKNOWN, unknown=True)
             if (reason := found.refusal(asked)) is not None:
                 return NotRedeemed(asked.number, self._incarnation, reason)
+            # A consumer may repeat its request, because the first reply was lost: it gets the reply again.
             found.claimed.add(asked.consumer)
             if found.ready <= asked.known_tokens:
                 return Unchanged(asked.number, self._incarnation)
             return Redeemed(asked.number, self._incarnation, found.grant, found.ready, found.cached_tokens)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """Return the names of the given leases that a consumer has claimed and not released.
-
-        Args:
-            consumer: incarnation of the consumer (random number that identifies its run).
-            tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
-
-        Returns:
-            Names of the leases in this engine.
-        """
+        """Return the names of those leases that the consumer has claimed and not released."""
         with self._lock:
             found = [self._open[ticket] for ticket in dict.fromkeys(tickets) if ticket in self._open]
             return [one.lease for one in found if consumer in one.claimed]
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
-        """End a consumer's claims on leases, and return the leases that no consumer claims any more.
-
-        The caller must end these leases.
-
-        Args:
-            consumer: incarnation of the consumer (random number that identifies its run).
-            tickets: tickets (random ids) of leases. Tickets that the consumer has not redeemed are ignored.
-
-        Returns:
-            Names of the leases in this engine.
-        """
+        """End a consumer's claims, and return the leases that nobody claims any more, to be ended."""
         with self._lock:
             return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
 

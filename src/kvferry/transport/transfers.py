@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from kvferry.geometry import RankGeometry
@@ -21,14 +21,13 @@ from kvferry.memory.device_stream import on_device
 from kvferry.memory.huge_pages import request_huge_pages
 from kvferry.transport.agent import Agent
 from kvferry.transport.exported_memory import ExportedMemory
-from kvferry.transport.lane import Lane, MakeAgent, ReadResult
+from kvferry.transport.lane import Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
 from kvferry.transport.network_devices import restrict_ucx_to
-from kvferry.transport.read_order import WHOLE_ORDER, ReadOrder, Share
-from kvferry.transport.read_plan import join_plans
+from kvferry.transport.read_order import WHOLE_ORDER, ReadOrder, ReadResult, Share, join_results
 from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import StagingArea
 
@@ -37,28 +36,15 @@ logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 256
 
 
-@dataclass(slots=True)
-class _Parts:
-    """The results of the lanes that read an order.
-
-    Attributes:
-        lanes: number of lanes (reading threads) that have a share of the order.
-        results: results of those that are done.
-    """
-
-    lanes: int
-    results: list[ReadResult] = field(default_factory=list)
-
-
 class Transfers:
     """All KV transfers of one worker: it reads from peers, and makes its own memory readable for them.
 
     Only the engine's thread may use it. Except for `close`, no method waits for a transfer.
 
     Attributes:
-        words: lease words of this worker: integers that change before leased blocks are freed.
+        words: lease words of this worker.
         card: description of this worker, which the scheduler sends to peers.
-        landing: staging area that all lanes (reading threads) read packed cells into.
+        landing: staging area that all lanes read images into.
     """
 
     def __init__(
@@ -73,34 +59,30 @@ class Transfers:
         on_result: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the lanes (reading threads), and register this worker's memory. Block until both are done.
+        """Start the lanes, and register this worker's memory. Block until both are done.
 
         Args:
             name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
-            geometry: addresses and layout of this worker's KV cache.
-            words: lease words of this worker: integers that change before leased blocks are freed. Words
-                that protect the staging area are appended.
-            settings: settings of transfers; None for the defaults.
-            make_agent: function that creates the agent that peers read from, and the agent of each lane.
+            words: lease words of this worker. Words that protect the staging area are appended.
             in_flight: maximum number of orders that a lane executes at the same time; further orders wait.
-            validator: object that decides whether a peer's transport metadata may be loaded. None for a
-                `SandboxValidator`, which first loads the metadata in a child process.
+            validator: None for a `SandboxValidator`.
             on_result: function that a lane's thread calls when it has done its share of an order.
-            clock: function that returns the current time in seconds.
 
         Raises:
-            ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes
-                metadata that peers cannot validate. Or `settings.host` cannot be bound. If NIXL cannot
-                register the memory, NIXL's own exception is raised.
+            ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes metadata
+                that peers cannot validate; or `settings.host` cannot be bound. If NIXL cannot register the
+                memory, its own exception is raised.
         """
         settings = settings or TransferSettings()
         self.words = words
         self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
-        self._parts: dict[str, _Parts] = {}
+        # Of each order: how many lanes have a share of it, and the results of those that are done.
+        self._parts: dict[str, tuple[int, list[ReadResult]]] = {}
         self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
+        # UCX reads its settings when an agent is created.
         with (
             ExitStack() as started,
             restrict_ucx_to(settings.host, settings.ports),
@@ -128,27 +110,18 @@ class Transfers:
             ]
             for lane in self._lanes:
                 started.callback(lane.stop)
+            # All have been started before the first is waited for, so that they start concurrently.
             for lane in self._lanes:
                 lane.wait_ready()
             started.pop_all()
         self.card: RankCard = self._exposed.card
 
     def warm_up(self) -> None:
-        """Start the child process that validates peers' transport metadata.
-
-        Without this call, it starts when the first peer is connected, and that peer has to wait.
-        """
+        """Start what validates peers' metadata, so that the first peer does not wait for it."""
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Start to connect a peer on all lanes (reading threads).
-
-        Orders to read from the peer may be submitted at once.
-
-        Args:
-            peer: name of the peer.
-            cards: descriptions of all ranks of the peer.
-        """
+        """Start to connect a peer on all lanes. Orders to read from it may be submitted at once."""
         for lane in self._lanes:
             lane.connect(peer, cards)
 
@@ -158,45 +131,39 @@ class Transfers:
             lane.disconnect(peer)
 
     def submit(self, *orders: ReadOrder) -> None:
-        """Queue orders to read KV, all orders of a step at once.
-
-        With n lanes (reading threads), an order that has at most 1/n of all tokens is read whole, by the lane
-        that has the fewest tokens so far. A larger order is split into one share for each lane. The lane that
-        gets the first share changes from order to order, so that all lanes get the same load.
-
-        Args:
-            orders: orders to read the KV blocks of one request each; their attribute `share` is ignored.
-        """
+        """Queue all orders of a step. Their attribute `share` is ignored."""
         lanes = len(self._lanes)
         tokens = [order.span.ends - order.span.begins for order in orders]
         given = [0] * lanes
         for order, size in zip(orders, tokens, strict=True):
+            # The first share changes its lane from order to order, because small routes are in it alone.
             turn = next(self._turns)
             if size * lanes <= sum(tokens):
+                # A small order goes as a whole to the lane that has the fewest tokens so far.
                 *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
                 given[lane] += size
-                self._parts[order.key] = _Parts(1)
+                self._parts[order.key] = 1, []
                 self._lanes[lane].submit(replace(order, share=WHOLE_ORDER))
             else:
-                self._parts[order.key] = _Parts(lanes)
+                self._parts[order.key] = lanes, []
                 for number, one in enumerate(self._lanes):
                     one.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
-        """Return and remove the results of all read orders that have ended since the last call."""
         done = []
         for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
-            parts = self._parts[result.key]
-            parts.results.append(result)
-            if len(parts.results) == parts.lanes:
-                done.append(_join_results(self._parts.pop(result.key).results))
+            lanes, parts = self._parts[result.key]
+            parts.append(result)
+            if len(parts) == lanes:
+                del self._parts[result.key]
+                done.append(join_results(parts))
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the lanes (reading threads), and release the memory that peers read.
+        """End the lanes, and release the memory that peers read.
 
-        A lane ends when its reads have ended. Wait at most `patience_seconds` for each lane. A lane that
-        takes longer is left running. Afterwards peers may be connected and words raised, without any effect.
+        Wait at most `patience_seconds` for the reads of each lane. A lane that takes longer is left running.
+        Afterwards peers may be connected and words raised, without any effect.
         """
         for lane in self._lanes:
             lane.stop()
@@ -209,15 +176,3 @@ class Transfers:
             )
         self._validator.close()
         self._exposed.close()
-
-
-def _join_results(parts: list[ReadResult]) -> ReadResult:
-    plans = [part.plan for part in parts if part.plan is not None]
-    return ReadResult(
-        key=parts[0].key,
-        failure=next((part.failure for part in parts if part.failure is not None), None),
-        plan=join_plans(plans) if plans else None,
-        transfer_seconds=max(part.transfer_seconds for part in parts),
-        check_seconds=max(part.check_seconds for part in parts),
-        peer_lost=any(part.peer_lost for part in parts),
-    )

@@ -11,8 +11,7 @@ from kvferry.connector.messages import WorkerInfo
 from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
 from kvferry.transport.allowed_peers import ANY_PEER
-from kvferry.transport.key_creation import write_secret
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.key_file import read_keys, write_secret
 from support.keys import KEYS, OTHER_KEYS
 
 FAR = {"host": "10.0.0.7"}

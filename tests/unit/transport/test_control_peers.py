@@ -14,7 +14,6 @@ from kvferry.transport import resolver, security
 from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
-from kvferry.transport.gather_address import resolve_gather_address
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
@@ -253,11 +252,11 @@ def test_a_worker_gathers_only_where_it_may_be_dialled(caplog, host, dialled):
     peers = parse_allowed_peers([HOST, "svc"], "10.0.0.1", None)
     known, log = PeerResolver(peers, resolve=lambda name: []), LimitedLog(logging.getLogger("kvferry"))
     for _ in range(3):
-        found = resolve_gather_address(structs.replace(card, outgoing=outgoing), ("p", 1), known, log)
+        found = known.resolve_gathering(structs.replace(card, outgoing=outgoing), ("p", 1), log)
     if dialled is None:
         assert found == structs.replace(card, outgoing=None)
         (said,) = caplog.messages
         assert f"gathers at {host}, which is not dialled" in said
     else:
         assert found.outgoing == structs.replace(outgoing, host=dialled)
-    assert resolve_gather_address(card, ("p", 1), known, log) == card
+    assert known.resolve_gathering(card, ("p", 1), log) == card

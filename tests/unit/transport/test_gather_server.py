@@ -31,6 +31,7 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
 from support.memory import memory
@@ -69,13 +70,11 @@ class World:
         self.shared = StagingArea(shared * UNIT_BYTES, region) if shared else None
         geometry = RankGeometry(0, 1, 0, 1, BLOCKS - 1, (), (region,))
         self.server = GatherServer(
-            HOST,
             geometry,
             self.area,
             self.words,
             first,
-            KEYS,
-            peers,
+            TransferSettings(host=HOST, keys=KEYS, peers=peers),
             lambda: self.now,
             limits=limits,
             make_copies=self._copies,
@@ -528,10 +527,9 @@ def test_a_reader_that_is_no_peer_is_not_let_in_even_with_the_key(stack):
 
 def test_an_address_of_another_machine_is_refused_in_words(stack):
     world = World(stack)
+    settings = TransferSettings(host="203.0.113.1", keys=KEYS)
     with pytest.raises(ConfigError, match=r"gather channel: cannot listen on 203\.0\.113\.1: .*; set host"):
-        GatherServer(
-            "203.0.113.1", RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES, KEYS
-        )
+        GatherServer(RankGeometry(0, 1, 0, 1, 1, (), ()), world.area, world.words, LEASES, settings)
 
 
 def test_closing_ends_the_thread_with_messages_still_to_come(world):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.transport import key_creation, key_file
-from kvferry.transport.key_creation import new_secret, write_secret
-from kvferry.transport.key_file import existing_keys, key_location, read_keys
+from kvferry.transport import key_file
+from kvferry.transport.key_file import existing_keys, key_location, new_secret, read_keys, write_secret
 
 SECRET = b"0123456789abcdef"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -91,7 +90,7 @@ def test_a_key_appears_whole_or_not_at_all(state, monkeypatch):
     def broken() -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(key_creation, "new_secret", broken)
+    monkeypatch.setattr(key_file, "new_secret", broken)
     with pytest.raises(ConfigError, match=r"No space left on device; set secret_file .*kvferry keygen"):
         read_keys(None)
     assert not (state / "kvferry" / "key").exists()
@@ -196,10 +195,8 @@ def test_a_key_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_used(
         done.append("directory" if stat.S_ISDIR(found.st_mode) else found.st_size)
         sync(descriptor)
 
-    monkeypatch.setattr(key_creation.os, "fsync", synced)
-    monkeypatch.setattr(
-        key_creation.os, "link", lambda *names, **of: done.append("name") or link(*names, **of)
-    )
+    monkeypatch.setattr(key_file.os, "fsync", synced)
+    monkeypatch.setattr(key_file.os, "link", lambda *names, **of: done.append("name") or link(*names, **of))
     read_keys(None)
     assert done == [len(new_secret()), "name", "directory"]
 

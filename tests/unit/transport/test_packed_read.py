@@ -12,6 +12,7 @@ from kvferry.planning.select import Cells
 from kvferry.transport import packed_read
 from kvferry.transport.agent import ReadState
 from kvferry.transport.gather_messages import Gathered, NotGathered
+from kvferry.transport.lane_resources import LaneResources
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed_read import (
     AHEAD,
@@ -19,14 +20,14 @@ from kvferry.transport.packed_read import (
     ROOM_SECONDS,
     SILENT_SECONDS,
     PackedRead,
-    PackedReadResources,
-    RankLists,
 )
+from kvferry.transport.read_plan import PackedCells, SourceRank
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 
 STRIDE = UNIT_BYTES // 4
 WORD = 5 << 32 | 9
-LISTS = RankLists("here", "there", "our words", "its words", 5, range(70, 80))
+LISTS = "here", "there", "our words", "its words"
+CARD = SimpleNamespace(incarnation=5, leases=70, words=80)
 
 
 @dataclass
@@ -111,7 +112,9 @@ class Table:
         self.landing = StagingArea(4 * UNIT_BYTES, Region(0, 1))
         places = np.zeros(words, np.uint64)
         self.transport, self.source = Transport(places), Source()
-        self.bench = PackedReadResources(self.transport, self.landing, places, list(range(words)))
+        self.lane = LaneResources(
+            self.transport, None, self.landing, places, None, list(range(words)), clock=lambda: self.now
+        )
         self.scattered: list[tuple[list[int], list[int], int]] = []
         loops = SimpleNamespace(scatter=self._scatter)
         self.method = SimpleNamespace(
@@ -126,10 +129,9 @@ class Table:
         )
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
-        self.read = PackedRead(
-            self.bench, LISTS, self.source if gathers else None, route, self.method,
-            Cells(ids, ids + 20, ids + 1), LeaseWord(0, 0, 1), lambda: self.now,
-        )  # fmt: skip
+        source = SourceRank(CARD, "P", (), *LISTS, self.source if gathers else None, None, "")
+        part = PackedCells(route, self.method, Cells(ids, ids + 20, ids + 1))
+        self.read = PackedRead(self.lane, source, part, LeaseWord(0, 0, 1))
 
     def _scatter(self, blocks, cells, slots, first):
         self.scattered.append((blocks.tolist(), cells.tolist(), first))
@@ -170,7 +172,7 @@ class Table:
     def all_given_back(self):
         assert self.read.finished
         assert self.landing.used_units == 0
-        assert sorted(self.bench.free_words) == list(range(len(self.transport.words)))
+        assert sorted(self.lane.free_words) == list(range(len(self.transport.words)))
         assert len(self.transport.released) == len(self.transport.posted)
         assert sorted(self.source.ended) == list(range(1, len(self.source.asked) + 1))
         return True

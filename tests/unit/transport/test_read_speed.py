@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvferry.geometry import GroupKind, Region
@@ -10,7 +11,9 @@ from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.strategy import Costs, Strategy, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
 from kvferry.transport.agent import ReadState
+from kvferry.transport.lane_resources import LaneResources
 from kvferry.transport.read_speed import LEAST_BYTES, PATIENCE_SECONDS, ROUNDS, ReadSpeed
+from kvferry.transport.settings import TransferSettings
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.clock import Clock
 
@@ -67,7 +70,9 @@ class World:
         self.landing = StagingArea(room * UNIT_BYTES, Region(0, 1))
 
     def speed(self, size=SIZE, memory=64 << 20, costs=COSTS) -> ReadSpeed:
-        return ReadSpeed(self.agent, "P", Region(1 << 40, memory), self.landing, size, costs, self.clock)
+        settings = TransferSettings(costs=costs)
+        lane = LaneResources(self.agent, None, self.landing, np.zeros(0), None, [], settings, self.clock)
+        return ReadSpeed(lane, "P", Region(1 << 40, memory), size)
 
     def measured(self, **options) -> ReadSpeed:
         speed = self.speed(**options)

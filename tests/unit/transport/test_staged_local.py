@@ -18,13 +18,12 @@ from kvferry.planning.template import build_templates
 from kvferry.transport.agent import ReadState
 from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
 from kvferry.transport.gather_messages import Gather, encode
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import RoutePreparation
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_order import ReadOrder, ReadResult
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
 from kvferry.transport.settings import TransferSettings

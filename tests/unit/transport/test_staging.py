@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.geometry import Region
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, image_capacity
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.examples import examples
 
 HOST = Region(0, 1)
@@ -29,7 +29,7 @@ def test_images_of_lots_lie_in_the_area_and_in_no_others(units, steps):
         low, high = allocation.position * stride, (allocation.position + images) * stride
         assert allocation.unit * UNIT_BYTES <= low
         assert high <= (allocation.unit + allocation.units) * UNIT_BYTES <= area.region.length
-        assert allocation.position + images <= image_capacity(area.region.length, stride)
+        assert allocation.position + images <= area.region.length // stride
         assert all(
             allocation.unit + allocation.units <= o.unit or o.unit + o.units <= allocation.unit
             for o, _, _ in held

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import join_plans
 
 MOST_TIMEOUTS = 20

@@ -12,7 +12,7 @@ from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.worker.loads import MOST_TIMEOUTS, Loads
 from kvferry.connector.worker.orders import LoadOrder
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.lane import ReadResult
+from kvferry.transport.read_order import ReadResult
 from kvferry.transport.read_plan import ReadPlan, TransferCounts
 from support.clock import Clock
 from support.examples import examples

@@ -12,8 +12,8 @@ from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import MOST_TIMEOUTS
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.lane import ReadResult
 from kvferry.transport.lease import LeaseWords
+from kvferry.transport.read_order import ReadResult
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 

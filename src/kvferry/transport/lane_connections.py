@@ -1,4 +1,4 @@
-"""The connections of a lane (a reading thread) to its peers.
+"""The connections of a lane to its peers.
 
     ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
       └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
@@ -21,13 +21,13 @@ from kvferry.transport.connected_peer import ConnectedPeer
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 
+logger = logging.getLogger(__name__)
+
 _LONGEST_SECONDS = 60.0
 
 
 def pause_seconds(failures: int) -> float:
     """Return the seconds to wait before a retry, after a number of failures in succession.
-
-    There is no pause after the first failure. Then the pause doubles from 1 second to at most 60.
 
     >>> [pause_seconds(failures) for failures in (1, 2, 3, 4, 100)]
     [0.0, 1.0, 2.0, 4.0, 60.0]
@@ -35,25 +35,14 @@ def pause_seconds(failures: int) -> float:
     return 0.0 if failures < 2 else min(2.0 ** min(failures - 2, 10), _LONGEST_SECONDS)
 
 
-logger = logging.getLogger(__name__)
-
-MakePeer = Callable[[tuple[RankCard, ...]], ConnectedPeer]
-
-
 @dataclass(slots=True)
 class _PeerConnection:
-    """A peer and the state of the connection to it.
-
-    The state is UP if `peer` is set, ASKED if `verdict` is set, and DOWN if neither is.
+    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is.
 
     Attributes:
-        cards: descriptions of all ranks of the peer.
-        peer: open connection; None if there is none.
-        verdict: result of the validation of the peer's transport metadata; None unless it is under way.
-        reason: why there is no connection, as a text; not used in the states UP and ASKED.
+        reason: why there is no connection; only used in state DOWN.
         failures: number of consecutive failures to connect to the peer or to read from it.
-        retry_at: time before which the peer is not connected again, in seconds of the clock of
-            `PeerConnections`.
+        retry_at: time before which the peer is not connected again.
     """
 
     cards: tuple[RankCard, ...]
@@ -64,45 +53,35 @@ class _PeerConnection:
     retry_at: float = 0.0
 
 
-class PeerConnections:
-    """The connections of one lane (reading thread) to its peers, by name of the peer.
+class LaneConnections:
+    """The connections of one lane to its peers, by name of the peer. Only the lane's thread uses it.
 
-    Peers that fail are connected again with exponential backoff. Only the lane's thread may use this object.
+    Peers that fail are connected again with exponential backoff.
     """
 
     def __init__(
         self,
-        make: MakePeer,
+        make: Callable[[tuple[RankCard, ...]], ConnectedPeer],
         validate: Callable[[tuple[RankCard, ...]], ValidationResult],
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty collection of connections.
+        """Create an empty collection.
 
         Args:
-            make: function that takes the descriptions of a peer's ranks and returns a connection. It raises
-                an exception if it cannot connect.
-            validate: function that takes the descriptions of a peer's ranks, and starts to validate their
-                transport metadata. It returns at once; the result is filled in when the validation has ended.
-            in_use: function that returns the connections that reads in progress use.
-            clock: function that returns the current time in seconds.
+            make: connects to the ranks of a peer. It raises an exception if it cannot.
+            validate: starts to validate the metadata of a peer's ranks, and returns at once.
+            in_use: returns the connections that reads in progress use.
         """
         self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _PeerConnection] = {}
-        # Those in state ASKED and UP, which a lane looks for in each of its polls and reads.
+        # Those in state ASKED and UP, so that polls and reads do not search all peers.
         self._asked: dict[str, _PeerConnection] = {}
         self._up: dict[ConnectedPeer, _PeerConnection] = {}
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
-        """Start to connect a peer. Its transport metadata is validated first.
-
-        If there is a connection to the peer already, do nothing.
-
-        Args:
-            name: name of the peer.
-            cards: descriptions of all ranks of the peer.
-        """
+        """Start to connect a peer, unless it is connected. Its transport metadata is validated first."""
         link = self._links.get(name)
         if link is None or link.peer is None:
             self._asked.pop(name, None)
@@ -119,16 +98,9 @@ class PeerConnections:
             self._leaving.append((name, link.peer))
 
     def get(self, name: str) -> ConnectedPeer | str | None:
-        """Return the connection to a peer.
+        """Return the connection to a peer; None while it is being validated, or why there is none.
 
         If the peer failed and may be retried now, start to connect it again.
-
-        Args:
-            name: name of the peer.
-
-        Returns:
-            The connection. Without a connection: None while the peer's metadata is being validated, otherwise
-            a text that says why there is none.
         """
         link = self._links.get(name)
         if link is None:
@@ -141,22 +113,12 @@ class PeerConnections:
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
-        """Handle the results of metadata validations: connect peers that passed, mark the others as failed.
-
-        Return whether there was any result.
-        """
+        """Connect peers whose metadata has passed, mark refused ones as failed; return whether any was."""
         settled = [self._apply_verdict(name, link) for name, link in list(self._asked.items())]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
-        """Record that a connection failed. `close_unused` closes it when no read uses it any more.
-
-        After a pause (`pause_seconds`), the next call of `get` starts to connect the peer again.
-
-        Args:
-            peer: connection that failed.
-            reason: cause of the failure, which `get` returns during the pause.
-        """
+        """Record that a connection failed. `get` returns the reason until the pause is over."""
         for name, link in self._links.items():
             if link.peer is peer:
                 link.peer = None
@@ -165,11 +127,7 @@ class PeerConnections:
                 self._mark_down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Reset the number of consecutive failures of a peer, because a read from the peer has succeeded.
-
-        Args:
-            peer: connection that was read from.
-        """
+        """Record that a read from a peer has succeeded, which ends its failures in succession."""
         if (link := self._up.get(peer)) is not None:
             link.failures = 0
 
@@ -184,12 +142,12 @@ class PeerConnections:
                 logger.exception("lane: an error while closing the connection to %s", entry[0])
 
     def __iter__(self) -> Iterator[ConnectedPeer]:
-        """Yield all connections, including those that wait to be closed."""
         yield from (peer for _, peer in self._leaving)
         yield from (link.peer for link in self._links.values() if link.peer is not None)
 
     def _ask(self, name: str, link: _PeerConnection) -> None:
         self.close_unused()
+        # The transport identifies a peer by its name, so it can have only one connection to it.
         if any(name == leaving for leaving, _ in self._leaving):
             link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
             return

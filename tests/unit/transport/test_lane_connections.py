@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import TransferError
+from kvferry.transport.lane_connections import LaneConnections
 from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.peer_connections import PeerConnections
 from support.clock import Clock
 
 UNREACHABLE = TransferError("unreachable")
@@ -27,7 +27,7 @@ class World:
         self.clock, self.attempts, self.in_use = Clock(), 0, list[Peer]()
         self.fault: Exception | None = None
         self.verdict = ""
-        self.links = PeerConnections(self.make, self.validate, lambda: self.in_use, self.clock)
+        self.links = LaneConnections(self.make, self.validate, lambda: self.in_use, self.clock)
 
     def validate(self, cards) -> ValidationResult:
         self.asked = ValidationResult(self.verdict)
