@@ -206,7 +206,7 @@ bench: $(VENV)/.dev $(if $(ARGS),,$(VENV)/.fronts) ## compare kvferry with other
 	$(PYTHON) -m benchmarks $(or $(ARGS),page)
 
 .PHONY: accuracy recall
-OWN_MODELS := smollm2,gemma3,lfm2,nemotronh
+OWN_MODELS := smollm2,gemma3,lfm2,nemotronh,qwen3next
 ALL_WAYS := pair,tp-2-1,tp-1-2,blocks,tiers,spoiled,spoiled-full,spoiled-window,spoiled-state
 accuracy: $(VENV)/.engine-$(ENGINE) $(VENV)/.accuracy $(if $(MODEL),,smollm2) ## lm-eval: are answers from KV that moved those of one engine? (MODEL=, ARGS=)
 	@$(PYTHON) -m benchmarks accuracy $(or $(MODEL),$(OWN_MODELS) --ways $(ALL_WAYS)) $(ARGS)

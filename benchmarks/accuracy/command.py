@@ -30,8 +30,8 @@ Models = Annotated[
     str,
     typer.Argument(
         metavar="MODELS",
-        help="Paths or ids of models that vLLM can load, separated by commas, or smollm2, gemma3, lfm2 "
-        "and nemotronh, which come with questions.",
+        help="Paths or ids of models that vLLM can load, separated by commas, or smollm2, gemma3, lfm2, "
+        "nemotronh and qwen3next, which come with questions.",
     ),
 ]
 VllmArguments = Annotated[

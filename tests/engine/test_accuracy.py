@@ -37,8 +37,9 @@ def evaluated(model: str, ways: str, folder: Path) -> dict[str, Any]:
         ("gemma3", 0.95, ALL, {"spoiled-full": 0.06, "spoiled-window": 0.06}),
         ("lfm2", 0.95, ALL, {"spoiled-full": 0.06, "spoiled-state": 0.06}),
         ("nemotronh", 0.95, ALL, {"spoiled-full": 0.06, "spoiled-state": 0.1}),
+        ("qwen3next", 0.95, ALL, {"spoiled-full": 0.06, "spoiled-state": 0.1}),
     ],
-    ids=["smollm2", "gemma3", "lfm2", "nemotronh"],
+    ids=["smollm2", "gemma3", "lfm2", "nemotronh", "qwen3next"],
 )
 def test_answers_are_right_however_kv_moved_and_near_chance_if_any_kind_of_it_is_spoiled(
     running, tmp_path, model, least_right, ways, controls

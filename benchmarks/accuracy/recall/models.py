@@ -27,6 +27,10 @@ class Trained:
         looks_back: True if the first layer is attention, which must learn to look at the token before.
         carries: True if a recurrent state must learn to carry the key that is asked for. Training then starts
             with a reach of 0, and the attention of the answer counts as much as that of all other tokens.
+        tells_key: True if training asks the first layer to tell the key of each number, and the key that is
+            asked for.
+        decays: logarithms of the decay that the first and the last head of a recurrent state start with, the
+            others evenly between them; None for the architecture's own.
         is_tied: False if the engine reads embedding and output matrix apart. Training ties them all the same.
         engine: arguments of vLLM's API server that the model needs on a CPU.
     """
@@ -38,6 +42,8 @@ class Trained:
     reach: int
     looks_back: bool = False
     carries: bool = False
+    tells_key: bool = False
+    decays: tuple[float, float] | None = None
     is_tied: bool = True
     engine: Sequence[str] = ()
 
@@ -72,6 +78,35 @@ _ALL = (
         engine_reads={"conv_dim": 64, "block_dim": 64, "block_ff_dim": 128},
         # The convolution sees three tokens.
         reach=0,
+    ),
+    Trained(
+        name="qwen3next",
+        config="Qwen3NextConfig",
+        settings={
+            **_ATTENTION,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "intermediate_size": 64,
+            # vLLM wants a layer with experts. Each token goes to all of them, so rounding changes no choice.
+            "mlp_only_layers": [0],
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+            "initializer_range": 0.05,
+            "tie_word_embeddings": False,
+        },
+        reach=28,
+        carries=True,
+        # Some heads keep the key that is asked for, others see the last tokens alone.
+        tells_key=True,
+        decays=(-4.6, 2.7),
+        is_tied=False,
+        # The gated delta net has no float32 kernel on a CPU.
+        engine=("--dtype=bfloat16",),
     ),
     Trained(
         name="nemotronh",

@@ -49,12 +49,14 @@ class Sequences:
         pair: True where attention from the first position to the second one finds the number that follows;
             bool, (sequences, length, length).
         near: True where it finds the key of a number, or the key that is asked for; of the same shape.
+        key: that key at each number and before the answer, or `NOTHING`; int64, (sequences, length).
     """
 
     tokens: Tensor
     targets: Tensor
     pair: Tensor
     near: Tensor
+    key: Tensor
 
 
 def draw(count: int, pairs: int, keys: int, gap: int, generator: Generator) -> Sequences:
@@ -100,7 +102,8 @@ def draw(count: int, pairs: int, keys: int, gap: int, generator: Generator) -> S
     pair = (wanted[:, :, None] >= 0) & (wanted[:, :, None] == held[:, None, :]) & earlier
     near = (held[:, :, None] >= 0) & (position[:, None] == position + 1)
     near[:, -3, 2 * (pairs - gap) + 1] = True
-    return Sequences(tokens, targets, pair, near)
+    told = row(no, (none, key + _KEY), no, no, asked + _KEY, no, no)
+    return Sequences(tokens, targets, pair, near, told)
 
 
 def questions(count: int, reach: int, seed: int) -> Iterator[dict[str, str]]:

@@ -100,18 +100,24 @@ def _untrained(trained: Trained) -> Any:
         config, dtype=torch.float32, attn_implementation="eager"
     )
     model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    for name, weight in model.named_parameters():
+        if trained.decays and name.endswith("A_log"):
+            weight.data = torch.linspace(*trained.decays, len(weight))
     return model
 
 
 def _loss(model: Any, drawn: Sequences, trained: Trained) -> tuple[Tensor, float]:
     """Return the loss, and the share of right answers."""
-    found = model(input_ids=drawn.tokens, output_attentions=True)
+    found = model(input_ids=drawn.tokens, output_attentions=True, output_hidden_states=True)
     attentions = [one for one in found.attentions if one is not None]
 
     def misses(part: slice) -> Tensor:
         loss = _entropy(found.logits, drawn.targets, part)
         if trained.carries:
             loss = loss + _misses(attentions[-1][:, :, part], drawn.pair[:, part])
+        if trained.tells_key:
+            logits = model.lm_head(model.model.norm(found.hidden_states[1]))
+            loss = loss + _entropy(logits, drawn.key, part)
         return loss
 
     # The one answer counts as much as all keys that are repeated, if there are any.

@@ -40,7 +40,7 @@ APART = {
 }
 """Tests by what they need beside the environment: the target `.venv/.NAME` of the Makefile installs it."""
 ACCURACY = "tests/engine/test_accuracy.py"
-ASKED = {"smollm2": ("smollm2",), "gemma3": (), "lfm2": (), "nemotronh": ()}
+ASKED = {"smollm2": ("smollm2",), "gemma3": (), "lfm2": (), "nemotronh": (), "qwen3next": ()}
 """Models whose answers are scored, a part each, and the targets that they need beside lm-eval's."""
 RELEASES = ("0.31.0", "0.33.0")
 SECOND_RUNNER = tuple(

@@ -264,19 +264,22 @@ def test_each_negative_control_zeroes_the_kinds_of_groups_that_it_names():
 
 
 def test_a_model_is_not_asked_with_spoiled_groups_that_it_does_not_have(tmp_path):
-    subjects = read_subjects(f"gemma3, lfm2,nemotronh,{tmp_path}", FACTS, ["--seed=1"])
-    gemma, _, nemotron, own = subjects
+    subjects = read_subjects(f"gemma3, lfm2,nemotronh,qwen3next,{tmp_path}", FACTS, ["--seed=1"])
+    gemma, _, nemotron, qwen, own = subjects
     found = {one.name: [way.name for way in WAYS.values() if one.can_show(way)] for one in subjects}
     assert found == {
         "gemma3": [name for name in WAYS if name != "spoiled-state"],
-        "lfm2": [name for name in WAYS if name != "spoiled-window"],
-        "nemotronh": [name for name in WAYS if name != "spoiled-window"],
+        **{
+            name: [way for way in WAYS if way != "spoiled-window"]
+            for name in ("lfm2", "nemotronh", "qwen3next")
+        },
         str(tmp_path): list(WAYS),
     }
     assert (gemma.examples, own.examples) == (0, 5)
     assert own.arguments == ("--seed=1",)
     assert gemma.arguments[-1] == "--seed=1"
     assert nemotron.arguments[-2:] == ("--max-num-batched-tokens=64", "--seed=1")
+    assert qwen.arguments[-2:] == ("--dtype=bfloat16", "--seed=1")
 
 
 @pytest.mark.parametrize("trained", MODELS.values(), ids=MODELS)
@@ -297,7 +300,8 @@ def test_questions_of_a_trained_model_need_every_part_of_the_prompt(trained):
 
 def test_a_sequence_to_train_on_has_the_answer_and_the_places_where_it_is_found():
     drawn = draw(3, 6, 4, 2, Generator().manual_seed(1))
-    for tokens, targets, pair, near in zip(drawn.tokens, drawn.targets, drawn.pair, drawn.near, strict=True):
+    fields = drawn.tokens, drawn.targets, drawn.pair, drawn.near, drawn.key
+    for tokens, targets, pair, near, key in zip(*fields, strict=True):
         words = [WORDS[token] for token in tokens]
         asked = words[9]
         assert words[-4:-2] == ["Answer:", "####"]
@@ -305,6 +309,8 @@ def test_a_sequence_to_train_on_has_the_answer_and_the_places_where_it_is_found(
         (places,) = pair[-3].nonzero(as_tuple=True)
         assert {(words[at - 1], words[at]) for at in places} == {(asked.lower(), words[-2])}
         assert near[-3].nonzero().tolist() == [[9]]
+        told = [words[at - 1] if word.isdigit() else None for at, word in enumerate(words)]
+        assert [WORDS[one] if one >= 0 else None for one in key] == [*told[:-3], asked.lower(), None, None]
         for at in (targets[1:-4] >= 0).nonzero().flatten() + 1:
             assert words[at + 1] == WORDS[targets[at]]
             assert words[at] in words[1:at]
