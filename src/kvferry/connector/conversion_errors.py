@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
@@ -50,7 +50,8 @@ def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspe
     """
     if found := _MISSING.fullmatch(error):
         inside = (found["path"] or "").removeprefix(".")
-        kind = getattr(_field(settings, f"{found['path'] or ''}.{found['key']}").type, "__name__", "")
+        of = _field(settings, f"{found['path'] or ''}.{found['key']}").type
+        kind = getattr(get_args(of)[0] if get_origin(of) is Annotated else of, "__name__", "")
         needed = f" to {_listed(_WORDS[kind])}" if kind in _WORDS else ""
         place = f": {inside}" if inside else ""
         return f"{place} lacks the key {found['key']!r}, which is required; set it{needed}"

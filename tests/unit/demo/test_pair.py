@@ -25,7 +25,7 @@ from kvferry.serving.signals import StopSignals
 def test_a_router_thread_imports_nothing_that_a_signal_may_interrupt(monkeypatch, tmp_path: Path) -> None:
     """To make a client imports what the router needs; a second Ctrl-C may interrupt it in this thread."""
     urls = ["http://127.0.0.1:1"]
-    fleet = SimpleNamespace(prefill_urls=urls, decode_urls=urls, wait_ready=lambda _: None)
+    fleet = SimpleNamespace(prefill_urls=urls, decode_urls=urls)
     make, beside = pair._client, []
 
     def client():
@@ -34,10 +34,10 @@ def test_a_router_thread_imports_nothing_that_a_signal_may_interrupt(monkeypatch
 
     monkeypatch.setattr(pair, "Fleet", lambda *_: nullcontext(fleet))
     monkeypatch.setattr(pair, "_client", client)
-    monkeypatch.setattr(pair._Run, "rows", lambda run, count: [run.url] * count)
-    (url,) = pair._measured(
-        (), tmp_path / "log", MagicMock(), MagicMock(), questions=(), count=1, answer_tokens=1
-    )
+    monkeypatch.setattr(pair, "wait_ready", lambda *_: None)
+    monkeypatch.setattr(pair, "fleet_specs", lambda *_, **__: ())
+    monkeypatch.setattr(pair._Run, "rows", lambda run, count: [SimpleNamespace(verdict=run.url)] * count)
+    (url,) = pair.measure(MagicMock(), tmp_path / "log", MagicMock(), MagicMock(), count=1, answer_tokens=1)
     assert url.startswith("http://127.0.0.1:")
     assert beside
     assert "router" not in beside

@@ -15,6 +15,7 @@ import pytest
 from kvferry.doctor import http_engine
 from kvferry.errors import ProtocolError
 from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch
+from kvferry.serving.role import Role
 from kvferry.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -150,7 +151,9 @@ def test_an_https_url_of_a_server_without_tls_is_refused_with_the_reason() -> No
 
 def test_doctor_reports_an_answer_that_does_not_end() -> None:
     with server(slow) as url:
-        (found,) = http_engine.examine_url(url, 0.5).findings
+        seen = http_engine.ExaminedEngine(url, Role.BOTH)
+        http_engine.examine_url(url, 0.5, seen)
+    (found,) = seen.findings
     assert found.found.startswith("no answer: /health does not end in 0.5 s")
 
 
