@@ -904,7 +904,7 @@ def counters(engine: Any) -> dict[str, Any]:
     return {
         "leases": len(ours._producer._book),
         "expired": ours._producer._book.expired,
-        "pins": len(ours.admission.pins),
+        "pins": len(ours.admission.loads),
         "pulls": len(ours._peers) if ours._peers else 0,
     }
 

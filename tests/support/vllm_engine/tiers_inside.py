@@ -20,17 +20,14 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     cache.host.check_integrity()
     book = cache.host._slots
     counts = {
-        "pins": len(admission.pins),
-        "late": sum(admission.pins._late.values()),
+        "loads": len(admission.loads),
+        "late": admission.loads.late_blocks(),
         "wishes": len(admission),
-        "loads": len(admission._loads),
         "stores": len(stores._stores),
-        "pinned by stores": stores._pinned,
         "requests looked at": len(tiering._storing._progress),
         "named requests": len(tiering._prompts._known),
         "requests to serve": len(source._requests),
         "loads from tiers": sum(feed.busy for feed in source._feeds),
-        "orders moved by some": len(tiering._copies),
         "fetches": len(cache.reading.fetches),
         "incoming": len(cache.reading.incoming),
         "fills": len(book._fills),
