@@ -1,4 +1,4 @@
-"""Peers that the workers of this engine are connected to, whether it can read them, and how blocks meet."""
+"""Peers: whether this engine can read from them, which the workers are connected to, how blocks meet."""
 
 from __future__ import annotations
 
@@ -16,22 +16,41 @@ from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
 from kvferry.units import counted
 
+logger = logging.getLogger(__name__)
+
 UNUSED_SECONDS = 600.0
 """Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
 
 
-class PeerConnections:
-    """Peers by name: which ones the workers are connected to, or shall connect to.
+def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
+    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
 
-    Only the engine's thread calls the methods.
+    Raises:
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
+            (a shorter attention window). The message names every difference.
     """
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    # Without the KV of draft layers answers stay right: only fewer drafts are accepted.
+    if absent:
+        logger.warning(
+            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", counted(len(absent), "layer"), absent[0],
+        )  # fmt: skip
+
+
+class PeerConnections:
+    """The peers that the workers are connected to, or shall connect to. Only the engine's thread calls it."""
 
     def __init__(self, ranks: Sequence[RankGeometry], clock: Callable[[], float]) -> None:
         """Create the record. The workers are connected to no peer yet.
 
         Args:
             ranks: geometry of this engine's ranks.
-            clock: function that returns monotonic seconds.
+            clock: returns monotonic seconds.
         """
         self._clock = clock
         self._groups, self._alignments = blocks_of(ranks), dict[str, tuple[int, ...]]()
@@ -47,7 +66,7 @@ class PeerConnections:
         return not self._new
 
     def use(self, name: str, peer: PeerInfo) -> None:
-        """Record that a load uses a peer, and have the workers connect to the peer if they are not connected.
+        """Record that a load uses a peer, and have the workers connect to it if they are not connected.
 
         Args:
             name: name of the peer.
@@ -55,6 +74,7 @@ class PeerConnections:
         """
         if name not in self._used:
             self._new[name] = peer
+        # The peer moves to the end of the dictionary, which is in the order of last use.
         self._used.pop(name, None)
         self._used[name] = self._clock()
 
@@ -73,8 +93,8 @@ class PeerConnections:
         """Return, and forget, the peers that no load has used for `UNUSED_SECONDS`.
 
         Args:
-            reading: function that returns the names of peers of which something is still to be read. They
-                stay. It is called only if peers are unused.
+            reading: returns the names of peers of which something is still to be read. They stay. It is
+                called only if peers are unused.
         """
         oldest = self._clock() - UNUSED_SECONDS
         unused = [name for name, _ in takewhile(lambda one: one[1] < oldest, self._used.items())]
@@ -90,8 +110,8 @@ class PeerConnections:
     def alignments(self, name: str, peer: PeerInfo | Pending | Unusable) -> tuple[int, ...]:
         """Return the alignment of content loaded from a peer, in tokens, for each KV cache group.
 
-        Loaded content of a group begins at a multiple of the group's alignment. The alignment is the greatest
-        common divisor of the block sizes of both engines, or 1 until the handshake with the peer is complete.
+        It is the greatest common divisor of the block sizes of both engines, or 1 until the handshake is
+        complete.
 
         Args:
             name: name of the peer.
@@ -120,31 +140,3 @@ class PeerConnections:
             return self._alignment_tokens
         others = layers_of((card.geometry for card in peer.ranks), attend_to_all=False)
         return 0 if self._attending & others else self._alignment_tokens
-
-
-logger = logging.getLogger(__name__)
-
-
-def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
-    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
-
-    If layers of a draft model are missing at the peer, log a warning.
-
-    Args:
-        theirs: cards (descriptions with the KV cache geometry) of the peer's ranks.
-        ours: cards of this engine's ranks.
-
-    Raises:
-        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
-            (a shorter attention window). The message names every difference.
-    """
-    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
-    absent = absent_layer_names(peer, here)
-    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
-        raise Incompatible(list(dict.fromkeys(found)))
-    if absent:
-        logger.warning(
-            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
-            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
-            "matters", counted(len(absent), "layer"), absent[0],
-        )  # fmt: skip

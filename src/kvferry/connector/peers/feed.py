@@ -15,11 +15,7 @@ from kvferry.transport.read_order import ReadOrder
 
 
 class PeerFeed:
-    """Orders the parts of one load from a peer. KV that the peer has computed is ordered as one part.
-
-    The workers are also told that the peer has computed more, if nothing of it can be read yet, because the
-    load's deadline begins anew with each part.
-    """
+    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
 
     origin = PEER
 
@@ -38,12 +34,10 @@ class PeerFeed:
         Args:
             load: load to order.
             pull: state of the exchange with the peer. It has a grant.
-            alignment_tokens: alignment of the positions at which two parts may meet, in tokens
-                (`common_alignment`).
+            alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
             labels: label of each KV cache group of this engine.
-            update: function that takes in the peer's last answer, and returns why its KV cannot be read any
-                more; None if it can.
-            on_failed: function that is called if the load has failed and its request waits for it.
+            update: takes in the peer's last answer, and returns why its KV cannot be read any more.
+            on_failed: called if the load has failed and its request waits for it.
         """
         self._load, self._pull, self._alignment_tokens, self._labels = load, pull, alignment_tokens, labels
         self._update, self._on_failed = update, on_failed
@@ -52,7 +46,6 @@ class PeerFeed:
         pull.loading = True
 
     def next_parts(self) -> Sequence[LoadPart]:
-        """Return what the peer has computed since the last call, as one part; empty if that is nothing."""
         load, pull = self._load, self._pull
         unusable = Unusable("no request waits for it any more") if self._dropped else self._update(pull)
         if unusable is not None:
@@ -68,6 +61,8 @@ class PeerFeed:
             whole=pull.is_whole,
         )
         if span is None:
+            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
+            # be read yet.
             return [LoadPart(load.key, None)] if news else []
         self._done, self._parts = span.ends, self._parts + 1
         order = ReadOrder(
@@ -81,21 +76,18 @@ class PeerFeed:
         return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
 
     def drop(self) -> None:
-        """Order nothing more. The workers cannot cancel reads in flight."""
+        # The workers cannot cancel reads in flight.
         self._dropped, self._pull.loading = True, False
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that workers have read, per KV cache group of this engine."""
         figures = report.figures
         each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
         return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
 
     def miss(self, report: Report) -> MissReason:
-        """Return why the load failed: DEADLINE if it has passed its deadline, else FAILED."""
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, report: Report, *, wanted: bool) -> None:
-        """Let the peer be excluded if the load has failed and its request waits for it."""
         self._pull.loading = False
         if wanted and report.failure is not None:
             self._on_failed(self._pull, report)

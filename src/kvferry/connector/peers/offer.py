@@ -1,11 +1,10 @@
 """Offers of KV, which travel with a request as its ``kv_transfer_params``.
 
 The keys are those of vLLM's NixlConnector, so routers made for it work unchanged: they copy the object from
-the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries a ticket, a
-random 128-bit id. ``remote_num_tokens`` is the number of offered tokens. Block tables and leases never pass
-through clients. The reading engine sends the ticket and the digest of its prompt over the control channel,
-and the offering engine replies with the block tables and the lease (`transport.redeem`). An offer comes from
-a client, so it is checked against a schema before it is used.
+the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries the ticket.
+Block tables and leases never pass through clients. The reading engine sends the ticket and the digest of its
+prompt over the control channel, and the offering engine replies with the block tables and the lease
+(`transport.redeem`). An offer comes from a client, so it is checked against a schema before it is used.
 
 A router may ask both engines at once. It then draws the ticket, gives it to the prefill engine, and makes the
 offer for the decode engine itself, from an earlier offer of the prefill engine. The number of tokens is null
@@ -27,24 +26,21 @@ from kvferry.transport.redeem import MAX_TOKENS
 
 _EngineId = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}\Z")]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
+
 MAX_UNWANTED = 256
 """Maximum number of names of unwanted KV in a request."""
 
-_Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
-
 
 class Offer(msgspec.Struct, frozen=True):
-    """An engine's offer of the KV blocks of a prompt prefix, as sent in ``kv_transfer_params``.
-
-    The offer carries a ticket, a random 128-bit id. The engine that reads the blocks presents the ticket to
-    the offering engine, which replies with the block tables and a lease.
+    """An engine's offer of the KV of a prompt prefix, as sent in ``kv_transfer_params``.
 
     Attributes:
         remote_engine_id: id of the offering engine.
-        remote_host, remote_port: address of the offering engine's control channel.
+        remote_host, remote_port: address of its control channel.
         remote_request_id: ticket, as 32 hex digits.
-        remote_num_tokens: number of offered tokens, from the start of the prompt. None for all tokens but
-            the last one, if the offering engine is still computing them.
+        remote_num_tokens: number of offered tokens, from the start of the prompt. None for all tokens but the
+            last one, if the offering engine is still computing them.
         remote_step_tokens: number of tokens of a prompt that the offering engine computes in one step. Its KV
             may be read while it computes longer prompts. 0 if KV can only be read after the last step. Offers
             of older releases lack the key; whether such an engine can be read from, the handshake decides.
@@ -62,76 +58,21 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> Address:
-        """Address (host, port) of the offering engine's control channel."""
         return self.remote_host, self.remote_port
 
     @property
     def ticket(self) -> bytes:
-        """Ticket (random id that claims the lease on the offered blocks), 16 bytes."""
+        """Ticket, 16 bytes."""
         return bytes.fromhex(self.remote_request_id)
 
 
-def wants_prefill(params: Any) -> bool:
-    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine.
-
-    Args:
-        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
-    """
-    return isinstance(params, dict) and params.get("do_remote_decode") is True
-
-
-def ticket_of(params: Any) -> bytes | None:
-    """Return the ticket that a router has drawn for a prompt that this engine prefills; None without one.
-
-    Args:
-        params: the request's ``kv_transfer_params``, as the client sent them.
-    """
-    try:
-        return bytes.fromhex(msgspec.convert(params["remote_request_id"], _Hex))
-    except (KeyError, TypeError, msgspec.ValidationError, UnicodeError):
-        return None
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """The part of a router's request for a prefill that says which KV no decode engine will read.
-
-    Attributes:
-        remote_name: random name that the router gives to the KV of this prompt. Only the router and this
-            engine know it, so nobody else can end the lease with it.
-        remote_unwanted: names of earlier prompts' KV that no decode engine will read, because the client has
-            left or the request has failed.
-    """
-
-    remote_name: _Hex | None = None
-    remote_unwanted: Annotated[tuple[_Hex, ...], msgspec.Meta(max_length=MAX_UNWANTED)] = ()
-
-
-def read_wanted(params: Any) -> Wanted:
-    """Return what a router says about KV in a request's ``kv_transfer_params``; nothing if it is malformed.
-
-    Args:
-        params: the request's ``kv_transfer_params``, as the client sent them.
-    """
-    try:
-        return msgspec.convert(params, Wanted)
-    except (msgspec.ValidationError, UnicodeError):
-        return Wanted()
-
-
 def has_offer(params: Any) -> bool:
-    """Return whether a request's ``kv_transfer_params`` contain an offer of KV blocks, sound or malformed.
-
-    Args:
-        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
-    """
+    """Return whether a request's ``kv_transfer_params`` contain an offer, sound or malformed."""
     return params is not None and not (isinstance(params, dict) and not params.get("do_remote_prefill"))
 
 
 def read_offer(params: Any) -> Offer | None:
-    """Return the offer of KV blocks in a request's ``kv_transfer_params``; None if they contain no offer.
-
-    Args:
-        params: the request's ``kv_transfer_params``, as the client sent them; None if there are none.
+    """Return the offer in a request's ``kv_transfer_params``; None if they contain none.
 
     Raises:
         ProtocolError: the offer is malformed.
@@ -159,14 +100,14 @@ def _fault(params: Any, error: str) -> str:
 
 
 def write_offer(offer: Offer) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a response that offers the KV blocks of its prompt."""
+    """Return the ``kv_transfer_params`` of a response that makes an offer."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     del params["remote_prefill_cached_tokens"]  # vLLM adds it
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 
 def write_nothing(*, stopped: bool = False) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a response that offers no KV blocks.
+    """Return the ``kv_transfer_params`` of a response without an offer.
 
     The decode engine then computes the prompt itself.
 
@@ -177,63 +118,86 @@ def write_nothing(*, stopped: bool = False) -> dict[str, Any]:
     return {**nothing, "remote_stopped": True} if stopped else nothing
 
 
-class Siblings:
-    """Record of the KV offers that the samples of a prompt share (``n`` above 1).
+def wants_prefill(params: Any) -> bool:
+    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
 
-    The engine computes each sample as a separate request. The first sample that ends gets a lease on its
-    blocks. The responses of the other samples repeat the offer of these blocks. The record keeps an offer
-    until its lease ends.
+
+def ticket_of(params: Any) -> bytes | None:
+    """Return the ticket that a router has drawn for a prompt that this engine prefills; None without one."""
+    try:
+        return bytes.fromhex(msgspec.convert(params["remote_request_id"], _Hex))
+    except (KeyError, TypeError, msgspec.ValidationError, UnicodeError):
+        return None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """The part of a router's request for a prefill that says which KV no decode engine will read.
+
+    Attributes:
+        remote_name: random name that the router gives to the KV of this prompt.
+        remote_unwanted: names of earlier prompts' KV that no decode engine will read, because the client has
+            left or the request has failed.
+    """
+
+    # Only the router and this engine know the name, so nobody else can end the lease with it.
+    remote_name: _Hex | None = None
+    remote_unwanted: Annotated[tuple[_Hex, ...], msgspec.Meta(max_length=MAX_UNWANTED)] = ()
+
+
+def read_wanted(params: Any) -> Wanted:
+    """Return what a router says about unwanted KV; nothing if it is malformed."""
+    try:
+        return msgspec.convert(params, Wanted)
+    except (msgspec.ValidationError, UnicodeError):
+        return Wanted()
+
+
+class Siblings:
+    """Record of the offers that the samples of a prompt share (``n`` above 1).
+
+    The engine computes each sample as a separate request. The first sample that ends gets a lease. The
+    responses of the others repeat its offer, until the lease ends.
     """
 
     # The engine's response carries the offer of only one sample, so leases of the others would keep blocks
     # until they expire.
 
     def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Create an empty collection of offers.
+        """Create an empty record.
 
         Args:
-            parent_of: function that takes a request id and returns the id that all samples of its prompt
-                share. It returns None for a request whose prompt is sampled only once.
+            parent_of: returns the id that all samples of a request's prompt share; None if there is only one.
         """
         self._parent_of = parent_of
         self._offers: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts whose samples share a lease on KV blocks."""
+        """Return the number of prompts whose samples share a lease."""
         return len(self._offers)
 
     def offered(self, request_id: str, offer: dict[str, Any]) -> None:
-        """Remember a request's offer of KV if the request is one of several samples of a prompt.
+        """Remember the offer of a request if it is one of several samples of a prompt.
 
         Args:
-            request_id: id of the request, which is also the name of the lease on the request's blocks.
+            request_id: id of the request, which is also the name of the lease on its blocks.
             offer: ``kv_transfer_params`` of the request's response.
         """
         if (parent := self._parent_of(request_id)) is not None:
             self._offers[parent] = request_id, offer
 
     def offer_of(self, request_id: str) -> dict[str, Any] | None:
-        """Return the offer that another sample of the request's prompt has made; None if there is none.
-
-        An offer is the ``kv_transfer_params`` of a response.
-        """
+        """Return the offer that another sample of the request's prompt has made; None if there is none."""
         _, offer = self._offers.get(self._parent_of(request_id) or "", ("", None))
         return offer
 
     def lease_of(self, request_id: str) -> str | None:
-        """Return the name of the lease that the samples of the request's prompt share; None if there is none.
-
-        The lease keeps KV blocks allocated until another engine has read them.
-        """
+        """Return the lease that the samples of the request's prompt share; None if there is none."""
         name, _ = self._offers.get(self._parent_of(request_id) or "", (None, None))
         return name
 
     def ended(self, leases: Iterable[str]) -> None:
-        """Forget the offers of KV blocks whose leases have ended.
-
-        Args:
-            leases: names of the leases.
-        """
+        """Forget the offers whose leases have ended."""
         for name in leases:
             parent = self._parent_of(name)
             if parent is not None and self.lease_of(name) == name:

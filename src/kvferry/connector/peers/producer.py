@@ -1,9 +1,8 @@
-"""The producer: offers the KV of computed prompts to other engines, and keeps the blocks under leases.
+"""The producer: offers the KV of computed prompts to other engines, and pins the blocks under leases.
 
-The blocks of a finished prompt stay allocated under a lease. A consumer claims the lease with a ticket, a
-random id that travels with the request. The lease ends when all consumers that have claimed it release it or
-stay silent for too long. A lease that no consumer has claimed may end early if requests wait for blocks
-(`unclaimed`). When a lease ends, each worker raises its lease word, an integer in registered memory, so that
+A consumer claims a lease with a ticket, which travels with the request. The lease ends when all consumers
+that have claimed it release it or stay silent for too long. A lease that no consumer has claimed may end
+early if requests wait for blocks (`unclaimed`). When a lease ends, each worker raises its lease word, so that
 a consumer that is still reading notices. Then the worker reports the request as sent. The engine frees the
 blocks only after all workers have reported.
 
@@ -55,10 +54,9 @@ LEASE_SLOTS = 8192
 
 
 class Producer:
-    """Offers the KV of finished prompts to other engines (consumers), and keeps the blocks under leases.
+    """Offers the KV of finished prompts, and pins their blocks under leases.
 
-    A lease keeps blocks allocated until the consumers have read them or have been silent for too long. Only
-    the engine's thread calls the methods.
+    Only the engine's thread calls it.
     """
 
     def __init__(
@@ -76,14 +74,13 @@ class Producer:
         """Create a producer without leases. Call `start` before the first lease is granted.
 
         Args:
-            engine: properties of the engine, such as its KV cache groups and the size of its block pool.
+            engine: properties of the engine.
             config: the connector's settings.
             incarnation: random number that identifies this run of the engine.
-            events: stream that receives the events of each lease.
-            names: object that computes digests of token content. Peers look up the KV of finished requests
-                by these digests.
+            events: receives the events of each lease.
+            names: computes the digests by which peers look up turns.
             adapters: the engine's LoRA adapters.
-            clock: function that returns monotonic seconds.
+            clock: returns monotonic seconds.
             lease_slots: maximum number of leases at a time.
         """
         self._engine, self._adapters, self._clock = engine, adapters, clock
@@ -91,6 +88,7 @@ class Producer:
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
         self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
+        # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
         self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
         self._streams = Streams(engine, self._book, adapters)
         self._host = config.advertise_host or config.host
@@ -116,17 +114,17 @@ class Producer:
                 share=config.turn_share,
                 clock=clock,
             )
+        # Replaced by the server's book in `start`: methods need no check for None.
         self._tickets = TicketBook(incarnation)
         self.port = 0
 
     def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases (promises to keep KV blocks until other engines have read them).
+        """Begin to grant leases.
 
         Args:
             server: control channel that answers other engines.
             pool: the engine's block pool.
-            workers: number of workers. Each keeps lease words (integers in registered memory that show
-                whether a lease is valid).
+            workers: number of workers. All must confirm the end of a lease.
         """
         self.port, self._tickets = server.port, server.tickets
         self._unclaimed.start(pool)
@@ -136,38 +134,29 @@ class Producer:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps although it has no requests.
-
-        Steps make new retained turns (KV of finished requests) visible to peers, and free the blocks of
-        withdrawn turns.
-        """
+        """True if the engine must run steps without requests, to publish turns and to free their blocks."""
         return self._turns is not None and self._turns.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of retained turns will soon be free, so that the engine should wait and not preempt.
-
-        True if the lease of a retained turn (KV of a finished request) has ended, but not all workers have
-        confirmed the end yet.
-        """
+        """True if blocks of turns will soon be free, so that the engine should wait and not preempt."""
         return self._turns is not None and self._turns.holds_blocks
 
     def leases_block(self) -> bool:
-        """Return whether requests wait for blocks, while leases on finished prompts keep some."""
+        """Return whether requests wait for blocks while leases on finished prompts pin some."""
         return self._unclaimed.leases_block()
 
     @property
     def keeps_turns(self) -> Address | None:
-        """Address (host, port) at which peers ask for KV of earlier turns of conversations.
-
-        None if the setting ``turn_seconds`` is 0: the engine then keeps no KV of finished requests.
-        """
+        """Address (host, port) at which peers ask for turns; None if this engine keeps none."""
         return None if self._turns is None else (self._host, self.port)
 
     def on_new_request(self, request: Request) -> None:
-        """Register a new request. If another engine will read the request's KV, drop the last prompt token.
+        """Register a request. If its KV will be offered, drop the last prompt token.
 
-        The other engine computes the last token itself. Mutates `request`.
+        The consumer computes that token.
+
+        Mutates `request`.
         """
         self._wanted.add(request)
         self._unclaimed.on_new_request(request)
@@ -197,10 +186,9 @@ class Producer:
         It may be left out for steps that are scheduled while `calm` is true.
 
         Args:
-            number: number of the step; steps are numbered in the order in which they are scheduled.
+            number: number of the step, ascending in the order of scheduling.
             step: the coming step.
-            block_ids: function that takes a request id and returns the request's block table for each KV
-                cache group.
+            block_ids: returns the block table of a request, for each KV cache group.
         """
         self._streams.scheduled(number, step, block_ids)
 
@@ -217,16 +205,16 @@ class Producer:
             )
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request: offer its prompt's KV to another engine, or keep it for the next turn.
+        """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
 
         Args:
             request: request that has ended.
-            block_ids: block table of the request for each KV cache group, up to the last computed token.
+            block_ids: its block table for each KV cache group, up to the last computed token.
 
         Returns:
-            (hold, params). `hold` is True if the engine must keep the blocks until `sent` is called with the
-            request's id. `params` is the ``kv_transfer_params`` of the response; None if the request did not
-            ask for an offer.
+            (hold, params). `hold` is True if the engine must keep the blocks until all workers report the
+            request as sent. `params` is the ``kv_transfer_params`` of the response; None if no offer was
+            asked for.
         """
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
@@ -252,10 +240,12 @@ class Producer:
         tables = self._engine.tables(block_ids, tokens)
         if stream is not None and stream.word is not None:
             ticket = stream.ticket
+            # While the prompt was computed, the lease had no end (`Streams`). From here on it can expire.
             self._book.restart(request.request_id)
             grant = Grant.of(stream.word.slot, stream.word.generation, tables)
             self._tickets.advance(request.request_id, grant, tokens)
         else:
+            # The decode engine may have the router's ticket already. One in use belongs to another request.
             drawn = stream is not None and stream.ticket not in self._tickets
             ticket = stream.ticket if stream is not None and drawn else new_ticket()
             try:
@@ -285,16 +275,18 @@ class Producer:
 
         Args:
             request: request that has ended.
-            ticket: random id that claims the lease.
+            ticket: ticket of the lease.
             tokens: number of offered tokens, from the start of the prompt.
-            tables: block ids to transfer for each KV cache group.
-            cached_tokens: number of prompt tokens that the engine's caches had; None if the engine adds it
-                to the offer.
+            tables: blocks to transfer, for each KV cache group.
+            cached_tokens: number of prompt tokens that the engine's caches had; None if the engine adds it to
+                the offer.
 
         Raises:
             TransferError: all lease slots are in use.
             Unnameable: the content of the prompt has no digest.
         """
+        # The content is computed before the lease is granted, so that a prompt without a name leaves no lease
+        # behind.
         content = content_of(request, tokens, self._adapters)
         word = self._book.grant(request.request_id)
         self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
@@ -303,21 +295,13 @@ class Producer:
 
     @property
     def calm(self) -> bool:
-        """True if steps need no call of this object until another method is called or a message arrives.
-
-        No lease is held, so none can expire, and no prompt is read while it is computed.
-        """
+        """True if steps need no call of this object until another method is called or a message arrives."""
         return not (self._withdrawn or len(self._book) or len(self._streams) or self._turns is not None)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
 
-        A lease ends if its readers have released it, or if it has expired or was withdrawn. A lease that no
-        engine has claimed may end early (`unclaimed`). Mutates `events` and `orders`.
-
-        Args:
-            events: queue of messages from engines that read from this engine. The queue is emptied.
-            orders: message to the workers for the coming step. The leases to end are added to it.
+        Empties `events` and adds to `orders`.
         """
         if not (events or self._withdrawn or len(self._book) or self._turns is not None):
             return
@@ -340,6 +324,8 @@ class Producer:
             )
         over = self._book.end_expired()
         if self._turns is not None:
+            # No consumer was silent if the time of a turn is over, so that is neither logged nor counted as
+            # expired.
             turns = {name: over.pop(name) for name in list(over) if name in self._turns}
             turns.update(self._book.end(self._turns.step()))
             self._end(turns, expired=False)
@@ -353,14 +339,11 @@ class Producer:
         orders.raised, self._raised = self._raised, {}
 
     def _end(self, leases: Mapping[str, int], *, expired: bool, withdrawn: bool = False) -> list[str]:
-        """Handle the end of leases, and order the workers to raise their words with the coming step.
+        """Have the workers raise the words of ended leases with the coming step. Return the leases' names.
 
         Args:
             leases: lease slot of each ended lease, by name.
             expired, withdrawn: values of the event that is emitted for each lease.
-
-        Returns:
-            The names of the leases.
         """
         if not leases:
             return []
@@ -379,11 +362,8 @@ class Producer:
         return list(leases)
 
     def on_pause(self, *, paused: bool) -> None:
-        """Record that the engine was paused or resumed.
-
-        While it is paused, no turns are kept and unclaimed leases end soon, because a paused engine can reset
-        its cache only when no lease keeps blocks.
-        """
+        """While the engine is paused, keep no turns, and end unclaimed leases soon."""
+        # A paused engine can reset its cache only when no lease pins blocks.
         self._unclaimed.paused = paused
         if not paused:
             self._sleeps = False
@@ -391,20 +371,16 @@ class Producer:
             self._turns.give_up()
 
     def on_sleep(self) -> None:
-        """End all leases, and offer nothing until the engine is resumed, because it is about to sleep."""
+        """End all leases, and offer nothing until the engine is resumed."""
         self.reset()
         self._sleeps = True
 
     def renew(self, incarnation: int) -> None:
-        """Grant leases under another incarnation, because the workers have registered their memory anew.
-
-        Args:
-            incarnation: new random number for this run of the engine.
-        """
+        """Grant leases under another incarnation, because the workers have registered their memory anew."""
         self._book.renew(incarnation)
 
     def reset(self) -> None:
-        """Withdraw all offers of KV, and all KV kept for next turns, because this KV is no longer valid.
+        """Withdraw all offers and turns, because their KV is no longer valid.
 
         The leases end with the coming step.
         """
@@ -414,12 +390,15 @@ class Producer:
             self._turns.give_up()
 
     def stop_offering(self) -> None:
-        """Withdraw all offers of KV, and all KV kept for next turns. Offer and keep no KV from now on."""
+        """Withdraw all offers and turns, and make no more."""
         self.reset()
         self.drain()
 
     def drain(self) -> None:
-        """Offer and keep no KV from now on. Leases that are held go on until they end by themselves."""
+        """Make no more offers and keep no more turns.
+
+        Leases that are held go on until they end by themselves.
+        """
         if self._turns is not None:
             self._turns.give_up()
         self._streams.stop()
@@ -427,14 +406,13 @@ class Producer:
 
     @property
     def leases(self) -> int:
-        """Number of leases whose blocks are still kept."""
+        """Number of leases whose blocks are still pinned."""
         return len(self._book)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have ended the leases of these requests.
+        """Record that all workers have raised the lease words of these requests.
 
-        The workers have changed the lease words (integers in registered memory that show whether a lease is
-        valid). The engine can free the blocks now.
+        The engine can free the blocks now.
         """
         for name in request_ids:
             self._book.ended(name)
@@ -443,12 +421,10 @@ class Producer:
     def on_workers_confirmed(self, raised: Mapping[str, int]) -> None:
         """Count the workers that have raised lease words, so that the words can be used for other leases.
 
-        A lease word is an integer in registered memory that readers check. When all workers have raised the
-        word of a retained turn (KV of a finished request), its blocks are freed.
+        The blocks of a turn are freed when all workers have raised its word.
 
         Args:
-            raised: number of workers that have raised the word of each lease since the last call, by name of
-                the lease.
+            raised: number of workers that have raised each lease's word since the last call, by lease.
         """
         for name, workers in raised.items():
             turn = self._turns is not None and self._turns.on_workers_confirmed(name, workers)

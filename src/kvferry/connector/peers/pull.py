@@ -20,26 +20,24 @@ class Pull:
 
     Attributes:
         request: the request.
-        address: address (host, port) of the peer's control channel.
+        address: address of the peer's control channel.
         engine_id: id of the peer's engine.
-        ticket: random id that claims a lease on the KV blocks at the peer.
+        ticket: ticket of the lease at the peer.
         tokens: number of offered tokens, from the start of the prompt.
         bidding: excluded sources of the request, and its remaining attempts to load KV.
-        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
-            until that is known, and for an earlier turn of the conversation.
         until: deadline for sending the ticket to the peer, monotonic seconds.
-        claim: the request's claim on the lease; None before the ticket has been sent, and if the peer offered
-            the KV of an earlier turn of the conversation, which needs no claim.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for a turn.
+        claim: the request's claim on the lease; None before the ticket has been sent, and for a turn, which
+            needs no claim.
         foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
-        grant: the peer's block tables and lease word (integer in registered memory that shows whether the
-            lease is valid); None until they are known.
+        grant: the peer's block tables and lease word; None until they are known.
         ready: number of tokens, from the start of the prompt, whose KV is in the peer's blocks.
-        incarnation: random number that identifies the run of the peer's engine that granted the lease; None
-            until it is known.
+        incarnation: run of the peer's engine that granted the lease; None until it is known.
         settled: True when the request will read no more from this peer.
         gone: True if the peer is excluded because it cannot be reached or has not answered in time.
         loading: True while a load from this peer is under way.
-        bid: last offer for the request to load KV from this peer; None if there was none.
+        bid: last bid for the request; None if there was none.
     """
 
     request: Request
@@ -66,12 +64,8 @@ class Pull:
         return self.ready >= self.tokens
 
     def take(self, answer: Redeemed) -> str | None:
-        """Store the peer's answer to the ticket, and return why it cannot be used; None if it can.
-
-        Args:
-            answer: the peer's last answer. While the peer computes the prompt, answers cover more and more
-                tokens under the same lease.
-        """
+        """Store the peer's answer to the ticket, and return why it cannot be used; None if it can."""
+        # Further answers extend one lease. Blocks of another may hold other KV than the parts already read.
         if self.grant is not None and (answer.incarnation, answer.grant.slot, answer.grant.generation) != (
             self.incarnation,
             self.grant.slot,
@@ -84,23 +78,20 @@ class Pull:
         return None
 
     def note_cached_tokens(self, answer: Redeemed | Unusable | Pending) -> None:
-        """Store the number of prompt tokens that the peer's caches had, if an answer of the peer says it."""
+        """Store the number of prompt tokens that the peer's caches had, if the answer says it."""
         if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
             self.cached_tokens = answer.cached_tokens
 
     @property
     def peer(self) -> str:
-        """Name of the peer: engine id and address, with the random number of the peer's run once known."""
+        """Name of the peer."""
         return peer_name(self.engine_id, self.address, self.incarnation)
 
     def mismatch(self, peer: PeerInfo) -> str | None:
-        """Return the reason why the KV that this peer offered cannot be read; None if it can be read.
-
-        It cannot be read if another engine, or a new run of the engine, now answers at the peer's address, or
-        if block tables are missing for some of its KV cache groups.
+        """Return why the KV that this peer offered cannot be read; None if it can.
 
         Args:
-            peer: description of the engine at this address, from the handshake.
+            peer: description of the engine that answers at this address now, from the handshake.
         """
         if peer.facts.engine_id != self.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
@@ -114,19 +105,14 @@ class Pull:
 
 
 def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
-    """Return the name of a peer: engine id and address, with the random number of the peer's run if known."""
+    """Return the name of a peer: engine id and address, with the run of the engine if known."""
     host, port = address
     run = "" if incarnation is None else f"#{incarnation:x}"
     return f"{engine_id}@{host}:{port}{run}"
 
 
 def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:
-    """Return the identities of an engine's layers that attend to all tokens, or of all other layers.
-
-    Args:
-        ranks: geometry of all ranks of the engine.
-        attend_to_all: True for the layers in groups with full attention or MLA, False for the others.
-    """
+    """Return the identities of an engine's layers that attend to all tokens, or of all other layers."""
     return {
         layer.identity
         for rank in ranks
@@ -141,9 +127,6 @@ def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
 
     Groups of two engines must be matched by the layers that they share, not by their index. Engines may group
     the same layers differently: one may treat a sliding-window layer as full attention, for example.
-
-    Args:
-        ranks: geometry of all ranks of the engine.
     """
     found: list[tuple[int, set[str]]] = []
     for rank in ranks:

@@ -1,8 +1,7 @@
 """The source that loads KV from other engines.
 
-A peer keeps the KV blocks of a prompt that it has computed under a lease. A *ticket* is a random id that
-claims the lease. A *turn* is a finished request's KV, which a peer keeps for the next turn of its
-conversation. There is one `Pull` for each request that came with a ticket, or for which a peer keeps a turn:
+There is one `Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of its
+conversation (a *turn* is the KV of a finished request):
 
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
        └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
@@ -14,8 +13,8 @@ A peer is excluded if it refuses the ticket, cannot be reached (`gone`) or has n
 then its bid is *promised*, and the request waits for it (`choosing`).
 
 The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
-request queues. The request's claim on the lease ends once: when the request's loads have succeeded, when the
-engine computes the prompt instead, or when this peer is excluded.
+request queues. The request's claim on the lease ends once: when its loads have succeeded, when the engine
+computes the prompt instead, or when this peer is excluded.
 """
 
 from __future__ import annotations
@@ -55,23 +54,11 @@ _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
-    """Return a copy of a bid that offers `tokens` tokens; None if `bid` is None or `tokens` is below 1.
-
-    A bid is the offer of a source to load a part of a prompt.
-
-    Args:
-        bid: bid whose other attributes are copied.
-        tokens: number of tokens that the copy offers to load.
-    """
     return replace(bid, parts=(PlaceTokens(PEER, tokens),)) if bid is not None and tokens > 0 else None
 
 
 class PeerSource:
-    """The source of KV that loads from other engines (peers). The workers carry out the loads.
-
-    For each request, the source makes bids. A bid is an offer to load a part of the prompt. Only the engine's
-    thread calls the methods.
-    """
+    """The source of KV that loads from other engines. Only the engine's thread calls it."""
 
     name = PEER
 
@@ -97,16 +84,15 @@ class PeerSource:
             ranks: geometry of this engine's ranks.
             loads: loads from all sources that may still write to their blocks.
             refusals: log of the requests that a source does not serve.
-            timeout_seconds: seconds to wait for the digest of a request's LoRA adapter, which is sent with
-                the ticket. After this time the peer that offered the KV is not used for the request.
-            most_held: maximum number of blocks that loads from all peers together may keep allocated,
-                including loads past their deadline.
-            turns: object that asks peers for KV of earlier turns of a conversation.
+            timeout_seconds: maximum wait for the digest of a request's LoRA adapter, which is sent with the
+                ticket. Then the peer is excluded.
+            most_held: maximum number of blocks that loads from all peers together may pin, including loads
+                past their deadline.
+            turns: asks peers for earlier turns of a conversation.
             adapters: the engine's LoRA adapters.
-            idle: function that returns whether the engine computes no request at present.
-            meets: (host, port) of the control channels of peers that the workers connect to before the first
-                load, as soon as `client` knows them.
-            clock: function that returns monotonic seconds.
+            idle: returns whether the engine computes no request at present.
+            meets: control channels of the peers that the workers connect to before the first load.
+            clock: returns monotonic seconds.
         """
         self._adapters, self._clock = adapters, clock
         self._labels = ranks[0].labels
@@ -123,23 +109,11 @@ class PeerSource:
         self._stopped = ""
 
     def __len__(self) -> int:
-        """Return the number of unfinished requests for which a peer may hold KV.
-
-        A peer may hold KV if the request came with the peer's offer, or if the peer has answered that it
-        keeps an earlier turn of the conversation.
-        """
+        """Return the number of unfinished requests for which a peer may hold KV."""
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Ask peers for the KV of a new request. Return whether peers may be able to serve the request.
-
-        If the request came with a ticket (random id that claims a lease), send the ticket to the peer that
-        offered it. Otherwise ask all peers that keep the KV of earlier turns of conversations.
-
-        Args:
-            request: new request.
-            bidding: excluded sources of the request, and its remaining attempts to load KV.
-        """
+        """Redeem the request's ticket; without one, ask all peers that keep turns of conversations."""
         name = request.request_id
         try:
             offer = read_offer(request.kv_transfer_params)
@@ -173,11 +147,6 @@ class PeerSource:
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why no peer can serve a request for which `arrived` returned False.
-
-        Either the offer in the request is malformed, or this engine has stopped reading from peers. Return
-        None otherwise, for example if the request came without an offer and no peer was asked.
-        """
         try:
             read_offer(request.kv_transfer_params)
         except ProtocolError as error:
@@ -187,9 +156,8 @@ class PeerSource:
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what a peer offers after the first `local_tokens` tokens.
 
-        Until the peer has answered, the bid is an upper bound, marked by its attribute `looking`. If the
-        request came with a ticket, the ticket says the number of tokens, and the bid is marked as `promised`
-        as well.
+        Until the peer has answered, the bid is an upper bound, marked as `looking`. With a ticket, which says
+        the number of tokens, it is marked as `promised` as well.
         """
         bid = self._process_turn_answers(request, local_tokens)
         if bid is None and (pull := self._pulls.get(request.request_id)) is not None:
@@ -213,23 +181,10 @@ class PeerSource:
         )
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return True if loads from peers may keep `blocks` more KV blocks allocated.
-
-        Args:
-            bid: offer to load a part of a prompt, from the peer that `bid.source` names.
-            blocks: number of blocks that the load of this part needs.
-        """
         return may_hold(bid.source, blocks, self._held(), self._most_held)
 
     def begin(self, load: Load, request: Request) -> PeerFeed:
-        """Have the workers connect to a request's peer if they are not connected, and read from the peer.
-
-        If the peer still computes some of the KV, it is read in later steps.
-
-        Args:
-            load: load to begin, with its tokens and destination blocks.
-            request: request that waits for the load; unused.
-        """
+        """Have the workers connect to the peer if they are not connected, and read from it part by part."""
         pull = self._pulls[load.request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(answer, PeerInfo):
@@ -244,10 +199,9 @@ class PeerSource:
         )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of content loaded from a request's peer, in tokens, for each KV cache group.
+        """Return the greatest common divisor of both engines' block sizes for each KV cache group, in tokens.
 
-        Loaded content of a group begins at a multiple of the group's alignment. The alignment is the greatest
-        common divisor of the block sizes of both engines, or 1 until the handshake with the peer is complete.
+        It is 1 until the handshake with the peer is complete.
         """
         pull = self._pulls[request_id]
         answer = self._client.look_up(pull.address, pull.incarnation)
@@ -256,10 +210,7 @@ class PeerSource:
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease, because the request will not read from the peer again.
 
-        If the lease is on an earlier turn of the conversation, which needs no claim, release the lease.
         The request's answer then reports as cached what the caches of the peer had, if that is known.
-        Called when the request's loads have succeeded, when the engine computes the prompt itself, when the
-        peer is excluded, or when the request has ended.
         """
         self._turns.drop(request_id)
         pull = self._pulls.get(request_id)
@@ -272,34 +223,29 @@ class PeerSource:
             pull.request.report_cached_tokens(pull.cached_tokens)
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. Ignore answers about it that peers have not sent yet."""
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Reject all KV that peers have offered so far, and end the requests' claims on their leases.
-
-        The KV was computed before the cache was reset, so it must not be loaded.
-        """
+        """Exclude all peers that have offered KV, because it was computed before the cache was reset."""
         for name in self._asking:
             self._turns.drop(name)
         for name in [name for name, pull in self._pulls.items() if not pull.settled]:
             self._exclude_peer(name, "the cache was reset")
 
     def reconnect(self) -> None:
-        """Have the workers connect to peers anew when loads use them, because they have started anew."""
+        """Have the workers connect to each peer again at its next load, because the workers are new."""
         self._connections.start_anew()
 
     def give_up_oldest_claim(self, why: str) -> None:
-        """End the claim of the request that has waited longest, and exclude its peer.
-
-        Requests that load are left out: their claims end by themselves. Do nothing if no other has a claim.
+        """Exclude the peer of the request that has waited longest, if any request waits.
 
         Args:
-            why: reason that is given for the request.
+            why: reason to report for the request.
         """
         for name, pull in self._pulls.items():
+            # The claim of a load under way ends by itself.
             if not (pull.settled or pull.loading):
                 self._exclude_peer(name, why)
                 return
@@ -308,15 +254,15 @@ class PeerSource:
         """Accept no offers of peers from now on. Loads under way go on.
 
         Args:
-            why: reason that is given for every request that peers could have served.
+            why: reason to report for every request that peers could have served.
         """
         self._stopped = why
 
     def stop_reading(self, why: str) -> None:
-        """Stop reading from peers for good, and end the requests' claims on leases at peers.
+        """Stop reading from peers for good, and end all claims on leases.
 
         Args:
-            why: reason that is given for every request that peers could have served.
+            why: reason to report for every request that peers could have served.
         """
         self.start_anew()
         self._stopped = why
@@ -328,20 +274,14 @@ class PeerSource:
 
     @property
     def calm(self) -> bool:
-        """True if steps need no call of `hand_over`, until another method is called.
-
-        Only peers that are unused for a while are then disconnected later.
-        """
+        """True if steps need no call of `hand_over` until another method is called."""
+        # Calm steps only delay the disconnection of unused peers.
         return self._connections.calm
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Tell the workers which peers to connect to, before the first load from them.
+        """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
 
-        The workers also disconnect peers that have not been used for `connections.UNUSED_SECONDS`. From now
-        on this step's questions to peers may wait again.
-
-        Args:
-            orders: message to all workers for the coming step. This object is mutated.
+        From now on this step's questions to peers may wait again.
         """
         self._claims.step()
         for address, peer in self._new_peers():
@@ -354,22 +294,18 @@ class PeerSource:
         )
 
     def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
-        """Yield the configured peers, each with its address, whose present run the workers have not met."""
+        """Yield the configured peers whose present run the workers have not met, each with its address."""
         for address in self._meets:
             peer = self._client.known(address)
             if peer is not None and peer.facts.incarnation != self._met.get(address):
                 yield address, peer
 
     def _redeem(self, pull: Pull, request: Request) -> None:
-        """Send a request's ticket (random id that claims a lease) to the peer that offered KV.
+        """Send a request's ticket to its peer, or exclude the peer if the offer does not fit the prompt.
 
-        Exclude the peer if the offer does not fit the prompt. Do nothing while the digest of the request's
-        LoRA adapter is being computed.
-
-        Args:
-            pull: state of the exchange with the peer. This method sets the field `claim`.
-            request: request that came with the ticket.
+        Do nothing while the digest of the request's LoRA adapter is computed. Sets `pull.claim`.
         """
+        # The offer comes from a client, who may have sent it with another prompt.
         if pull.tokens > request.num_prompt_tokens - self._computed_again:
             last = ", whose last token is computed here: state must not have seen it" * self._computed_again
             self._exclude_peer(
@@ -393,13 +329,10 @@ class PeerSource:
             )
 
     def _ready_peer(self, pull: Pull) -> PeerInfo | Pending | Unusable:
-        """Return the description of a peer that has granted a lease and can be read from.
+        """Return the peer of a pull if it has granted a lease that can be read now.
 
-        Return Pending while the peer has not answered. Return Unusable with the reason if the handshake
-        failed, if the peer has refused the ticket, or if `_refusal` returns a reason.
-
-        Args:
-            pull: state of the exchange with the peer. This method sets `grant` and `incarnation`.
+        Return Pending while the peer has not answered, and Unusable with the reason if it never will. Sets
+        `grant`, `ready` and `incarnation` of the pull.
         """
         peer = self._client.look_up(pull.address, pull.incarnation)
         if not isinstance(peer, PeerInfo):
@@ -409,6 +342,7 @@ class PeerSource:
             return unusable
         if pull.grant is None:
             return Pending()
+        # The answer may name another run of the peer than the handshake that was looked up before.
         if not known:
             peer = self._client.look_up(pull.address, pull.incarnation)
         if isinstance(peer, PeerInfo) and (refusal := self._refusal(pull, peer)) is not None:
@@ -416,11 +350,7 @@ class PeerSource:
         return peer
 
     def _update(self, pull: Pull) -> Unusable | None:
-        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
-
-        Args:
-            pull: state of the exchange with the peer. This method sets `grant`, `ready` and `incarnation`.
-        """
+        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can."""
         if pull.settled:
             return Unusable(
                 pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended", pull.gone
@@ -434,16 +364,12 @@ class PeerSource:
         return None if reason is None else Unusable(reason)
 
     def _process_turn_answers(self, request: Request, local_tokens: int) -> Bid | None:
-        """Process the answers of peers that were asked for an earlier turn of the conversation.
+        """Create a `Pull` if a peer keeps an earlier turn of the conversation.
 
-        If a peer has usable KV, create a `Pull` for the request and return None. The caller then makes the
-        bid (offer to load KV). While answers are missing, return a placeholder bid for all tokens that could
-        be loaded. Otherwise return None.
-
-        Args:
-            request: request that waits to be scheduled.
-            local_tokens: number of tokens that the engine has already, from the start of the prompt.
+        Return a placeholder bid for all tokens while answers are missing; else None: the caller makes the
+        bid.
         """
+        # The engine computes the last token itself, to sample from it.
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if name not in self._turns or most <= 0:
             return None
@@ -483,17 +409,10 @@ class PeerSource:
         return Bid(pull.peer, (PlaceTokens(PEER, tokens),), looking, promised=looking, growing=growing)
 
     def _refusal(self, pull: Pull, peer: PeerInfo) -> str | None:
-        """Return the reason why KV cannot be read from a peer; None if it can be read.
-
-        KV cannot be read if `Pull.mismatch` returns a reason, or if loads from this peer that are past their
-        deadline still hold too many blocks.
-
-        Args:
-            pull: state of the exchange with the peer.
-            peer: description of the peer, from the handshake.
-        """
+        """Return why KV cannot be read from a peer; None if it can."""
         if (reason := pull.mismatch(peer)) is not None:
             return reason
+        # Nobody can cancel a read in flight. A peer that is often late must not pin ever more of the pool.
         late = self._loads.late_blocks(pull.peer)
         if late and not may_hold(pull.peer, 1, {pull.peer: late}, self._most_held):
             return (
@@ -516,21 +435,13 @@ class PeerSource:
             self._client.release(pull.address, pull.ticket)  # a kept turn has a grant, but no claim
 
     def _on_failed(self, pull: Pull, report: Report) -> None:
-        """Exclude the peer of a load that has failed.
-
-        If the workers lost the connection to the peer or the load missed its deadline, also forget the
-        handshake with the peer, because the peer may be gone or restarted.
-
-        Args:
-            pull: state of the exchange with the peer.
-            report: merged report of all workers about the load.
-        """
+        """Exclude the peer of a load that has failed."""
         if report.peer_lost or report.late:
+            # The peer may be gone or restarted: its next request begins with a new handshake.
             self._client.forget(pull.address)
         self._exclude_peer(pull.request.request_id, report.failure or "")
 
     def _held(self) -> dict[str, int]:
-        """Return the number of KV blocks that loads keep allocated, by name of the peer."""
         return {source: blocks for source, blocks in self._loads.held.items() if source != TIERS}
 
     def _exclude_peer(self, request_id: str, reason: str) -> None:

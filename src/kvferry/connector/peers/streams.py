@@ -32,16 +32,11 @@ from kvferry.transport.tickets import TicketBook
 
 
 def steps_readable(engine: EngineFacts) -> int:
-    """Return the number of prompt tokens that a step computes, if their KV is final after the step; else 0.
-
-    Draft layers may complete their KV later. Without a group that attends to all tokens, nothing is final
-    before the prompt's end. An engine that writes to blocks before its workers raise lease words could write
-    while a reader still trusts the word.
-
-    Args:
-        engine: properties of the engine.
-    """
+    """Return how many prompt tokens a step computes, if their KV is final after the step; else 0."""
+    # Without a group that attends to all tokens, nothing is final before the prompt's end.
     final = any(attends_to_all(group.kind) for group in engine.groups)
+    # Draft layers may complete their KV later. An engine that writes to blocks before its workers raise lease
+    # words could write while a reader still trusts the word.
     unsafe = engine.speculates or engine.writes_before_hooks
     return engine.step_tokens if final and not unsafe else 0
 
@@ -52,7 +47,7 @@ class Stream:
 
     Attributes:
         request: request of the prompt.
-        ticket: random id, drawn by the router, that claims the lease on the blocks.
+        ticket: ticket that the router has drawn.
         preemptions: number of the request's preemptions when its last step was scheduled.
         cached_tokens: number of prompt tokens that the engine's caches had; None before the first step.
         word: lease word of the blocks; None before the first tokens were published.
@@ -92,17 +87,10 @@ class _Computed:
 class Streams:
     """The prompts whose KV other engines may read while this engine computes them.
 
-    Only the engine's thread calls the methods.
+    Only the engine's thread calls it.
     """
 
     def __init__(self, engine: EngineFacts, book: LeaseBook, adapters: Adapters) -> None:
-        """Create an empty collection of prompts.
-
-        Args:
-            engine: properties of the engine, such as its KV cache groups.
-            book: object that grants and records leases.
-            adapters: the engine's LoRA adapters.
-        """
         self._engine, self._book, self._adapters = engine, book, adapters
         self._streams: dict[str, Stream] = {}
         self._steps: deque[tuple[int, list[_Computed]]] = deque()
@@ -113,7 +101,7 @@ class Streams:
         """Begin to publish tickets.
 
         Args:
-            tickets: tickets (random ids that claim leases) of this engine.
+            tickets: published tickets of this engine.
             workers: number of workers. All must confirm that they have raised a lease word.
         """
         self._tickets, self._workers = tickets, workers
@@ -127,11 +115,7 @@ class Streams:
         return (found := self._streams.get(lease)) is not None and found.is_readable
 
     def on_new_request(self, request: Request) -> None:
-        """Remember a request if a router has drawn a ticket for its prompt.
-
-        Args:
-            request: request whose KV another engine will read.
-        """
+        """Remember a request if a router has drawn a ticket for its prompt."""
         ticket = ticket_of(request.kv_transfer_params)
         # Samples of a prompt have the same ticket, and only one of them may publish it.
         if ticket is not None and self._engine.parent_of(request.request_id) is None:
@@ -154,9 +138,9 @@ class Streams:
         """Remember the tokens that the coming step computes.
 
         Args:
-            number: number of the step; steps are numbered in the order in which they are scheduled.
+            number: number of the step, ascending in the order of scheduling.
             step: the coming step.
-            block_ids: function that returns the block table of a request for each KV cache group.
+            block_ids: returns the block table of a request for each KV cache group.
         """
         computed = []
         for name, one in self._streams.items():
@@ -186,6 +170,7 @@ class Streams:
             if self._streams.get(request.request_id) is not stream or stream.over:
                 continue
             # The last tokens are published when the request ends, with windows and state.
+            # After a preemption the step's blocks may belong to another request.
             if one.preemptions == request.num_preemptions and one.tokens < request.num_prompt_tokens:
                 before = stream.word
                 self._publish(one)
@@ -194,7 +179,7 @@ class Streams:
         return begun
 
     def finished(self, request_id: str) -> Stream | None:
-        """Forget the request of a prompt, which has ended. Return its stream; None if it has none."""
+        """Forget a request that has ended. Return its stream; None if it has none."""
         return self._streams.pop(request_id, None)
 
     def ended(self, leases: Iterable[str]) -> None:

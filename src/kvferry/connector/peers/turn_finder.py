@@ -1,9 +1,8 @@
 """Look-up of earlier turns of a request's conversation at peers.
 
-A *turn* is a finished request's KV, which the engine that decoded it keeps for the next turn of its
-conversation. A peer that keeps turns says so when it first reads from this engine. When a request arrives
-without a ticket, all such peers are asked. The turn that shares most tokens with the prompt is used. The
-peer's answer already contains the grant: the block tables and the lease word.
+A peer that keeps turns says so when it first reads from this engine. When a request arrives without a ticket,
+all such peers are asked. The turn that shares most tokens with the prompt is used. The peer's answer already
+contains the grant.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from kvferry.transport.turns import TurnContent, shared_tokens
 
 @dataclass(frozen=True, slots=True)
 class FoundTurn:
-    """KV of an earlier request that a peer keeps, and that a new prompt can use from its start.
+    """A turn at a peer that a new prompt can use from its start.
 
     Attributes:
         tokens: number of usable tokens, from the start of the prompt.
-        address: address (host, port) of the peer's control channel.
+        address: address of the peer's control channel.
         kept: the peer's answer, with the block tables and the lease.
     """
 
@@ -35,22 +34,17 @@ class FoundTurn:
 
 
 class TurnFinder:
-    """Asks peers for KV that they keep of earlier turns of conversations.
-
-    Only the engine's thread calls the methods.
-    """
+    """Asks peers for earlier turns of conversations. Only the engine's thread calls it."""
 
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Create a finder that has sent no questions to peers yet.
+        """Create a finder that has asked nothing yet.
 
         Args:
             client: control channel to the peers.
-            keepers: function that returns the peers that keep KV of finished requests, as a mapping from
-                address to the random number that identifies the peer's run (incarnation).
-            names: object that computes digests of token content. Peers look up the KV that they keep by these
-                digests.
+            keepers: returns the run (incarnation) of each peer that keeps turns, by address.
+            names: computes the digests by which peers look up turns.
         """
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}
@@ -60,12 +54,12 @@ class TurnFinder:
         return request_id in self._asked
 
     def ask(self, request: Request) -> bool:
-        """Ask peers whether they keep KV of an earlier turn of a new request's conversation.
+        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked.
 
-        Return True if any peer was asked. `found` then returns the result. No peer is asked, for example, if
-        the prompt is too short or no peer keeps such KV.
+        `found` returns the result.
         """
         keepers = self._keepers()
+        # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
             return False
         content = self._names.content(request, request.num_tokens)
@@ -75,10 +69,9 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> FoundTurn | Pending | None:
-        """Return the kept KV of the earlier turn that shares the most tokens with a request's prompt.
+        """Return the turn that shares the most tokens with a request's prompt; None if there is none.
 
-        Return None if no peer has usable KV, and Pending while peers have not answered. Call it only for
-        requests for which `ask` returned True.
+        Return Pending while peers have not answered. Call it only if `ask` returned True.
         """
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
@@ -93,23 +86,20 @@ class TurnFinder:
         return FoundTurn(*max(usable, key=lambda one: one[0])) if usable else None
 
     def drop(self, request_id: str) -> None:
-        """Forget a request. If peers have not answered the question about it yet, ignore their answers."""
+        """Forget a request, and ignore answers that are still to come."""
         number, _ = self._asked.pop(request_id, (None, None))
         if number is not None:
             self._client.drop_question(number)
 
 
 def _usable(content: TurnContent, kept: KeptTurn, tokens: int) -> int:
-    """Return how many tokens of a prompt the KV that a peer keeps can provide.
-
-    These are the tokens that the prompt and the kept KV have in common from the start. The last token of the
-    prompt is not counted, because the engine always computes it. Return 0 if the common prefix is shorter
-    than the shortest prefix that the peer can still serve.
+    """Return how many tokens of a prompt a kept turn can provide: the common prefix, or 0 if it is too short.
 
     Args:
         content: digests of the prompt's content.
         kept: the peer's answer, with digests of the content that it keeps.
         tokens: length of the prompt in tokens.
     """
+    # The engine always computes the last token of a prompt, to sample from it.
     shared = min(shared_tokens(content, kept), tokens - 1)
     return shared if shared >= kept.min_prefix_tokens else 0

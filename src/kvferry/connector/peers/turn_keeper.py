@@ -7,10 +7,6 @@ itself the request has ended. The lease ends when its time is over, when a longe
 conversation is kept, or when requests of this engine need the blocks.
 
     kept ─all steps under way have ended─▶ published ─lease ends─▶ leaving ─all words raised─▶ freed
-
-With steps in flight a request can end before its last forward pass has run. So a turn is published only after
-all steps that were under way have ended. A lease word is an integer in registered memory. Workers raise it
-when the lease ends, so that a peer that is still reading notices that the blocks may be reused.
 """
 
 from __future__ import annotations
@@ -38,12 +34,12 @@ _FREE = 1 / 16
 
 @dataclass(slots=True)
 class _Turn:
-    """A retained turn: a finished request's KV blocks, kept for the next turn of its conversation.
+    """A finished request's KV, kept for the next turn of its conversation.
 
     Attributes:
-        content: digests of the content of the tokens. Peers find the turn by these digests.
+        content: digests by which peers find the turn.
         kept: reply to a peer that asks for this content.
-        blocks: number of KV blocks that the turn keeps allocated.
+        blocks: number of blocks that the turn pins.
         steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
@@ -54,9 +50,9 @@ class _Turn:
 
 
 class TurnKeeper:
-    """Keeps KV blocks of finished requests for the next turn of their conversation, and releases them.
+    """Keeps the blocks of finished requests for the next turn of their conversation.
 
-    Only the engine's thread calls the methods.
+    Only the engine's thread calls it.
     """
 
     def __init__(
@@ -71,17 +67,17 @@ class TurnKeeper:
         share: float,
         clock: Callable[[], float],
     ) -> None:
-        """Create a keeper that keeps no turns (KV of finished requests) until `start` is called.
+        """Create a keeper that keeps nothing until `start` is called.
 
         Args:
-            engine: properties of the engine, such as its KV cache groups and the size of its block pool.
-            book: object that grants and records leases.
-            names: object that computes digests of token content. Peers find turns by these digests.
-            wanted: object that computes the number of blocks that the largest waiting request needs.
-            events: stream that receives an event for each granted lease.
-            seconds: maximum time for which a turn is kept, in seconds.
-            share: maximum part of the block pool that kept turns may occupy, from 0 to 1.
-            clock: function that returns monotonic seconds.
+            engine: properties of the engine.
+            book: book of all leases.
+            names: computes the digests by which peers find turns.
+            wanted: computes the number of blocks that the largest waiting request needs.
+            events: receives an event for each granted lease.
+            seconds: maximum age of a turn.
+            share: maximum part of the block pool that turns may pin, from 0 to 1.
+            clock: returns monotonic seconds.
         """
         self._engine, self._clock = engine, clock
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
@@ -95,35 +91,28 @@ class TurnKeeper:
         self._kept: TransferBook[Transfer] | None = None
 
     def __contains__(self, lease: str) -> bool:
-        """Return True if the lease named `lease` belongs to a retained turn (KV of a finished request)."""
+        """Return True if a lease belongs to a turn."""
         return lease in self._turns
 
     def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
-        """Begin to keep KV of finished requests (turns).
+        """Begin to keep turns.
 
         Args:
             index: index in which peers look up turns.
             pool: the engine's block pool.
-            workers: number of workers. All must confirm that a lease has ended before its blocks are freed.
+            workers: number of workers. All must confirm the end of a lease before its blocks are freed.
         """
         self._index, self._kept, self._pool = index, TransferBook(workers, pool), pool
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps although it has no requests.
-
-        Steps make new retained turns (KV of finished requests) visible to peers, and free the blocks of
-        withdrawn turns.
-        """
+        """True if the engine must run steps without requests, to publish turns and to free their blocks."""
         unseen = any(turn.steps > 0 for turn in self._turns.values())
         return bool(self._over) or self.holds_blocks or unseen
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of retained turns (KV of finished requests) will soon be free.
-
-        This is True if the lease of a turn has ended, but not all workers have confirmed the end yet.
-        """
+        """True if a turn's lease has ended, but not all workers have confirmed that."""
         return self._leaving_blocks > 0
 
     @property
@@ -131,15 +120,13 @@ class TurnKeeper:
         return 0 if self._kept is None else self._kept.late_blocks()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Keep the KV blocks of a finished request for the next turn of its conversation.
+        """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        The blocks are kept only if another engine can use their KV and if they fit in the part of the block
-        pool that kept KV may occupy. If the request continues a conversation, the kept blocks of its earlier
-        turn are released.
+        Withdraw the earlier turns that the request continues.
 
         Args:
             request: request that has ended.
-            block_ids: block table of the request for each KV cache group, up to the last computed token.
+            block_ids: its block table for each KV cache group, up to the last computed token.
         """
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
@@ -166,18 +153,17 @@ class TurnKeeper:
             next_tokens=[],
         )
         self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
+        # With steps in flight a request can end before its last forward pass has run.
         self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._engine.steps_in_flight)
         now = self._clock()
         self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
-        """Make new retained turns (KV of finished requests) visible to peers. Call this once per engine step.
-
-        A turn becomes visible when all steps that could still write to its blocks have run.
+        """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
 
         Returns:
-            Names of the leases that must end: leases of turns that were withdrawn, that a longer turn
-            continues, or whose blocks are needed.
+            Names of the leases that must end: of turns that were withdrawn, that a longer turn continues, or
+            whose blocks are needed.
         """
         for lease, turn in self._turns.items():
             turn.steps -= 1
@@ -187,20 +173,16 @@ class TurnKeeper:
         return over + self._leases_to_end_early(over)
 
     def give_up(self) -> None:
-        """Withdraw all retained turns (KV of finished requests), so that peers no longer find them.
-
-        The leases of the turns end with the next step.
-        """
+        """Withdraw all turns. Their leases end with the next step."""
         self._over = list(self._turns)
         for turn in self._turns.values():
             turn.steps = 0  # so that it is not published later
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the retained turn (KV of a finished request) whose lease has ended.
+        """Withdraw the turn whose lease has ended.
 
-        The blocks stay allocated until all workers have confirmed the end of the lease
-        (`on_workers_confirmed`).
+        Its blocks stay pinned until all workers have confirmed the end.
 
         Args:
             lease: name of the lease. A lease of another kind is ignored.
@@ -211,13 +193,12 @@ class TurnKeeper:
                 self._kept[lease].late = True
 
     def on_workers_confirmed(self, lease: str, workers: int) -> bool:
-        """Count the workers that have confirmed the end of a lease. Free its blocks when all have confirmed.
+        """Count workers that have raised a turn's lease word. Return True if all have.
 
-        A worker confirms after it has changed the lease word, an integer in registered memory that readers
-        check. Return True if all workers have confirmed and the blocks are free.
+        The blocks are free then.
 
         Args:
-            lease: name of the lease of a retained turn (KV of a finished request).
+            lease: name of the lease.
             workers: number of workers that have confirmed since the last call.
         """
         return self._kept is not None and self._kept.end(lease, workers)
@@ -225,13 +206,12 @@ class TurnKeeper:
     def _leases_to_end_early(self, over: Sequence[str]) -> list[str]:
         """Return the names of the leases that must end early, the oldest first.
 
-        Leases of retained turns (KV of finished requests) end early if the turns hold more than their share
-        of the block pool. They also end early if the free blocks are fewer than the largest waiting request
-        needs, or fewer than the share `_FREE` of the pool.
+        They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
+        waiting request needs, or than the share `_FREE` of the pool.
 
         Args:
-            over: names of the leases that end now for another reason. They are not returned, and their blocks
-                count as free.
+            over: leases that end now for another reason. They are not returned, and their blocks count as
+                free.
         """
         assert self._pool is not None
         held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
@@ -243,11 +223,7 @@ class TurnKeeper:
         return choose_leases_to_end(held, -room)
 
     def _computed_tokens(self, request: Request) -> int:
-        """Return the number of tokens whose KV the blocks of a finished request certainly hold.
-
-        Return 0 if the number is not certain, for example because the request was aborted, or was preempted
-        during its last step.
-        """
+        """Return how many tokens a finished request's blocks certainly hold KV of; 0 if that is unknown."""
         if not request.is_complete:
             return 0
         computed, tokens = request.num_computed_tokens, request.num_tokens
@@ -255,28 +231,29 @@ class TurnKeeper:
             # Preempted while its last step was in flight: the blocks are new ones, only partly computed.
             return 0
         if not self._engine.has_state:
+            # The last token was sampled, but no step has computed its KV.
             return tokens - 1
+        # State serves one position only, and with drafts that position is not certain.
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """Return the length in tokens of the shortest prefix of a finished request that a peer can use.
+        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none.
 
-        Shorter prefixes need KV that the engine has freed already: blocks before the attention window at the
-        end of the request, or the recurrent state at an earlier position. Return None if no prefix can be
-        used.
+        Shorter prefixes need KV that the engine has freed already.
 
         Args:
-            tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` for freed
-                blocks.
+            tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` if freed.
             tokens: number of tokens whose KV the blocks hold.
         """
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):
             if group.kind is GroupKind.STATE:
+                # The state is that of one position, the end. Without it, no prefix can be used.
                 least = max(least, tokens if ids[0] != NULL_BLOCK else tokens + 1)
                 continue
             whole = list(ids[: -(-tokens // group.block_tokens)])
             gone = len(whole) - whole[::-1].index(NULL_BLOCK) if NULL_BLOCK in whole else 0
+            # Every prefix needs the freed blocks. In a windowed group, prefixes that end late enough do not.
             if gone and attends_to_all(group.kind):
                 return None
             if gone:

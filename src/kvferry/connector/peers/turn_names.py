@@ -1,7 +1,4 @@
-"""Names of the content of a request's blocks, by which other engines find an earlier turn.
-
-A turn is a finished request's KV, kept for the next turn of its conversation.
-"""
+"""Names of the content of a request's blocks, by which other engines find an earlier turn."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ CHUNK_TOKENS = 256
 
 
 class TurnNames:
-    """Computes the names under which peers find the kept KV of finished requests.
+    """Computes the names under which peers find turns.
 
     A name is a digest of tokens and of everything else that determines their KV, such as the LoRA adapter and
     images. Equal content has equal names in all engines.
@@ -37,11 +34,9 @@ class TurnNames:
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Return the names (digests) of the content of a request's first `tokens` tokens.
+        """Return the names of a request's first `tokens` tokens; None if their KV has no certain name.
 
-        Return None if something that determines the KV is unknown, for example if the prompt consists of
-        embeddings. Also return None if the tokens include generated ones and the object was created with
-        `prompts_only`.
+        That is so for a prompt of embeddings, for example, and with `prompts_only` for generated tokens.
         """
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
@@ -54,9 +49,7 @@ class TurnNames:
         return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
 
     def start_anew(self) -> None:
-        """Give all content new names from now on, because the engine's cache was reset.
-
-        The new names depend on a random number that other engines do not know. So other engines do not find
-        KV from before the reset. They also do not find KV that running requests compute from it.
-        """
+        """Give all content new names from now on, because the engine's cache was reset."""
+        # Other engines do not know the number. So they find no KV from before the reset, nor KV that running
+        # requests compute from it.
         self._epoch = f"{secrets.token_hex(16)} "

@@ -26,13 +26,10 @@ _PAUSED_SECONDS = 1.0
 
 
 class UnclaimedLeases:
-    """Chooses the unclaimed leases that end early.
-
-    A lease keeps KV blocks allocated for another engine. The lease is unclaimed until the other engine asks
-    for the blocks. Only the engine's thread calls the methods.
+    """Chooses the unclaimed leases that end early. Only the engine's thread calls it.
 
     Attributes:
-        seconds: minimum age in seconds of an unclaimed lease that ends because requests wait for blocks.
+        seconds: minimum age of an unclaimed lease that ends because requests wait for blocks.
         paused: True while the engine is paused.
     """
 
@@ -40,8 +37,8 @@ class UnclaimedLeases:
         """Create an empty collection of leases. `granted` adds a lease.
 
         Args:
-            book: object that grants leases and records which of them are unclaimed.
-            wanted: object that computes the number of blocks that the largest waiting request needs.
+            book: book of all leases.
+            wanted: computes the number of blocks that the largest waiting request needs.
         """
         self.seconds = book.seconds / 4
         self.paused = False
@@ -54,17 +51,14 @@ class UnclaimedLeases:
         self._unwanted: dict[str, None] = {}  # names, the latest last
 
     def start(self, pool: BlockPool) -> None:
-        """Set the engine's block pool, whose free blocks are counted from now on."""
         self._pool = pool
 
     def on_new_request(self, request: Request) -> None:
-        """Record which KV the router no longer wants. It may still be computed: then its lease ends at once.
-
-        Args:
-            request: request for a prefill.
-        """
+        """Record the KV that the router no longer wants, according to its request for a prefill."""
         for name in read_wanted(request.kv_transfer_params).remote_unwanted:
             self._unwanted[name] = None
+        # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers
+        # send more names over time, so the oldest are forgotten.
         for name in list(self._unwanted)[:-MAX_UNWANTED]:
             del self._unwanted[name]
 
@@ -73,7 +67,7 @@ class UnclaimedLeases:
 
         Args:
             lease: name of the lease.
-            block_ids: block table of the leased blocks for each KV cache group.
+            block_ids: leased blocks, for each KV cache group.
             name: the router's name for the KV; None without one.
         """
         if name is not None:
@@ -81,10 +75,9 @@ class UnclaimedLeases:
         self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
 
     def ended(self, leases: Collection[str]) -> None:
-        """Record that leases have ended. Their blocks become free after every worker has confirmed the end.
+        """Record that leases have ended.
 
-        Args:
-            leases: names of the leases.
+        Their blocks become free after every worker has confirmed the end.
         """
         self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
         for lease in leases:
@@ -93,11 +86,7 @@ class UnclaimedLeases:
                 self._unwanted.pop(name, None)
 
     def on_blocks_freed(self, lease: str) -> None:
-        """Record that the engine has freed the blocks of an ended lease.
-
-        Args:
-            lease: name of the lease.
-        """
+        """Record that the engine has freed the blocks of an ended lease."""
         self._leaving.pop(lease, None)
 
     def leases_given_up(self) -> list[str]:
@@ -109,9 +98,9 @@ class UnclaimedLeases:
         return [lease for lease in found if lease in self._blocks]
 
     def leases_to_end(self) -> list[str]:
-        """Return the names of unclaimed leases that must end now because requests wait for blocks.
+        """Return the unclaimed leases that must end now because requests wait for blocks.
 
-        The oldest leases are chosen, and only as many as are needed to free enough blocks.
+        These are the oldest, and only as many as are needed to free enough blocks.
         """
         unclaimed = self._book.unclaimed(self.seconds)
         held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
@@ -119,6 +108,7 @@ class UnclaimedLeases:
 
     def leases_block(self) -> bool:
         """Return whether requests wait for more blocks than will soon be free, while any lease keeps some."""
+        # Without leases, requests wait only for running requests, which end by themselves.
         return bool(self._blocks) and self._lacking_blocks() > 0
 
     def _lacking_blocks(self) -> int:
