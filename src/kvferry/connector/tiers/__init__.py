@@ -1,5 +1,4 @@
 """KV in tiers: host memory, files and object stores.
 
-`storing` stores chunks of running requests. `source` loads chunks for later requests. A chunk is a fixed
-number of tokens of a KV cache group, as stored.
+`storing` stores chunks of running requests. `source` loads chunks for later requests.
 """

@@ -74,7 +74,7 @@ class _Chunk:
 class BlockEvents:
     """Remembers the engine's blocks of each chunk, and emits events when a tier gains or loses the chunk.
 
-    Only the engine's thread calls the methods.
+    Only the engine's thread calls it.
 
     Attributes:
         beginnings: the chunks whose blocks are reported as stored in some tier, by their beginnings.
@@ -93,10 +93,10 @@ class BlockEvents:
         """Watch a key table. No chunk is remembered yet.
 
         Args:
-            describe: function that returns the engine's blocks that end in a range of a request's tokens.
+            describe: returns the engine's blocks that end in a range of a request's tokens.
             table: table of the tiers' chunks. Nobody else may watch it.
             tiers: names of the tiers, by their bits in `table`.
-            events: stream that receives `BlocksStored` and `BlocksRemoved`.
+            events: receives `BlocksStored` and `BlocksRemoved`.
             block_tokens: number of tokens per block of the engine; the least common multiple if its KV cache
                 groups differ.
             most_chunks: maximum number of remembered chunks.
@@ -144,6 +144,7 @@ class BlockEvents:
     def emit_changes(self) -> None:
         """Emit events about the chunks that tiers have gained or lost since the last call."""
         watch = self._watch
+        # The table does not name the chunks that it lost when it was cleared, so all are looked up again.
         if watch.cleared:
             watch.cleared = False
             watch.changed.extend(self._chunks)
@@ -161,6 +162,7 @@ class BlockEvents:
             self._remove(chunk, chunk.tiers & ~now, removed)
         # Removals come first: a block that one chunk loses may come back with another chunk.
         self._emit_removed(removed)
+        # A router that keeps a tree of blocks drops a block whose parent it does not know.
         for chunk, now in sorted(changes, key=lambda change: change[0].begin):
             self._add(chunk, now & ~chunk.tiers)
 

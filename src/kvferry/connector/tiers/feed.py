@@ -66,8 +66,7 @@ class ChunkFeed:
             load: load to order.
             fetch: reads of the load's chunks into host memory.
             reading: chunks being read from the tiers, in which the fetch was begun.
-            excluded_tiers: names of the tiers that are not used again for the request. This set is mutated
-                if reads fail or miss the deadline.
+            excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
             refusals: log of the requests that a tier cannot serve.
             labels: label of each KV cache group of the storage format.
         """
@@ -94,7 +93,6 @@ class ChunkFeed:
         return self._reading.origin(self._fetch)
 
     def next_parts(self) -> Sequence[LoadPart]:
-        """Return the chunks that have arrived since the last call, and the end if no more will come."""
         parts = []
         if self._end is None:
             if ready := self._fetch.take():
@@ -147,7 +145,6 @@ class ChunkFeed:
         return self._copying.pop(key)
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that all ranks together have copied, per group of the storage format."""
         return tuple(
             GroupBytes(self._labels[number], COPIED, size)
             for number, size in sorted(self._sizes.items())
@@ -155,16 +152,12 @@ class ChunkFeed:
         )
 
     def miss(self, report: Report) -> MissReason:
-        """Return why the load failed: DEADLINE if it missed its deadline, else why a chunk was not read."""
         return MissReason.DEADLINE if report.late else self._miss
 
     def ended(self, report: Report, *, wanted: bool) -> None:
-        """If the load has failed, log the reason, and exclude tiers that were too late.
-
-        A tier was too late if chunks that were requested from it had not arrived by the load's deadline.
-        """
         if wanted and report.failure is not None:
             self._refusals.say(self._load.request_id, TIERS, report.failure)
+            # Before the end, chunks were still awaited: their tiers were too slow. After it, the ranks were.
             if report.late and self._end is None:
                 self._excluded_tiers |= self._reading.awaited_tiers(self._fetch)
         self.stop(report.failure)

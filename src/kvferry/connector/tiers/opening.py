@@ -24,13 +24,12 @@ def open_tiers(
 
     Args:
         tiers: settings of the tiers, the fastest first.
-        get_namespace: function that returns the namespace (facts about model and storage format) of the keys.
-            The function is called only if there is a tier, and not again after it has succeeded.
+        get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
+            it has succeeded.
         table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``: the
-        weight of each token from this tier when the source policy ``weight`` compares offers.
+        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()

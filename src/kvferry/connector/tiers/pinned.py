@@ -14,19 +14,14 @@ MOST_PINNED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """Chunks that one pin holds.
-
-    Attributes:
-        slots: slots of the chunks in host memory.
-        salt: cache salt of the prompt.
-    """
+    """The chunks in host memory that one pin holds, and the cache salt of their prompt."""
 
     slots: Sequence[Slot]
     salt: str
 
 
 class PinnedChunks:
-    """The pins of operators, by name. Only the engine's thread calls the methods.
+    """The pins of operators, by name. Only the engine's thread calls it.
 
     Args:
         cache: chunks in host memory.
@@ -39,17 +34,14 @@ class PinnedChunks:
         self._held = 0
 
     def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
-        """Pin those of these chunks that are in host memory; replace an earlier pin of the same name.
+        """Pin those of these chunks that are in host memory. Return their number.
 
-        Chunks beyond the share `MOST_PINNED` of host memory are not pinned.
+        An earlier pin of the same name is replaced. Chunks beyond the share `MOST_PINNED` are not pinned.
 
         Args:
             name: name of the pin.
             keys: keys of the chunks, the first chunk of the prompt first.
             salt: cache salt of the prompt; empty without one.
-
-        Returns:
-            The number of pinned chunks.
         """
         self.unpin(name)
         most = MOST_PINNED * self._cache.host.capacity_bytes
@@ -72,17 +64,14 @@ class PinnedChunks:
         pin = self._pins.pop(name, None)
         if pin is None:
             return 0
+        # In reverse order, so that the end of the prompt is evicted before its start.
         for slot in reversed(pin.slots):
             self._cache.close(slot)
             self._held -= self._chunk_bytes[slot.group]
         return len(pin.slots)
 
     def unpin_salt(self, salt: str) -> None:
-        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more.
-
-        Args:
-            salt: cache salt; empty for prompts without one.
-        """
+        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more."""
         for name in [name for name, pin in self._pins.items() if pin.salt == salt]:
             self.unpin(name)
 

@@ -10,7 +10,7 @@ from kvferry.connector.engine import Request
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of storing the chunks of one running request. `take` returns each complete chunk once.
+    """The progress of storing the chunks of one running request.
 
     Attributes:
         request: request whose chunks are stored.
@@ -36,22 +36,16 @@ class Progress:
     needed: tuple[Collection[int] | None, ...] = ()
 
     def step(self, tokens: int) -> bool:
-        """Add the tokens that the coming step computes. Return True if the step may complete a chunk.
-
-        Args:
-            tokens: number of tokens of the request that the step computes.
-        """
+        """Add the tokens that the coming step computes. Return True if the step may complete a chunk."""
         request = self.request
+        # The request was admitted anew: what it has now was found in a cache or loaded.
         if self.preemptions != request.num_preemptions:
             self.preemptions, self.found = request.num_preemptions, request.num_computed_tokens
         self.computed = request.num_computed_tokens + tokens
         return self.computed >= self.due
 
     def end(self) -> bool:
-        """Record that the request has ended. Return True if its blocks still hold the computed KV.
-
-        Return False if the request had no step, or was preempted after its last step and so lost its blocks.
-        """
+        """Record that the request has ended. Return True if its blocks still hold the computed KV."""
         # While a load is under way, its tokens are not in the blocks yet.
         self.computed = min(self.computed, self.request.num_computed_tokens)
         return self.preemptions == self.request.num_preemptions  # a preemption frees its blocks
@@ -59,14 +53,12 @@ class Progress:
     def take(self, chunk_tokens: int) -> tuple[range, bool]:
         """Return the complete chunks that have not been returned before.
 
-        Args:
-            chunk_tokens: number of tokens per chunk.
-
         Returns:
             (indices, tail). `indices` are the indices of whole chunks, counted from the start of the request.
             `tail` is True if the shorter last chunk of the prompt is complete and is returned now.
         """
         prompt = self.request.num_prompt_tokens
+        # Drafts of the coming step count as computed, but may be rejected.
         until = min(self.computed, self.request.num_tokens)
         whole = range(self.chunks, max(self.chunks, until // chunk_tokens))
         self.chunks = whole.stop
@@ -81,15 +73,14 @@ class Progress:
     def is_cold(self, group: int, number: int, chunk_tokens: int) -> bool:
         """Return True if later prompts are unlikely to need a chunk, so that it is evicted before all others.
 
-        A chunk with generated tokens may turn out to be the last one, so it is not cold while the request
-        runs.
-
         Args:
             group: index of the KV cache group.
             number: index of the chunk in the request.
             chunk_tokens: number of tokens per chunk.
         """
         needed = self.needed[group]
+        # A chunk with generated tokens may turn out to be the last one, so it is not cold while the request
+        # runs.
         of_prompt = (number + 1) * chunk_tokens <= self.request.num_prompt_tokens
         return of_prompt and needed is not None and number not in needed
 
@@ -99,13 +90,9 @@ class QuietSteps:
 
     Most steps of a busy engine compute one token for each of the same requests. A chunk of one of them
     becomes complete once in hundreds of steps.
-
-    `start` begins the count after a look at all requests. It holds while each step computes exactly one token
-    for each of the same requests.
     """
 
     def __init__(self) -> None:
-        """Begin without a count, so that the first step is not quiet."""
         self._tokens: Mapping[str, int] = {}
         self._left = 0
 

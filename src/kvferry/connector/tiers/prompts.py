@@ -22,9 +22,8 @@ logger = logging.getLogger(__name__)
 class Prompts:
     """The chunk keys of all requests whose KV may be stored in the tiers or loaded from them.
 
-    A chunk key names the content of a chunk (fixed number of tokens). A request has no keys if its content
-    cannot be identified for certain (for example, embeddings as prompt). The KV of such a request is neither
-    stored nor looked up.
+    A request has no keys if its content cannot be identified for certain (for example, embeddings as prompt).
+    Its KV is neither stored nor looked up.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class Prompts:
         return widest_group(self._canonical.groups)
 
     def add(self, request: Request) -> PromptChunks | None:
-        """Compute the chunk keys of a new request and return its chunks.
+        """Compute the chunk keys of a new request and return its chunks; None if it has none, or none yet.
 
-        Return None if the content cannot be identified for certain, or if the digest of the request's LoRA
-        adapter is still being computed. `why_unnamed` then returns the reason.
+        `why_unnamed` then returns the reason.
         """
         self._unnamed.pop(request.request_id, None)
         try:
@@ -77,14 +75,14 @@ class Prompts:
     def get(self, request: Request) -> PromptChunks | None:
         """Return the chunks of a request's tokens so far, prompt and generated; None if it has no chunk keys.
 
-        This call also computes the keys of tokens that were generated since the last call. A request loses
-        its keys if its content can no longer be identified for certain, for example because its LoRA adapter
-        was replaced.
+        Computes the keys of the tokens that were generated since the last call. A request loses its keys if
+        its content can no longer be identified for certain.
         """
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(request.request_id)
         if self.are_pending(request.request_id):
             self.add(request)
+        # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys say.
         if request.request_id in self._known and not self._adapters.is_current(request.adapter):
             self.remove(request.request_id)
             self._unnamed[request.request_id] = Unnameable("its LoRA was replaced in place since it came in")
@@ -102,14 +100,11 @@ class Prompts:
         return chunks
 
     def are_pending(self, request_id: str) -> bool:
-        """Return True if the chunk keys of a request are not known yet but may become known.
-
-        The digest of the request's LoRA adapter is then being computed.
-        """
+        """Return True while the digest of a request's LoRA adapter is computed: its keys may become known."""
         return isinstance(self._unnamed.get(request_id), NotYetNamed)
 
     def why_unnamed(self, request_id: str) -> str:
-        """Return the reason why a request has no chunk keys (names of its content), as text for people."""
+        """Return the reason why a request has no chunk keys, as text for people."""
         return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
@@ -119,16 +114,16 @@ class Prompts:
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Give all content new chunk keys from now on, because the engine's cache was reset.
+        """Give all content new chunk keys from now on, because the engine's cache was reset. Ends `suspend`.
 
-        Chunks from before the reset are not found any more. The new keys contain a random number, so other
-        engines do not find the chunks that are stored from now on. KV of running requests is no longer stored
-        or looked up, because their blocks mix KV from before and after the reset. This call also ends the
-        effect of `suspend`.
+        KV of running requests is no longer stored or looked up.
         """
         self._known.clear()
         self._salt_of.clear()
         self._unnamed.clear()
+        # The number is random, so that other engines with a shared tier do not find chunks from after the
+        # reset, nor this engine those from before. Running requests get no keys: their blocks mix KV from
+        # before and after.
         self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
 
     def forget_salt(self, salt: str) -> None:

@@ -87,7 +87,7 @@ def snapshot_rule(
 
     Args:
         config: the connector's settings.
-        engine: facts about the engine.
+        engine: properties of the engine.
         canonical: format in which chunks are stored.
         snapshot_tokens: distance in tokens between the positions at which snapshots are stored.
     """
@@ -124,6 +124,8 @@ class _Places:
             done: number of tokens that will have been computed when all steps scheduled so far have run.
         """
         own = self.request.snapshot_at
+        # The engine has set this position by itself: there the request departs from a prompt in its own
+        # prefix cache.
         if own not in (0, self.given, *self.left):
             self.left = sorted((*self.left, own))
         self.left = [at for at in self.left if at > done]
@@ -138,7 +140,7 @@ class _Places:
 class SnapshotPlaces:
     """Has the engine take snapshots of running requests, one position after the other.
 
-    Only the engine's thread calls the methods.
+    Only the engine's thread calls it.
     """
 
     def __init__(self, first: int, interval: int) -> None:
@@ -168,11 +170,7 @@ class SnapshotPlaces:
             self._places.pop(request.request_id, None)
 
     def schedule(self, step: Step) -> None:
-        """Give requests their next positions, after a step was scheduled that reaches the current ones.
-
-        Args:
-            step: tokens of the requests that the coming step computes.
-        """
+        """Give requests their next positions, after a step was scheduled that reaches the current ones."""
         for request_id, places in [*self._places.items()]:
             if tokens := step.tokens.get(request_id):
                 done = places.request.num_computed_tokens + tokens

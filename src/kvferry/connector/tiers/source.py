@@ -1,12 +1,10 @@
 """The source that loads KV from this engine's tiers: host memory, files, object stores.
 
-A *chunk* is a fixed number of tokens of a KV cache group, as stored. A load fetches chunks into slots of host
-memory. As they arrive, ranks copy them to their KV blocks (`feed`).
+A load fetches chunks into slots of host memory. As they arrive, ranks copy them to their KV blocks (`feed`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +31,7 @@ from kvferry.tiers.host.counters import HostMissReason
 from kvferry.tiers.names import HOST, TIERS
 from kvferry.units import counted
 
-logger = logging.getLogger(__name__)
+_REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
 
 
 @dataclass(slots=True)
@@ -42,8 +40,8 @@ class _TierRequest:
 
     Attributes:
         bidding: excluded sources of the request, and its remaining attempts to load KV.
-        excluded_tiers: names of the tiers that are not used again for this request, because a read from them
-            failed or missed its deadline.
+        excluded_tiers: tiers that are not used again for this request, because a read from them failed or
+            missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
     """
 
@@ -53,11 +51,7 @@ class _TierRequest:
 
 
 class TierSource:
-    """The source that loads KV from this engine's tiers, in chunks (fixed numbers of tokens).
-
-    For each request, the source makes bids. A bid is the offer of a source to load a part of the prompt. Only
-    the engine's thread calls the methods.
-    """
+    """The source that loads KV from this engine's tiers. Only the engine's thread calls it."""
 
     name = TIERS
 
@@ -82,10 +76,9 @@ class TierSource:
             canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
             workers: number of workers, each of which reports every copy.
-            most_loads: maximum number of concurrent loads. A further load would have to wait for these, so
-                the source then makes no offer.
-            bid_per_tier: True to make further bids for shorter prefixes that need no chunk of the slowest
-                tiers, so that the source policy can choose a shorter but faster load.
+            most_loads: maximum number of concurrent loads.
+            bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
+                that the source policy can choose a shorter but faster load.
         """
         self._workers, self._copy_seconds = workers, list[float]()
         chunk_tokens = canonical.chunk_tokens
@@ -99,41 +92,24 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """Whether a load of chunks is under way, or ranks still copy chunks out of host memory."""
+        """True while a load is under way, or ranks still copy chunks out of host memory."""
         return any(feed.busy for feed in self._feeds)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Compute the chunk keys of a new request. Return True if the tiers may be able to serve the request.
-
-        The tiers cannot serve a request that has no chunk keys, because its content cannot be identified for
-        certain.
-
-        Args:
-            request: new request.
-            bidding: excluded sources of the request, and its remaining attempts to load KV.
-        """
+        """Compute the chunk keys of a new request. Return False if its content has no certain name."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._requests[request.request_id] = _TierRequest(bidding)
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return the reason why the tiers cannot serve a request: why it has no chunk keys.
-
-        Args:
-            request: request for which `arrived` returned False.
-        """
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what the tiers offer after the first `local_tokens` tokens.
 
-        The first bid is for the longest prefix from which every KV cache group can continue. If the source
-        was created with `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest
-        tiers.
-
-        There is no bid while as many loads are under way as there may be, not even one that is `looking`: the
-        request is not to wait for the tiers.
+        The first bid is for the longest prefix from which every KV cache group can continue. With
+        `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest tiers.
         """
         chunks, state = self._prompts.get(request), self._requests[request.request_id]
         state.coverage = found = None
@@ -145,6 +121,8 @@ class TierSource:
                 in_full=windows_survive_load(self._groups, request.num_tokens),
             )
         bids = self._bids(request, found, local_tokens)
+        # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
+        # the request is not to wait for the tiers.
         busy = bool(bids) and self._is_busy
         why_none = partial(self._why_none, request.request_id, chunks, found, busy=busy)
         if found is None:
@@ -189,36 +167,18 @@ class TierSource:
         return sum(feed.fetches for feed in self._feeds)
 
     def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a placeholder bid for a request whose chunk keys are not known yet.
-
-        While the digest of the request's LoRA adapter is being computed, return one bid for all tokens that
-        could be loaded. It is an upper bound, marked by its attribute `looking`. Return no bid if the keys
-        cannot be computed at all, or if no token is left to load.
-        """
+        """Return a placeholder bid for all tokens, if the chunk keys are still to come."""
         most = request.num_tokens - 1 - local_tokens
         if most <= 0 or not self._prompts.are_pending(request.request_id):
             return ()
         return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether a load of `blocks` KV blocks may begin now: always True for tiers.
-
-        Other sources limit their loads, because a late transfer keeps its KV blocks allocated. A late load
-        from tiers keeps none: chunks that arrive after the deadline stay in host memory.
-
-        Args:
-            bid: offer to load a part of a prompt; unused.
-            blocks: number of KV blocks that the load would fill; unused.
-        """
+        """Return True: a late load from tiers pins no blocks, because its chunks stay in host memory."""
         return True
 
     def begin(self, load: Load, request: Request) -> ChunkFeed:
-        """Start to fetch the chunks of a load into host memory.
-
-        Args:
-            load: load to begin, with its tokens and destination blocks.
-            request: request that waits for the load.
-        """
+        """Start to fetch the chunks of a load into host memory."""
         chunks, state = self._prompts.get(request), self._requests[load.request_id]
         if chunks is None or state.coverage is None:
             fetch = self._cache.reading.fetch(())
@@ -235,30 +195,25 @@ class TierSource:
             refusals=self._refusals,
             labels=self._labels,
         )
+        # Feeds outlive their loads until all ranks have copied what was ordered, so they are removed here.
         self._feeds = [one for one in self._feeds if one.busy] + [feed]
         return feed
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return, for each KV cache group of the engine, the alignment of the content of chunks, in tokens.
-
-        A chunk of a windowed group may begin with zeros, because the engine had freed that KV. The valid KV
-        begins at a multiple of the alignment. All requests have the same alignments.
-        """
+        """Return the alignment of the content of chunks in tokens, the same for all requests."""
+        # A chunk of a windowed group may begin with zeros, because the engine had freed that KV. The valid KV
+        # begins at a multiple of the alignment.
         return self._alignments
 
     def take_copy_seconds(self) -> list[float]:
-        """Return the copy times recorded since the last call, and clear them.
-
-        There is one entry per part of a load: the seconds that the slowest rank took to copy that part.
-        """
+        """Return, and clear, the seconds that the slowest rank took to copy each part of a load."""
         taken, self._copy_seconds = self._copy_seconds, []
         return taken
 
     def settled(self, request_id: str) -> None:
-        """Do nothing when a request will load no more KV. The tiers keep no lease for the request."""
+        """Do nothing: the tiers keep no lease for a request."""
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         del self._requests[request_id]
 
     def take_reports(self, reports: StepReports) -> None:
@@ -266,6 +221,7 @@ class TierSource:
         for key, report in reports.reports.items():
             for feed in self._feeds:
                 if (part := feed.take_report(key, report, self._workers)) is not None:
+                    # The last slot released is used last, so the start of a prompt is evicted after its end.
                     for slot in reversed(part.slots):
                         self._cache.close(slot)
                     assert part.report is not None
@@ -282,24 +238,15 @@ class TierSource:
         return Bid(TIERS, self._parts(found, first, last))
 
     def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
-        """Return the number of tokens that each tier provides for an offer to load a part of a prompt.
-
-        Only chunks of the KV cache group that needs the most chunks are counted.
-
-        Args:
-            found: result of the look-up of the request's chunks.
-            first, last: token range ``[first, last)`` that the offer covers.
-        """
+        """Return the number of tokens that each tier provides of the range ``[first, last)``."""
+        # The group that needs the most chunks stands for all.
         sums = found.tokens_by_tier(self._widest_group, first, last)
         names = (HOST, *self._cache.tiers)
         return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
 
 
-_REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
-
-
 def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
-    """Return the reason why the tiers cannot extend the prefix of a prompt that the engine already has.
+    """Return why the tiers cannot extend the prefix of a prompt that the engine already has.
 
     EVICTED: all missing chunks (`found.missing`) were evicted recently. STORING: all of them are being copied
     to host memory. SHORT_PROMPT: the prompt is not longer than a chunk. LOCAL: no KV cache group can use a
@@ -309,7 +256,7 @@ def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache:
     Args:
         chunks: chunk keys of the request.
         found: result of the look-up of the request's chunks in the tiers.
-        labels: label (number and kind) of each KV cache group in the storage format.
+        labels: label of each KV cache group in the storage format.
         cache: host memory and slower tiers, which were searched.
     """
     chunked, lacking = found.chunked, found.missing

@@ -19,13 +19,9 @@ from kvferry.tiers.names import HOST
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """The counts of one tier since the start of the engine.
+    """The counts of one tier since the start of the engine, in chunks; `stored_bytes` in bytes.
 
     Attributes:
-        fetched: number of chunks read from the tier.
-        stored: number of chunks stored.
-        stored_bytes: total size of the stored chunks in bytes.
-        evicted: number of chunks evicted.
         missed: number of chunks not found, by reason.
         dropped: number of chunks that were not stored, by reason.
     """
@@ -49,7 +45,7 @@ class TierEvents:
 
     Attributes:
         cache: chunks in host memory and in the slower tiers.
-        stores: orders to store chunks, with counts of the chunks that were not stored.
+        stores: stores under way, with counts of the chunks that were not stored.
         events: stream that receives the events.
     """
 
@@ -64,8 +60,8 @@ class TierEvents:
         """Emit a `TierChanged` event for every tier if any tier has changed since the last call.
 
         Args:
-            times: durations in seconds of reads and writes of chunks in storage since the last call.
-            copies: durations in seconds of copies from host memory to KV blocks since the last call.
+            times: seconds of reads and writes of chunks in storage since the last call.
+            copies: seconds of copies from host memory to KV blocks since the last call.
         """
         fingerprint = self._fingerprint()  # before counting, so that the next call sees concurrent changes
         if fingerprint == self._last_fingerprint and not copies:
@@ -75,10 +71,8 @@ class TierEvents:
             self.events.emit(event)
 
     def _fingerprint(self) -> tuple[object, ...]:
-        """Return a value that changes whenever the content or the counts of any tier change.
-
-        The call takes about a microsecond, so that it can run in every engine step.
-        """
+        """Return a value that changes whenever the content or the counts of any tier change."""
+        # Called in every engine step: this takes about a microsecond, and all counts take much longer.
         around = [one.slow_tier.queue.usage for one in self.cache.writing]
         return self.cache.events, self.stores.dropped.total(), *around
 

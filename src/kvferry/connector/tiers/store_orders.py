@@ -1,8 +1,7 @@
 """Stores under way: orders to the ranks to copy chunks from the engine's blocks to host memory.
 
 The blocks stay pinned until all ranks have copied them. When a request has ended and its stores are complete,
-its chunks are marked as used so that its last chunks are evicted first. The start of a prompt is useful
-without the rest, but the rest is useless without the start.
+its chunks are marked as used.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ MOST_PINNED = 0.25
 
 
 class ChunkToStore(NamedTuple):
-    """A chunk of a request that the ranks shall copy from KV blocks to host memory.
+    """A chunk of a request to store.
 
     Attributes:
         number: index of the chunk in the request.
         key: key of the chunk.
-        tokens: number of tokens in the chunk; 0 for a snapshot (recurrent state at one position).
+        tokens: number of tokens in the chunk; 0 for a snapshot.
         cold: True if host memory evicts the chunk before all others, until it is used.
     """
 
@@ -51,7 +50,7 @@ class ChunkToStore(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Store(Transfer):
-    """A store: ranks copy chunks of a request from KV blocks to host memory.
+    """A store under way.
 
     Attributes:
         request_id: id of the request that the chunks belong to.
@@ -65,13 +64,11 @@ class _Store(Transfer):
 
 
 class StoreOrders:
-    """Requests stores from the ranks and completes them. A store copies chunks from KV blocks to host memory.
-
-    Only the engine's thread calls the methods.
+    """Orders stores from the ranks and completes them. Only the engine's thread calls it.
 
     Attributes:
         dropped: number of chunks that were not stored, by reason.
-        most_pinned: maximum number of blocks that stores may keep allocated (pin) at a time.
+        most_pinned: maximum number of blocks that stores may pin at a time.
     """
 
     def __init__(
@@ -79,14 +76,12 @@ class StoreOrders:
     ) -> None:
         """Create an empty collection of stores.
 
-        A store is a copy of chunks from the engine's KV blocks to host memory.
-
         Args:
-            cache: cache of chunks in host memory and in the slower tiers.
+            cache: chunks in host memory and in the slower tiers.
             pool: the engine's block pool.
             workers: number of workers, each of which reports every store.
-            labels: label (number and kind) of each KV cache group in the storage format.
-            events: stream that receives an event when a store begins, and when it ends.
+            labels: label of each KV cache group in the storage format.
+            events: receives an event when a store begins, and when it ends.
         """
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
@@ -99,7 +94,7 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """Whether any store (copy from KV blocks to host memory) is under way and keeps blocks allocated."""
+        """True if any store is under way and pins blocks."""
         return len(self._stores) > 0
 
     @property
@@ -115,18 +110,17 @@ class StoreOrders:
         table_slices: Sequence[TableSlice | None],
         available: range,
     ) -> None:
-        """Order the ranks to copy chunks from KV blocks to host memory.
+        """Order the ranks to store chunks. Reserve slots, and pin the blocks until the copy ends.
 
-        Reserve slots in host memory, and keep the blocks allocated (pinned) until the copy ends. A chunk is
-        not stored if host memory has it already or has no room for it. No chunk is stored if stores would pin
-        more than `most_pinned` blocks.
+        A chunk is not stored if host memory has it already or has no room for it. No chunk is stored if
+        stores would pin more than `most_pinned` blocks.
 
         Args:
             request_id: id of the request that the chunks belong to.
             group: index of the KV cache group in the storage format.
             chunks: chunks to store.
-            table_slices: for each KV cache group of the engine, the part of the block table that holds the
-                chunks; None for groups without chunks in this order.
+            table_slices: the part of the block table that holds the chunks, for each KV cache group of the
+                engine; None for groups without chunks in this order.
             available: range of prompt tokens that the blocks in `table_slices` hold.
         """
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
@@ -152,7 +146,7 @@ class StoreOrders:
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
     def take(self) -> list[StoreOrder]:
-        """Return the orders to the ranks that were queued since the last call, and clear the queue."""
+        """Return, and clear, the orders that were queued since the last call."""
         orders, self._orders = self._orders, []
         return orders
 
@@ -173,6 +167,7 @@ class StoreOrders:
     def _on_ended(self, store: _Store) -> None:
         report = store.report
         assert report is not None
+        # In reverse order, so that the end of the prompt is evicted before its start.
         for slot, chunk in reversed(store.slots):
             self._cache.filled(slot, chunk.tokens, report.failure, cold=chunk.cold)
         if report.failure is not None:
@@ -192,8 +187,7 @@ class StoreOrders:
     def ended(self, request_id: str, used: list[bytes], cold: list[bytes]) -> None:
         """Record that a request has ended. No more of its chunks will be stored.
 
-        When all stores (copies to host memory) of the request have ended, its chunks are marked as used or as
-        cold, for the eviction policy.
+        When all its stores have ended, its chunks are marked for the eviction policy.
 
         Args:
             request_id: id of the request.
@@ -204,17 +198,12 @@ class StoreOrders:
         self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
-        """Forget the ended requests whose stores (copies to host memory) are still under way.
-
-        The cache was reset, so the chunks of these requests are invalid. They are not marked as used (for the
-        eviction policy) when the stores end.
-        """
+        """Forget the ended requests whose stores are still under way, because the cache was reset."""
         self._ended.clear()
 
     def _mark_chunks_used(self, request_id: str) -> None:
-        """Mark the chunks of a request as used if the request has ended and none of its stores is under way.
-
-        The order of marking ensures that the end of the prompt is evicted before its start.
-        """
+        """Mark the chunks of a request as used if it has ended and none of its stores is under way."""
         if request_id in self._ended and all(one.request_id != request_id for one in self._stores):
+            # The end of the prompt is to be evicted before its start: the start is useful without the rest,
+            # but not the rest without the start.
             self._cache.mark_used(*self._ended.pop(request_id))

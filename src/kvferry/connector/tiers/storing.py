@@ -1,14 +1,13 @@
 """Selection of the chunks of running requests to store.
 
-A chunk, a fixed number of tokens of a KV cache group, is complete in the step that computes its last token.
-Its store is ordered in that step (`store_orders`): its blocks are pinned, and ranks copy them after the
-forward pass. A chunk is not stored if host memory has it already, if its tokens have left the attention
-window, or if there is no room. If the engine computes a chunk although a slow tier has it, host memory gets a
-copy, and that tier is not written again (`Writing.enqueue`).
+A chunk is complete in the step that computes its last token. Its store is ordered in that step
+(`store_orders`): its blocks are pinned, and ranks copy them after the forward pass. A chunk is not stored if
+host memory has it already, if its tokens have left the attention window, or if there is no room. If the
+engine computes a chunk although a slow tier has it, host memory gets a copy, and that tier is not written
+again (`Writing.enqueue`).
 
-A snapshot is the recurrent state at one position. The engine reports in each step which snapshots the step
-writes (``boundary_state_offloads``): at a position, one block of every group of recurrent state. A snapshot
-at the end of a chunk is stored.
+The engine reports in each step which snapshots the step writes (``boundary_state_offloads``): at a position,
+one block of every group of recurrent state. A snapshot at the end of a chunk is stored.
 
 Windows and snapshots are useful only where a prefix ends. With `snapshot_tokens`, prefixes end at its
 multiples and at the end of a prompt. Only the chunks and snapshots needed there are kept.
@@ -50,9 +49,9 @@ Resolve = Callable[[str], BlockIds]
 
 
 class Storing:
-    """Selects the chunks of running requests to store in the tiers, and has the ranks store them.
+    """Selects the chunks of running requests to store, and has the ranks store them.
 
-    A chunk is a fixed number of tokens of a KV cache group. Only the engine's thread calls the methods.
+    Only the engine's thread calls it.
     """
 
     def __init__(
@@ -73,13 +72,12 @@ class Storing:
             prompts: chunk keys of the engine's requests.
             canonical: format in which chunks are stored.
             groups: the engine's KV cache groups, as one rank describes them.
-            parts: record of the blocks that loads fill only in part. These blocks are not stored.
-            orders: object that has the ranks copy chunks to host memory.
-            snapshot_tokens: distance in tokens between the positions for which chunks of attention windows
-                and snapshots (recurrent states at one position) are stored; a multiple of the chunk length.
-                They are also stored for the end of a prompt.
-            block_events: receiver of the blocks of each complete chunk, if the engine publishes events about
-                blocks; else None.
+            parts: blocks that loads fill only in part. They are not stored.
+            orders: stores under way.
+            snapshot_tokens: distance in tokens between the positions for which windows and snapshots are
+                stored; a multiple of the chunk length. They are also stored for the end of a prompt.
+            block_events: receives the blocks of each complete chunk; None if no events about blocks are
+                published.
         """
         self._block_events = block_events
         self._orders = orders
@@ -101,17 +99,13 @@ class Storing:
         """Prepare to store the chunks of a new request.
 
         Args:
-            request: new request whose chunk keys (names of content) are known or are still being computed.
+            request: request whose chunk keys are known or still being computed.
         """
         self._progress[request.request_id] = Progress(request, tail=self._state is not None)
         self._quiet.stop()
 
     def schedule(self, step: Step) -> None:
-        """Order the ranks to store the chunks and recurrent states that the coming step completes.
-
-        Args:
-            step: tokens and blocks of the requests that the coming step computes.
-        """
+        """Order the ranks to store the chunks and snapshots that the coming step completes."""
         if not self._quiet.count(step.tokens, step.num_tokens):
             self._quiet.start(step.tokens, self._look_at_requests(step))
         for request_id, snapshots in step.snapshots.items():
@@ -121,9 +115,6 @@ class Storing:
 
     def _look_at_requests(self, step: Step) -> int:
         """Order the ranks to store the chunks that the coming step completes.
-
-        Args:
-            step: tokens and blocks of the requests that the coming step computes.
 
         Returns:
             Number of further steps that complete no chunk, if each computes one token for each of these
@@ -142,7 +133,7 @@ class Storing:
 
         Args:
             request: request that has ended.
-            block_ids: block table of the request for each KV cache group, up to the last computed token.
+            block_ids: its block table for each KV cache group, up to the last computed token.
         """
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
@@ -150,12 +141,14 @@ class Storing:
         if progress.end():
             self._store_complete_chunks(progress, lambda _: block_ids)
         if (chunks := self._prompts.get(request)) is not None:
+            # The next turn of a conversation begins with this prompt and its answer, so a prefix may end with
+            # the last chunk.
             ends = (*self._likely_ends(progress), progress.chunks * self._chunk)
             used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends)
             self._orders.ended(request.request_id, used, cold)
 
     def start_anew(self) -> None:
-        """Store no more chunks of the requests that are running now, because the cache was reset."""
+        """Store no more chunks of the running requests, because the cache was reset."""
         self._progress.clear()
         self._orders.start_anew()
 
@@ -163,11 +156,12 @@ class Storing:
         """Order the ranks to store those chunks of a request that have become complete.
 
         Args:
-            progress: the request, and the record of how much of it has been stored.
-            resolve: function that takes the request's id and returns its block table for each KV cache group.
+            progress: the request. Mutated.
+            resolve: returns a request's block table for each KV cache group.
         """
         request, prompt = progress.request, progress.request.num_prompt_tokens
         chunks = self._prompts.get(request)
+        # Nothing is taken yet, so these chunks are stored once their keys are known.
         if chunks is None and self._prompts.are_pending(request.request_id):
             return
         numbers, with_tail = progress.take(self._chunk)
@@ -176,6 +170,7 @@ class Storing:
         if chunks is None:
             self._progress.pop(request.request_id, None)
             return
+        # A block that a load has filled only in part is masked: it lacks KV of some tokens.
         tables = self._part_blocks.masked_tables(request.request_id, resolve(request.request_id))
         ends = last_prefix_ends(prompt, self._chunk, self._block)
         progress.needed = chunks.needed_chunks(self._likely_ends(progress))
@@ -190,11 +185,7 @@ class Storing:
                     self._store(progress, group, tail, tables, prompt)
 
     def _likely_ends(self, progress: Progress) -> tuple[int, ...]:
-        """Return the lengths in tokens of the prefixes of a request that later prompts are likely to load.
-
-        Args:
-            progress: the request, and the length of the prefix that was found when it was admitted.
-        """
+        """Return the lengths in tokens of the prefixes of a request that later prompts are likely to load."""
         prompt = progress.request.num_prompt_tokens
         return (*last_prefix_ends(prompt, self._chunk, self._block), progress.found)
 
@@ -206,7 +197,7 @@ class Storing:
         Chunks that are stored already, or whose tokens are not in the blocks any more, are left out.
 
         Args:
-            progress: the request, and the record of how much of it has been stored.
+            progress: the request.
             group: index of the KV cache group in the storage format.
             keys: key of each candidate chunk by its index in the prompt.
             tables: block table of each KV cache group of the engine.
@@ -217,14 +208,16 @@ class Storing:
                 self._remember_blocks(self._block_events, progress.request, group, number, key, until)
         names, ends = list(keys.values()), np.minimum((np.array(list(keys)) + 1) * self._chunk, until)
         kept = self._cache.host.contains(names)
-        kept |= (ends <= progress.found + 1) & self._cache.available(
-            names
-        )  # the last token is always computed
+        # Chunks that a load has brought are in some tier. One more token counts as found: the last one is
+        # always computed.
+        kept |= (ends <= progress.found + 1) & self._cache.available(names)
         whole: list[int] = []
         for number, here in zip(keys, kept.tolist(), strict=True):
             since = None if here else self._first_storable_token(group, number, tables, until, progress.found)
             if since == number * self._chunk:
                 whole.append(number)
+            # A chunk without its first tokens has an order of its own, because an order has one range of
+            # available tokens.
             elif since is not None:
                 self._order_stores(
                     progress, group, numbers=[number], keys=keys, tables=tables, available=range(since, until)
@@ -244,10 +237,10 @@ class Storing:
     def _remember_blocks(
         self, events: BlockEvents, request: Request, group: int, number: int, key: bytes, until: int
     ) -> None:
-        """Pass the engine's blocks that every stored chunk with this key holds to the events about blocks.
+        """Tell the events about blocks which of the engine's blocks a chunk holds.
 
         Args:
-            events: receiver of the blocks.
+            events: receives the blocks.
             request: request with the chunk's tokens.
             group: index of the KV cache group in the storage format.
             number: index of the chunk in the prompt.
@@ -273,15 +266,9 @@ class Storing:
         return max(low, first_attended(one, high - 1) // alignment * alignment)
 
     def _chunks_per_order(self, group: int) -> int:
-        """Return the maximum number of chunks per store order for a KV cache group.
-
-        An order pins the blocks of all its chunks. If stores would then pin more than
-        `StoreOrders.most_pinned` blocks, none of its chunks is stored. With several small orders, at least a
-        part of a long prompt is stored when this limit is low.
-
-        Args:
-            group: index of the KV cache group in the storage format.
-        """
+        """Return the maximum number of chunks per store order for a KV cache group."""
+        # An order whose blocks exceed `StoreOrders.most_pinned` is dropped whole. With several small orders,
+        # at least a part of a long prompt is stored when this limit is low.
         blocks = sum(-(-self._chunk // self._groups[part].block_tokens) + 1 for part in self._parts[group])
         return max(1, min(MAX_CHUNKS_PER_ORDER, self._orders.most_pinned // blocks))
 
@@ -294,13 +281,13 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order the ranks to store chunks of a KV cache group, with a single order for all of the chunks.
+        """Order the ranks to store chunks of a KV cache group, with a single order for all of them.
 
         Args:
-            progress: the request, and the record of how much of it has been stored.
+            progress: the request.
             group: index of the KV cache group in the storage format.
             numbers: indices of the chunks in the prompt, ascending.
-            keys: key of each of these chunks, by its index in the prompt.
+            keys: key of each of these chunks, by its index.
             tables: block table of each KV cache group of the engine.
             available: range of prompt tokens that the blocks hold.
         """
@@ -325,13 +312,6 @@ class Storing:
     ) -> int | None:
         """Return the position from which a chunk's KV can be stored; None if the chunk cannot be stored.
 
-        The position is counted in tokens from the start of the prompt. The blocks may lack KV of the first
-        tokens of a chunk. The chunk can still be stored if no request that continues from the chunk's end, or
-        from a later position, attends to the missing tokens.
-
-        In a group with an attention window, only the last window of the first `found` tokens is present. The
-        tokens before this window count as missing.
-
         Args:
             group: index of the KV cache group in the storage format.
             number: index of the chunk in the prompt.
@@ -340,7 +320,10 @@ class Storing:
             found: number of tokens, from the start of the prompt, that came from a prefix cache or a load.
         """
         one, low, high = self._canonical[group], number * self._chunk, min((number + 1) * self._chunk, until)
+        # The blocks may lack the first tokens of a chunk. It can still be stored if no request that continues
+        # from the chunk's end, or from a later position, attends to them.
         needed = self._first_needed_token(group, low, high)
+        # A load brings only the last window before `found`. The tokens before that window count as missing.
         looked = first_attended(one, found) if one.attention_span and found else 0
         since = low
         for part in self._parts[group]:
@@ -356,7 +339,7 @@ class Storing:
         return since if since <= needed else None
 
     def _store_snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
-        """Order the ranks to store snapshots (recurrent states at one position) at the ends of chunks.
+        """Order the ranks to store snapshots at the ends of chunks.
 
         Args:
             request: request to which the snapshots belong.
@@ -374,6 +357,7 @@ class Storing:
             number = tokens // self._chunk - 1
             if chunks is None or len(chunks.keys) < tokens:
                 continue
+            # A chunk of state holds all layers with state. A request cannot continue from some of them.
             if set(blocks) != set(self._parts[self._state]):
                 continue
             key = chunks.key(self._state, number)

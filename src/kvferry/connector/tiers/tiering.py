@@ -57,16 +57,14 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 class Tiering:
     """Opens the tiers of one engine, stores and loads chunks in every step, and closes the tiers.
 
-    Tiers are the places that hold stored KV: host memory, files and object stores. Only the engine's thread
-    calls the methods.
+    Only the engine's thread calls it.
 
     Attributes:
         source: source that offers to load the tiers' chunks for requests.
-        weights: maps the name of a tier to the weight of each token that is loaded from it, when the source
-            policy ``weight`` compares offers.
+        weights: weight of each token that is loaded from a tier, by name of the tier, when the source policy
+            ``weight`` compares offers.
         chunk_tokens: number of tokens per chunk.
-        snapshot_tokens: distance in tokens between positions at which attention windows and snapshots of
-            recurrent state are kept.
+        snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept.
         chunking: number of tokens per chunk, `snapshot_tokens`, and the first position of a snapshot for
             shared prefixes in tokens (0 for none; None for a model without recurrent state).
     """
@@ -79,16 +77,13 @@ class Tiering:
         namespace: NamespaceOf,
         ranks: Sequence[RankGeometry],
     ) -> None:
-        """Open the tiers, and allocate the host memory that holds chunks (the arena).
-
-        Create this object after all workers have started.
+        """Open the tiers, and allocate the arena. Create this object after all workers have started.
 
         Args:
             tiers: settings of the tiers.
             composition: the engine's properties, settings and block pool, and the objects that all its
                 sources of KV share.
-            namespace: function that takes the format in which chunks are stored, and returns the namespace of
-                their keys.
+            namespace: returns the namespace of the keys of chunks in a format.
             ranks: geometry of all workers' KV caches.
 
         Raises:
@@ -149,25 +144,16 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must run steps although it has no requests.
-
-        Steps are needed for stores, loads and writes to storage that are under way.
-        """
+        """True if the engine must run steps without requests, for stores, loads and writes under way."""
         return self._stores.busy or self.source.busy or self._cache.busy
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether KV blocks will soon be free, so that the engine should wait and not preempt a request.
-
-        These are blocks from which chunks are being copied to host memory (stores under way).
-        """
+        """True if stores pin blocks, which will soon be free: the engine should wait and not preempt."""
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request.
-
-        Do nothing if its chunk keys (names of content) cannot be computed.
-        """
+        """Prepare to store the chunks of a new request, if it has or may get chunk keys."""
         if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
             self._storing.on_new_request(request)
 
@@ -184,22 +170,17 @@ class Tiering:
     def schedule(self, step: Step, orders: StepOrders) -> None:
         """Collect finished reads and writes, and tell the ranks which chunks to store in the coming step.
 
-        Args:
-            step: tokens and blocks of the requests that the coming step computes.
-            orders: message to all ranks for the coming step. This method adds the chunks to store;
-                `TierSource.hand_over` adds the chunks to load.
+        Mutates `orders`. Admission adds the chunks to load.
         """
         self._cache.poll()
+        # Ranks attach the arena once, with the first step.
         orders.arena, self._card = self._card, None
         self._storing.schedule(step)
         self._places.schedule(step)
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the ranks' reports about copies of chunks.
-
-        Complete each store (copy to host memory) and each part of a load (copy from host memory) that all
-        ranks have reported.
+        """Complete each store and each part of a load that all ranks have reported.
 
         Args:
             reports: reports of one step, which may come from only some of the ranks.
@@ -218,7 +199,7 @@ class Tiering:
 
         Args:
             request: request that has ended.
-            block_ids: block table of the request for each KV cache group, up to the last computed token.
+            block_ids: its block table for each KV cache group, up to the last computed token.
         """
         self._storing.finished(request, block_ids)
         self._places.forget(request.request_id)
@@ -245,15 +226,11 @@ class Tiering:
         self._forget_blocks()
 
     def _forget_blocks(self) -> None:
-        """Report all blocks in tiers as removed, because no request finds their chunks any more."""
         if self._block_events is not None:
             self._block_events.start_anew()
 
     def look_up(self, request: Request) -> dict[str, int]:
         """Return the number of a prompt's tokens that each tier could load by itself, by name of the tier.
-
-        Args:
-            request: prompt, which need not be a request of the engine.
 
         Raises:
             Unnameable: the content cannot be identified for certain.
@@ -315,9 +292,9 @@ class Tiering:
         return self._stores.chunks + sum(map(len, self._cache.writing))
 
     def shutdown(self) -> None:
-        """Write queued chunks to storage, then end all threads and free the host memory of the tiers.
+        """Write queued chunks to storage, then end all threads and free the arena.
 
-        Writing takes at most `_CLOSING_SECONDS`. Chunks that are not written by then are lost.
+        Chunks that are not written within `_CLOSING_SECONDS` are lost.
         """
         self._cache.shutdown(_CLOSING_SECONDS)
         self._arena.close()
@@ -325,13 +302,6 @@ class Tiering:
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
     """Return the format in which this engine stores chunks.
-
-    A chunk is a fixed number of tokens of a KV cache group.
-
-    Args:
-        config: the connector's settings.
-        engine: properties of the engine, such as its KV cache groups and the size of its block pool.
-        ranks: geometry of all workers' KV caches.
 
     Raises:
         ConfigError: no chunk of this engine could ever be stored.
