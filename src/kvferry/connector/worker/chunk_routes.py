@@ -1,8 +1,7 @@
 """One rank's part in storing and loading chunks: the copies between its KV blocks and the arena.
 
-The arena is the host memory that holds chunks, shared by all processes of the engine. A *route* describes how
-the bytes of one KV cache group map between a rank's blocks and the chunk format. A *cell* is the unit
-of the copies: a number of tokens that divides both the size of a block and the size of a chunk.
+A `Route` describes how the bytes of one KV cache group map between a rank's blocks and the chunk format. Its
+cells are a number of tokens that divides both the size of a block and the size of a chunk.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ _SLOTS = 1 << 20
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
     """Check that all ranks of an engine together can store whole chunks, and can load their KV from chunks.
 
-    Args:
-        canonical: format in which chunks are stored.
-        ranks: geometry of every rank of the engine.
-
     Raises:
         Incompatible: some layers cannot be stored or loaded. The message names them and the reasons.
     """
@@ -50,7 +45,7 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """Copies chunks between one rank's KV blocks and the host memory that holds chunks (the arena).
+    """Copies chunks between one rank's KV blocks and the arena.
 
     Only one thread may use it. Every method returns only when its copies are complete.
     """
@@ -64,14 +59,14 @@ class ChunkRoutes:
         *,
         engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
-        """Prepare the copies between this rank's KV blocks and the arena (host memory that holds chunks).
+        """Prepare the copies between this rank's KV blocks and the arena.
 
         Args:
             canonical: format in which chunks are stored.
             ranks: geometry of every rank of the engine.
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
-            memory: host memory that holds the chunks, uint8 of shape (bytes,). If the blocks are on a GPU, it
-                must be registered with CUDA.
+            memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
+                CUDA.
             engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
 
         Raises:
@@ -96,10 +91,10 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None = None) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from the rank's KV blocks to the host memory that holds chunks.
+        """Copy this rank's part of each chunk from its KV blocks to the arena.
 
         Args:
-            order: chunks to store, their byte offsets in host memory, and the blocks that hold their tokens.
+            order: chunks to store.
             computed: event of the GPU after which the blocks hold their KV; None if they hold it already.
 
         Returns:
@@ -123,6 +118,8 @@ class ChunkRoutes:
                     for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
                         each.copies.store(cells, offsets)
                         found[group] += len(cells) * each.route.cell_bytes
+                    # Only the first and the last chunk can begin or end outside the available tokens. Slots
+                    # are reused, so the rest would hold bytes of another chunk.
                     for piece in {pieces[0], pieces[-1]}:
                         beside = unfilled_cells(each.route, tokens, piece.number, order.available)
                         each.copies.blank(beside, piece.offset)
@@ -131,14 +128,14 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from host memory into the rank's KV blocks.
+        """Copy this rank's part of each chunk from the arena to its KV blocks.
 
         Args:
             pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
             span: range of prompt tokens of the whole load.
             tables: destination block table of each KV cache group, int64, indexed by block position.
-            first: True for the first part of the load. If True, blocks that the load fills only partly are
-                zeroed before the copy.
+            first: True for the first part of the load: blocks that the load fills only partly are zeroed
+                before.
 
         Returns:
             Number of bytes copied, per KV cache group of the storage format.
@@ -167,17 +164,13 @@ class ChunkRoutes:
 
     @contextmanager
     def _awaited(self, routes: Sequence[Sequence[RouteCopier]]) -> Iterator[None]:
-        """Wait at the end for all copies that were queued meanwhile, also if an error ends the block.
-
-        After an error, the engine may use the blocks and the host memory for something else.
-
-        Args:
-            routes: routes of the copies. All queue on the thread's stream, so waiting on one is enough.
-        """
+        """Wait at the end for all copies that were queued meanwhile, also if an error ends the block."""
         try:
             yield
         finally:
             for each in [each for of_group in routes for each in of_group][:1]:
+                # After an error, the engine may use the blocks and the arena for something else. All routes
+                # queue on the thread's stream, so waiting on one is enough.
                 each.copies.wait()
 
     def _clear(self, span: LoadSpan, tables: Sequence[Int64s]) -> None:
@@ -190,7 +183,7 @@ class ChunkRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteCopier:
-    """A route (mapping of bytes between KV blocks and chunks), and the object that copies bytes along it."""
+    """A route, and the object that copies bytes along it."""
 
     route: Route
     copies: ChunkCopies

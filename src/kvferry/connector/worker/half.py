@@ -70,16 +70,11 @@ class CacheMirror(Protocol):
 
         Args:
             groups: the KV cache groups of this rank.
-            blocks: ids of the blocks to copy, int64, for each group.
+            blocks: ids of the blocks, int64, for each group.
         """
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the KV cache.
-
-        Args:
-            groups: the KV cache groups of this rank.
-            blocks: ids of the blocks to copy, int64, for each group.
-        """
+        """Copy blocks from host memory to the KV cache. Takes what `save` takes."""
 
 
 class WorkerHalf:
@@ -99,10 +94,10 @@ class WorkerHalf:
         """Create a worker half without a KV cache. `start` must be called before any other method.
 
         Args:
-            clock: function that returns the current time in seconds.
+            clock: returns monotonic seconds.
             transfers: reads from peers, instead of those that `start` creates.
             mover: copies of chunks, instead of those that `start` creates.
-            arrived: event that is set when a read or copy has ended; None for a new one.
+            arrived: set when a read or copy has ended; None for a new one.
         """
         self._clock = clock
         self._geometry: RankGeometry | None = None
@@ -125,18 +120,14 @@ class WorkerHalf:
         mirror: CacheMirror | None = None,
         reads: bool = True,
     ) -> WorkerInfo:
-        """Register the KV cache for transfers between engines, and start the threads that read and copy.
+        """Register the KV cache for transfers, and start the threads that read and copy. Return `info`.
 
         Args:
             engine_id: name of the engine.
             geometry: memory layout of this rank's KV cache, or of `mirror` if there is one.
             config: the connector's settings.
             mirror: copy of the cache in host memory; None if transfers access the cache itself.
-            reads: True if this engine reads from peers. The process that validates peers' transport metadata
-                is then started now rather than at the first read.
-
-        Returns:
-            Description of this rank for the scheduler.
+            reads: True if this engine reads from peers.
 
         Raises:
             ConfigError: NIXL cannot start or cannot register the memory, a setting is invalid, or the secret
@@ -164,6 +155,8 @@ class WorkerHalf:
         name = f"{engine_id}/{geometry.pp_rank}.{geometry.tp_rank}/{words.incarnation:x}"
         transfers = Transfers(name, geometry, words, settings, on_result=self._arrived.set)
         if reads:
+            # The process that validates peers' transport metadata is started now rather than at the first
+            # read.
             transfers.warm_up()
         return transfers
 
@@ -190,6 +183,7 @@ class WorkerHalf:
                 "KV is still loaded into the memory that this engine would give up; pause it first (/pause)"
             )
         if self._mover is not None:
+            # Queued copies still read the KV cache. They end before its memory goes.
             self._mover.finish()
         self._stale.asleep = True
         if self._transfers is not None:
@@ -208,24 +202,25 @@ class WorkerHalf:
         if self._open is not None:
             self._transfers = self._open()
         self._stale.asleep = False
+        # The weights changed, or the cache moved, before or during the sleep: the new words must not be valid
+        # either.
         if self._stale:
             self._invalidate()
 
     def on_weights_changed(self) -> None:
-        """Fail all loads ordered so far, because the model weights have changed.
+        """Fail all loads ordered so far, and invalidate all lease words, because the weights have changed.
 
-        Also invalidate all lease words (integers in registered memory that peers check), so that peers reject
-        the KV that they read from this rank.
+        Peers then reject the KV that they read from this rank.
         """
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
         self._invalidate()
 
     def on_cache_moved(self) -> None:
-        """Fail all loads ordered so far and from now on, because the KV cache has left the registered memory.
+        """Fail all loads for good, because the KV cache has left the registered memory.
 
-        Also refuse stores from now on, and invalidate all lease words for good, so that peers reject the KV
-        that they read from this rank.
+        Also refuse stores from now on, and invalidate all lease words, so that peers reject the KV that they
+        read.
         """
         self._stale.moved = self._reports.moved = True
         self._invalidate()
@@ -239,10 +234,7 @@ class WorkerHalf:
         """Raise the lease words of blocks that the step may write for another request.
 
         Call this before anything of the step writes to the cache: before its forward pass, and before the
-        engine zeroes blocks. A lease word is an integer in registered memory that peers check.
-
-        Args:
-            orders: the scheduler half's message for the step.
+        engine zeroes blocks.
         """
         if self._transfers is not None and orders.raised:
             self._transfers.words.end(orders.raised.values())
@@ -251,11 +243,7 @@ class WorkerHalf:
     def begin(self, orders: StepOrders) -> None:
         """Begin the work that the scheduler half wants done in a step, before the step's forward pass.
 
-        `save` does the work that needs the KV computed by this step: it stores chunks, and copies prompts to
-        the host buffer.
-
-        Args:
-            orders: the scheduler half's message for the step.
+        `save` does the work that needs the KV computed by this step.
         """
         self._idle = orders.idle
         if orders.quiet or orders.writes_cache:
@@ -307,13 +295,12 @@ class WorkerHalf:
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
-        Called after the step's forward pass has been submitted. Prompts and chunks contain KV that the pass
-        computes.
+        Call this after the step's forward pass has been submitted, because prompts and chunks contain its KV.
 
         Args:
             orders: the scheduler half's message for the step.
-            mark: function that records an event on the device after the work submitted so far, and returns
-                it; None if that work is done already.
+            mark: records an event on the device after the work submitted so far, and returns it; None if that
+                work is done already.
         """
         for tables, tokens in orders.saves:
             if self._mirror is not None:
@@ -347,6 +334,7 @@ class WorkerHalf:
             load = one.load
             if one.report is not None:
                 if one.report.failure is None and self._mirror is not None:
+                    # Before the request is reported as served: the engine then computes with these blocks.
                     self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
                 self._reports.reports[load.key] = one.report
             elif one.released:
@@ -359,7 +347,6 @@ class WorkerHalf:
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
 
     def _wait_for_results(self) -> None:
-        """Wait until loads end, and collect their results."""
         began = self._clock()
         until = began + IDLE_WAIT_SECONDS
         while self._loads.under_way and (left := until - self._clock()) > 0:
@@ -368,10 +355,7 @@ class WorkerHalf:
                 until = min(began + BURST_SECONDS, self._clock() + GAP_SECONDS)
 
     def _take_results(self) -> bool:
-        """Collect the results of the threads that read from peers and of the thread that copies chunks.
-
-        Return whether there was one.
-        """
+        """Collect the results of the threads that read and copy. Return whether there was one."""
         self._arrived.clear()  # before results are taken: a result that arrives later sets it again
         found = False
         for result in self._transfers.results() if self._transfers is not None else ():
@@ -384,7 +368,7 @@ class WorkerHalf:
         return found
 
     def take_reports(self) -> StepReports | None:
-        """Return the reports recorded since the last call, and clear them; None if there are none."""
+        """Return, and clear, the reports recorded since the last call; None if there are none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, StepReports()

@@ -121,18 +121,14 @@ class Loads:
         )
 
     def add(self, part: LoadPart) -> Load | None:
-        """Add the next part of a load. Return the load if the part must be begun now; else None.
-
-        If a peer still computes the KV, the load's timeout begins anew, since the peer has computed more. It
-        ends at most `MOST_TIMEOUTS` timeouts after its beginning.
-
-        Args:
-            part: part of a load. It is ignored if its load takes no more parts.
-        """
+        """Add the next part of a load. Return the load if the part must be begun now; else None."""
         one = self._loads.get(part.load)
+        # Blocks of a load that has ended may belong to another request soon, so it takes no more parts.
         if one is None or not one.is_open:
             return None
         one.whole, one.failure = part.last, part.failure
+        # A part shows that the peer has computed more, so a slow prompt is no reason to give up. `latest` is
+        # the bound.
         if one.load.bid.growing and part.failure is None:
             one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
         if part.work is None:
@@ -152,6 +148,7 @@ class Loads:
         if (one := self._parts.pop(key, None)) is None:
             return
         one.in_flight -= 1
+        # The first failure is the cause. Later ones often follow from it.
         one.failure = one.failure or failure
         if read is not None:
             one.reads.append(read)
@@ -182,6 +179,8 @@ class Loads:
         now = self._clock()
         found = []
         for one in list(self._loads.values()):
+            # Asked before the deadline: a load that has arrived in full is of use, however late this is
+            # noticed.
             if one.has_landed:
                 del self._loads[one.load.key]
                 found.append(self._settled(one, one.void or one.failure, late=False))
@@ -209,6 +208,7 @@ class Loads:
 def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
     lost = any(read.peer_lost for read in one.reads)
     plans = [read.plan for read in one.reads if read.plan is not None]
+    # Parts of a late load are still in flight, so its figures are not known yet.
     if late or not plans:
         return Report(failure, int(late), peer_lost=lost)
     plan = join_plans(plans)
@@ -229,7 +229,6 @@ def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
 
 
 def _expired(late_seconds: float) -> str:
-    """Return the reason for the failure of a load whose deadline passed so many seconds ago."""
     if late_seconds < LATE_SECONDS:
         return "its deadline passed"
     return (

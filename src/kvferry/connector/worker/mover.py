@@ -1,7 +1,6 @@
-"""A rank's thread that copies chunks between its KV blocks and the arena, the host memory that holds chunks.
+"""A rank's thread that copies chunks between its KV blocks and the arena.
 
-The engine's hooks pass orders to the thread and collect its results without waiting. Parts of loads are
-copied before stores, because requests wait for loads only.
+The engine's hooks pass orders to the thread and collect its results without waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _Job: TypeAlias = Callable[[], bool | None]
 
 
 class ChunkMover:
-    """A thread that copies chunks between one rank's KV blocks and host memory.
+    """A thread that copies chunks between one rank's KV blocks and the arena.
 
     Only the engine's thread calls the public methods.
     """
@@ -52,11 +51,11 @@ class ChunkMover:
         *,
         engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
-        """Start the thread that copies chunks.
+        """Start the thread.
 
         Args:
             rank_coordinates: (pp_rank, tp_rank) of this rank.
-            on_result: function that the thread calls after each copy.
+            on_result: called by the thread after each copy.
             engine_bytes: run length in bytes from which a GPU's copy engine copies instead of a kernel.
         """
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
@@ -72,24 +71,16 @@ class ChunkMover:
         self._thread.start()
 
     def attach(self, card: ArenaCard) -> None:
-        """Queue the job of attaching the host memory that holds chunks, before the first copy.
-
-        Args:
-            card: description of this memory.
-        """
+        """Queue the job of attaching the arena, before the first copy."""
         self._put(_FIRST, partial(self._attach, card))
 
     def load(self, load: Load, order: LoadOrder) -> None:
-        """Queue a copy of chunks from host memory to KV blocks.
-
-        Args:
-            load: load that the chunks belong to.
-            order: chunks to copy.
-        """
+        """Queue a copy of chunks of a load from host memory to KV blocks."""
 
         def copy(routes: ChunkRoutes) -> tuple[int, ...]:
             return routes.load(order.pieces, load.span, load.tables, first=order.first)
 
+        # Loads are copied before stores, because requests wait for loads only.
         self._put(_LOAD, partial(self._copy, order.key, copy))
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
@@ -114,7 +105,7 @@ class ChunkMover:
         self._jobs.join()
 
     def close(self) -> None:
-        """Carry out all queued orders, end the thread, and detach the host memory that holds chunks."""
+        """Carry out all queued orders, end the thread, and detach the arena."""
         self._put(_LAST, None)
         self._thread.join()
         self._routes = None
@@ -131,6 +122,7 @@ class ChunkMover:
     def _run(self) -> None:
         while (item := self._jobs.get())[2] is not None:
             if item[2]():
+                # The job keeps its number, so stores stay in order.
                 self._jobs.put(item)
             self._jobs.task_done()
 
@@ -169,7 +161,7 @@ class ChunkMover:
 
         Args:
             key: unique name of the order.
-            what: function that makes the copies and returns the number of bytes per KV cache group.
+            what: makes the copies and returns the number of bytes per KV cache group.
         """
         began = time.perf_counter()
         copied_bytes: tuple[int, ...] = ()
@@ -190,7 +182,7 @@ class ChunkMover:
 
 
 def _still_runs(computed: DeviceEvent | None) -> bool:
-    """Return whether a forward still runs. If the GPU has failed, return False: the copy then says why.
+    """Return whether a forward still runs.
 
     Args:
         computed: event behind the forward; None if it is over.
@@ -198,5 +190,6 @@ def _still_runs(computed: DeviceEvent | None) -> bool:
     try:
         return computed is not None and not computed.query()
     except Exception:
+        # The GPU has failed. The copy that follows fails too, and says why in its report.
         logger.exception("tiers: the event of a forward cannot be queried")
         return False

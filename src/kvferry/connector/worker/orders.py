@@ -1,8 +1,4 @@
-"""Orders to the ranks of an engine to copy chunks.
-
-A *chunk* is a fixed number of tokens of a KV cache group, as stored. Ranks copy chunks between their KV
-blocks and the arena, the host memory that holds chunks.
-"""
+"""Orders to the ranks of an engine to copy chunks between their KV blocks and the arena."""
 
 from __future__ import annotations
 
@@ -15,12 +11,12 @@ from kvferry.planning.chunk_cells import TableSlice
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk (fixed number of tokens of one KV cache group), and its position in host memory.
+    """A chunk, and its position in the arena.
 
     Attributes:
         group: index of the KV cache group in the storage format (`CanonicalForm.groups`).
         number: index of the chunk in the prompt.
-        offset: byte offset of the chunk in the arena, the host memory that holds chunks.
+        offset: byte offset of the chunk in the arena.
     """
 
     group: int
@@ -30,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """The description of the arena, the host memory that holds chunks. Ranks need it before the first order.
+    """The description of the arena. Ranks need it before the first order.
 
     Attributes:
         name: handle by which a process attaches the arena's memory.
@@ -64,9 +60,7 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """The order to copy a part of a load's chunks from host memory to KV blocks.
-
-    It is sent when these chunks have arrived in host memory.
+    """The order to copy a part of a load's chunks, which have arrived in host memory, to KV blocks.
 
     Attributes:
         key: unique name of the order.

@@ -26,9 +26,7 @@ ASLEEP = "this engine sleeps: its KV cache has no memory"
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """Record of the epochs (times between two cache resets) whose KV must not be used any more.
-
-    KV of these epochs must not be stored or loaded. Only the engine's thread calls this class.
+    """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
 
     Attributes:
         last: number of the last epoch in which the weights changed; None if they have not changed since the
@@ -43,13 +41,7 @@ class StaleEpochs:
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether KV of an epoch is stale.
-
-        The weights have changed in this epoch or in a later one, or the KV cache has moved or has no memory.
-
-        Args:
-            epoch: number of the epoch (time between two cache resets), counted from 0.
-        """
+        """Return whether KV of an epoch is stale."""
         return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
 
     def __bool__(self) -> bool:
@@ -58,7 +50,6 @@ class StaleEpochs:
 
     @property
     def reason(self) -> str:
-        """Reason why KV of stale epochs is not used."""
         return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
 
     def on_step(self, epoch: int) -> None:
@@ -70,10 +61,7 @@ class StaleEpochs:
         self._current = epoch
 
     def on_weights_changed(self) -> None:
-        """Mark the current epoch (time between two cache resets) as one in which the weights have changed.
-
-        The current epoch is the epoch of the last step that computed tokens or began a load. Before the first
-        such step it is epoch 0. The chunk keys of epoch 0 are valid only for the weights at the engine's
-        start.
-        """
+        """Mark the epoch of the last such step as one in which the weights have changed."""
+        # Before the first step this is epoch 0, whose keys are valid only for the weights at the engine's
+        # start.
         self.last = self._current
