@@ -24,11 +24,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlaceTokens:
-    """The number of tokens whose KV a source (a peer or the tiers) offers to load from one place.
+    """The number of tokens whose KV a source offers to load from one place.
 
     Attributes:
-        place: name of the place that holds the KV: ``peer``, or the name of a tier.
-        tokens: number of tokens whose KV is loaded from this place.
+        place: ``peer``, or the name of a tier.
     """
 
     place: str
@@ -42,8 +41,8 @@ def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, 
     (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
 
     Args:
-        parts: number of tokens from each place, in the order of the prompt.
-        tokens: number of tokens that are loaded; at most the sum of the parts.
+        parts: tokens from each place, in the order of the prompt.
+        tokens: at most the sum of the parts.
     """
     found = []
     for part in parts:
@@ -59,7 +58,7 @@ class Bid:
     """A source's offer to load KV for a request: the KV of tokens that the engine does not have.
 
     Attributes:
-        source: name of the source that makes the offer: a peer's name, or ``tiers``.
+        source: a peer's name, or ``tiers``.
         parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
             upper bounds.
@@ -82,12 +81,7 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Return one bid that combines the bids of two sources for the two parts of a prefix.
-
-        Args:
-            head: bid of the source that loads the start of the prefix.
-            tail: bid of the source that loads the rest.
-        """
+        """Return one bid that combines the bids of two sources for the two parts of a prefix."""
         looking = [bid for bid in (head, tail) if bid.looking]
         return cls(
             tail.source,
@@ -100,20 +94,15 @@ class Bid:
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens that this bid offers to load."""
         return sum(part.tokens for part in self.parts)
 
     @property
     def places(self) -> frozenset[str]:
-        """Names of the places that hold the offered tokens: ``peer``, or names of tiers."""
         return frozenset(part.place for part in self.parts)
 
     @property
     def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
-        """The parts of this bid, grouped by the source that loads them: one tuple of parts per source.
-
-        The source that loads the start of the prompt comes first.
-        """
+        """The parts of each source. The source that loads the start of the prompt comes first."""
         return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
@@ -123,34 +112,26 @@ class Bid:
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """Names of the answers that this bid waits for; empty if its sources have answered.
-
-        A peer that still computes the prompt has another name than one that has computed it, because its
-        answer takes much longer.
-        """
+        """Names of the answers that this bid waits for; empty if its sources have answered."""
         if self.head is not None and self.tail is not None:
             return self.head.unanswered | self.tail.unanswered
         if not self.looking:
             return frozenset()
+        # A peer that still computes the prompt answers much later, so its answers are timed apart.
         return frozenset((f"{self.source}, computing" if self.growing else self.source,))
 
     def has_same_sources(self, other: Bid | None) -> bool:
-        """Return whether another bid is made by the same sources and loads from the same places.
-
-        Args:
-            other: the other bid; None if there is none, for which the result is False.
-        """
+        """Return whether a bid has the same sources and places; False for None."""
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 def saves_computation(missing_tokens: int) -> bool:
     """Return whether a load could save the engine the computation of at least one token.
 
-    Return False if only the last token is missing, because the engine always computes that token.
-
     Args:
         missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
     """
+    # The engine always computes the last token, to sample from it.
     return missing_tokens > 1
 
 
@@ -158,23 +139,17 @@ class Bidding:
     """The excluded sources of one request, and its remaining attempts to load KV."""
 
     def __init__(self, attempts: int) -> None:
-        """Create the record of one request's attempts and excluded sources. No source is excluded yet.
-
-        Args:
-            attempts: maximum number of attempts to load the request's KV.
-        """
         self._left = attempts
         self._excluded: dict[str, str] = {}
         self._succeeded = 0
 
     def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
-        """Return the bids (offers of sources to load tokens) that may be taken.
+        """Return the bids that may be taken.
 
         Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
         any computation.
 
         Args:
-            bids: bids of all sources.
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         if self._left <= 0 or not saves_computation(missing_tokens):
@@ -192,33 +167,22 @@ class Bidding:
         return self._left
 
     def on_succeeded(self) -> None:
-        """Record that an attempt to load KV has succeeded. `on_computed` gives the attempt back later."""
+        """Record that an attempt to load KV has succeeded."""
+        # Given back only by `on_computed`: a load after which nothing is computed could repeat without end.
         self._succeeded += 1
 
     def on_computed(self) -> None:
-        """Stop counting the successful loads against the request's limit of attempts.
-
-        Call this when the engine computes tokens of the request. If the request is preempted later, it may
-        have to load its KV again, and must then have attempts left.
-        """
+        """Give back the attempts that succeeded. Call this when the engine computes tokens of the request."""
+        # A request that is preempted later may have to load its KV again, and needs attempts for that.
         self._left, self._succeeded = self._left + self._succeeded, 0
 
     def exclude(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if the source was excluded before.
-
-        Args:
-            source: name of the source: a peer's name, or ``tiers``.
-            reason: reason as text for people.
-        """
+        """Exclude a source for this request; return False if the source was excluded before."""
         if source in self._excluded:
             return False
         self._excluded[source] = reason
         return True
 
     def exclusion_reason(self, source: str) -> str | None:
-        """Return the reason why a source was excluded for this request; None if it was not excluded.
-
-        Args:
-            source: name of the source: a peer's name, or ``tiers``.
-        """
+        """Return the reason why a source was excluded for this request; None if it was not excluded."""
         return self._excluded.get(source)

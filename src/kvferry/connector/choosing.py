@@ -10,9 +10,6 @@ Another engine has computed a ticket's tokens for this request, so only patience
 source withdraws the bid if the ticket's engine refuses it or is gone. Every other wait ends when it has taken
 as long as what it could save: no request waits longer than the engine would take to compute its prompt, once
 the speed of computing is known, and none beyond its patience.
-
-The bid chosen before stays chosen until another one is better by a margin. So requests that wait for free
-blocks do not switch back and forth.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from kvferry.connector.bids import Bid
 from kvferry.connector.policies import Policy
 from kvferry.connector.speeds import Speeds
 
+# Without a margin, requests that wait for free blocks would switch back and forth between sources.
 MARGIN = 1.1
 """Factor by which the value of another bid must exceed the value of the bid chosen before."""
 
@@ -34,7 +32,6 @@ class BidChooser:
     """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
 
     Attributes:
-        policy: policy that assigns a value to each offer.
         speeds: record of measured speeds. The admission adds the time of each load to it.
         patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
             looking up its KV.
@@ -55,7 +52,7 @@ class BidChooser:
         before: Bid | None,
         computed_tokens: int | None = None,
     ) -> Bid | None:
-        """Return the bid (a source's offer to load tokens) to take; None if the engine computes the prompt.
+        """Return the bid to take; None if the engine computes the prompt.
 
         If the source of the returned bid is still looking up its KV, the request waits for this source.
 
@@ -97,6 +94,7 @@ class BidChooser:
             computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
+        # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.
         if bid.promised:
             return self.patience_seconds if more_tokens > 0 else 0.0
         saved = self.policy.saved_seconds(bid, answered, missing_tokens, computed_tokens)
@@ -105,6 +103,7 @@ class BidChooser:
             return min(saved, self.patience_seconds) if expected < saved else 0.0
         if answered is not None:
             return 0.0
+        # Without a measured speed nothing tells what the wait could save.
         if not self.speeds.computing_is_known:
             return self.patience_seconds
         return min(self.speeds.compute_seconds(computed_tokens), self.patience_seconds)
@@ -118,7 +117,7 @@ def choose(
     before: Bid | None = None,
     computed_tokens: int | None = None,
 ) -> Bid | None:
-    """Return the bid (a source's offer to load tokens) of the highest value; None if computing is better.
+    """Return the bid of the highest value; None if computing is better.
 
     >>> from kvferry.connector.bids import PlaceTokens
     >>> from kvferry.connector.policies import WeightPolicy
@@ -127,7 +126,6 @@ def choose(
     'b'
 
     Args:
-        policy: policy that assigns a value to each bid.
         bids: bids in the order of their sources, each of at least one token.
         missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         before: bid that was chosen for this request last time; None if there is none. A bid of the same

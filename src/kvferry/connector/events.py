@@ -26,14 +26,81 @@ from kvferry.connector.block_runs import BlockRun
 from kvferry.connector.load import NO_FIGURES, GroupBytes, LoadFigures, LoadOutcome
 
 
+class MissReason(StrEnum):
+    """The reason why a request got no KV from a source."""
+
+    NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
+    EVICTED = "evicted"  # stored before, and evicted recently
+    STORING = "storing"  # a store of it is under way
+    SHORT_PROMPT = "short_prompt"  # the prompt is shorter than a chunk
+    LOCAL = "local"  # the engine's own prefix cache already holds all usable tokens
+    OTHER_NAMESPACE = "other_namespace"  # the tiers hold another model of the same name
+    UNNAMED = "unnamed"  # no chunk key can be computed for the prompt's content
+    REFUSED = "refused"  # the offer or the peer is not usable
+    GONE = "gone"  # the peer cannot be reached, or has not answered in time
+    SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
+    LOOKING = "looking"  # the look-up did not end in time
+    LOST_BID = "lost_bid"  # another source, or computing the prompt, was better
+    BUSY = "busy"  # too many loads under way
+    NO_ROOM = "no_room"  # too few free blocks for the load and the tokens after it
+    ATTEMPTS = "attempts"  # the request had no load attempts left
+    CHECKSUM = "checksum"  # the bytes read are damaged
+    DEADLINE = "deadline"  # the load took longer than load_timeout_seconds
+    FAILED = "failed"  # the load failed for another reason
+
+
+class DecisionReason(StrEnum):
+    """The reason why admission took a source's bid, or took no bid."""
+
+    BEST = "the best bid"
+    ANSWERED = "the best bid of a source that has answered"
+    LOOKING = "a source that is still looking may have more"
+    UNANSWERED = "no source has answered in time"
+    NOTHING = "no source has more"
+    COMPUTING = "computing is better"
+    SKIPPED = "it reads no cache"
+    NO_ROOM = "the engine has no blocks for a load and what comes after it"
+    ATTEMPTS = "no attempt is left"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMiss:
+    """The reason why a source does not offer to load any tokens of a request.
+
+    Attributes:
+        group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
+            one group; empty if the miss does not depend on groups.
+        detail: the reason in detail, as text for people.
+    """
+
+    source: str
+    reason: MissReason
+    group: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ValuedBid:
+    """A bid and its value.
+
+    Attributes:
+        source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
+        value: value of the bid under the policy; 0 for an excluded bid.
+        excluded: reason why the bid may not be taken; empty if the bid may be taken.
+    """
+
+    source: str
+    bid: Bid
+    value: float
+    excluded: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """Event: a request reached the engine's scheduler.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
-        tokens: number of tokens of the request's prompt.
+        tokens: length of the prompt.
         sources: names of the sources that may be able to serve the request.
         declined: reasons why other sources cannot serve the request.
         ticket: True if the request came with a peer's ticket for KV.
@@ -58,17 +125,14 @@ class SourcesAsked:
     It is emitted again when the bids, the choice or the numbers of tokens change.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         local_tokens: number of tokens in the engine's own prefix cache.
         resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
             `local_tokens` if the engine lacks the recurrent state after them.
-        bids: all bids (offers of sources to load tokens) with their values, in the order of their sources.
+        bids: all bids, in the order of their sources.
         compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
         misses: for each source without a bid, the reason why it makes none.
         chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking up
             its KV, the request waits for that source.
-        why: reason for the choice.
     """
 
     request_id: str
@@ -88,8 +152,6 @@ class LoadBegan:
     """Event: the engine allocated blocks for the chosen source's offer, and the load from this source began.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         load: unique name of the load.
         source: name of the source: ``peer`` or ``tiers``.
         peer: name of the peer; ``tiers`` for a load from tiers.
@@ -118,10 +180,6 @@ class LoadEnded:
     A load that was given up, or that passed its deadline, may still write to its blocks after this event.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
-        began: event of the load's start.
-        outcome: outcome of the load.
         miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
         moved: bytes moved per KV cache group; empty for a failed load.
@@ -141,7 +199,7 @@ class LoadEnded:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the load began."""
+        """Duration of the load."""
         return self.at - self.began.at
 
 
@@ -150,8 +208,6 @@ class SourceRefused:
     """Event: a source could not serve a request. A peer is then not asked again for this request.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         source: name of the peer, ``tiers``, or ``its offer`` if the request came with an invalid offer.
         reason: reason as text for people.
     """
@@ -167,10 +223,8 @@ class Scheduled:
     """Event: the engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         cached_tokens: number of tokens that need no computation.
-        tokens: number of all tokens of the request.
+        tokens: number of all tokens of the request, cached or not.
         other_connector_tokens: number of cached tokens that another connector of this engine loaded.
         loads: the loads whose tokens are among the cached ones.
     """
@@ -185,12 +239,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event: a request ended, with or without an answer.
-
-    Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
-    """
+    """Event: a request ended, with or without an answer."""
 
     request_id: str
     at: float
@@ -201,11 +250,8 @@ class StoreBegan:
     """Event: the ranks were ordered to copy chunks of a request's KV to host memory.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         store: unique name of the store operation.
         group: label (number and kind) of the KV cache group.
-        chunks: number of chunks to copy.
     """
 
     request_id: str
@@ -220,9 +266,6 @@ class StoreEnded:
     """Event: all ranks have reported that their copies of chunks to host memory have ended.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
-        began: event of the store's start.
         failure: reason for the failure as text for people; empty if the store succeeded.
         size: number of bytes copied by all ranks.
         seconds: seconds that the slowest rank took.
@@ -242,8 +285,6 @@ class LeaseGranted:
     """Event: the engine granted a lease: it keeps blocks of a request so that peers can read them.
 
     Attributes:
-        request_id: the engine's id of the request.
-        at: time of the event, monotonic seconds.
         tokens: number of tokens offered.
         seconds: seconds without a heartbeat after which the lease expires.
         turn: True if a finished request's blocks are kept, so that any peer may read them for the next turn
@@ -260,12 +301,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExtended:
-    """Event: a heartbeat of the consumer (the engine that reads) extended a lease on blocks.
-
-    Attributes:
-        request_id: the engine's id of the request whose blocks are kept.
-        at: time of the event, monotonic seconds.
-    """
+    """Event: a heartbeat of the consumer extended a lease on blocks."""
 
     request_id: str
     at: float
@@ -276,8 +312,6 @@ class LeaseEnded:
     """Event: a lease on blocks ended. The consumer released it, it expired, or the engine ended it.
 
     Attributes:
-        request_id: the engine's id of the request whose blocks were kept.
-        at: time of the event, monotonic seconds.
         expired: True if the lease ended because no heartbeat arrived in time, or because requests waited for
             blocks and no consumer had claimed the lease. Always False for the lease of a turn.
         withdrawn: True if the lease ended because the cache was reset, the engine stopped offering KV, or
@@ -297,8 +331,6 @@ class TierChanged:
     If any tier has changed, an event is emitted for each tier.
 
     Attributes:
-        at: time of the event, monotonic seconds.
-        tier: name of the tier.
         used: number of bytes in use; None if unknown.
         capacity: size of the tier in bytes; None if unknown.
         owed: number of chunks still to be written to the tier; None for host memory.
@@ -328,7 +360,7 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsPlaced:
-    """Event: the tiers of a model with recurrent state have started. A snapshot is the state at one position.
+    """Event: the tiers of a model with recurrent state have started.
 
     Attributes:
         first_tokens: first position in a prompt of a snapshot for shared prefixes; 0 for none.
@@ -344,10 +376,6 @@ class LateBlocks:
     """Event: the number of blocks that late loads hold has changed.
 
     A load is late if its request no longer waits for it but it may still write to its blocks.
-
-    Attributes:
-        at: time of the event, monotonic seconds.
-        blocks: number of blocks that late loads hold now.
     """
 
     at: float
@@ -359,8 +387,6 @@ class BlocksStored:
     """Event: a tier has gained blocks. It is emitted only if the engine publishes events about its blocks.
 
     Attributes:
-        at: time of the event, monotonic seconds.
-        tier: name of the tier.
         blocks: the blocks, under the names that the engine's prefix cache gives them.
     """
 
@@ -374,8 +400,6 @@ class BlocksRemoved:
     """Event: a tier has lost blocks of one KV cache group that a `BlocksStored` event named.
 
     Attributes:
-        at: time of the event, monotonic seconds.
-        tier: name of the tier.
         group: index of the engine's KV cache group.
         hashes: hash of each block in the engine's prefix cache.
     """
@@ -402,78 +426,3 @@ RequestEvent: TypeAlias = (
 )
 TierEvent: TypeAlias = TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
 Event: TypeAlias = RequestEvent | TierEvent
-
-
-class MissReason(StrEnum):
-    """The reason why a request got no KV from a source.
-
-    NOT_STORED also stands for KV that was evicted so long ago that no record is left.
-    """
-
-    NOT_STORED = "not_stored"  # never stored, or evicted so long ago that no record is left
-    EVICTED = "evicted"  # stored before, and evicted recently
-    STORING = "storing"  # a store of it is under way
-    SHORT_PROMPT = "short_prompt"  # the prompt is shorter than a chunk
-    LOCAL = "local"  # the engine's own prefix cache already holds all usable tokens
-    OTHER_NAMESPACE = "other_namespace"  # the tiers hold another model of the same name
-    UNNAMED = "unnamed"  # no chunk key can be computed for the prompt's content
-    REFUSED = "refused"  # the offer or the peer is not usable
-    GONE = "gone"  # the peer cannot be reached, or has not answered in time
-    SKIPPED = "skipped"  # the request must not read a cache, for example with prompt logprobs
-    LOOKING = "looking"  # the look-up did not end in time
-    LOST_BID = "lost_bid"  # another source, or computing the prompt, was better
-    BUSY = "busy"  # too many loads under way
-    NO_ROOM = "no_room"  # too few free blocks for the load and the tokens after it
-    ATTEMPTS = "attempts"  # the request had no load attempts left
-    CHECKSUM = "checksum"  # the bytes read are damaged
-    DEADLINE = "deadline"  # the load took longer than load_timeout_seconds
-    FAILED = "failed"  # the load failed for another reason
-
-
-class DecisionReason(StrEnum):
-    """The reason why admission took a source's bid (offer to load tokens), or took no bid."""
-
-    BEST = "the best bid"
-    ANSWERED = "the best bid of a source that has answered"
-    LOOKING = "a source that is still looking may have more"
-    UNANSWERED = "no source has answered in time"
-    NOTHING = "no source has more"
-    COMPUTING = "computing is better"
-    SKIPPED = "it reads no cache"
-    NO_ROOM = "the engine has no blocks for a load and what comes after it"
-    ATTEMPTS = "no attempt is left"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMiss:
-    """The reason why a source does not offer to load any tokens of a request.
-
-    Attributes:
-        source: name of the source.
-        reason: the reason as one of a fixed set of values.
-        group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
-            one group; empty if the miss does not depend on groups.
-        detail: the reason in detail, as text for people.
-    """
-
-    source: str
-    reason: MissReason
-    group: str = ""
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ValuedBid:
-    """A bid (a source's offer to load tokens of a request) and its value.
-
-    Attributes:
-        source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
-        bid: the bid: number of tokens from each place, and whether the source is still looking up its KV.
-        value: value of the bid under the policy; 0 for an excluded bid.
-        excluded: reason why the bid may not be taken; empty if the bid may be taken.
-    """
-
-    source: str
-    bid: Bid
-    value: float
-    excluded: str = ""

@@ -45,7 +45,7 @@ class Answer:
 class Feed(Protocol):
     """What a source does for one load, from its beginning until all workers have reported it.
 
-    The engine's thread calls it, so no method may block.
+    The engine's thread calls it, so no method may block. Each report is the merged one of all workers.
     """
 
     @property
@@ -65,18 +65,10 @@ class Feed(Protocol):
         """
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that the load has copied, per KV cache group.
-
-        Args:
-            report: merged report of all workers about the load.
-        """
+        """Return the number of bytes that the load has copied, per KV cache group."""
 
     def miss(self, report: Report) -> MissReason:
-        """Return the reason why the load has failed.
-
-        Args:
-            report: merged report of all workers about the load.
-        """
+        """Return the reason why the load has failed."""
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         """Handle the end of the load, which all workers have reported. No other method is called any more.
@@ -84,7 +76,6 @@ class Feed(Protocol):
         If it has failed, do not use its peer, or the tiers that were too slow, for its request again.
 
         Args:
-            report: merged report of all workers about the load.
             wanted: False if no request waits for the load any more, or it has failed in vain.
         """
 
@@ -102,7 +93,6 @@ class Source(Protocol):
         """Return whether this source may be able to load KV for a new request. If so, remember the request.
 
         Args:
-            request: the request.
             bidding: excluded sources and remaining attempts of the request.
         """
 
@@ -119,7 +109,6 @@ class Source(Protocol):
         May be called repeatedly for a request.
 
         Args:
-            request: the request.
             local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
 
@@ -129,26 +118,17 @@ class Source(Protocol):
         A source may refuse if its loads, including those past their deadline, would hold too many blocks.
 
         Args:
-            bid: the source's offer that was chosen.
             blocks: maximum number of blocks that the new load may hold.
         """
 
     def begin(self, load: Load, request: Request) -> Feed:
-        """Begin to load KV from this source. Return what brings it to the workers, part by part.
-
-        Args:
-            load: the load.
-            request: the request that waits for the load.
-        """
+        """Begin to load KV from this source. Return what brings it to the workers, part by part."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded KV in tokens, for each KV cache group.
 
         In each group, the KV that is loaded for the request begins at a multiple of the alignment, possibly
         in the middle of a block.
-
-        Args:
-            request_id: id of the request.
         """
 
     def settled(self, request_id: str) -> None:
@@ -156,9 +136,6 @@ class Source(Protocol):
 
         Called when the request's loads have succeeded, when the engine computes the prompt itself, or when
         the request has ended.
-
-        Args:
-            request_id: id of the request.
         """
 
     def finished(self, request_id: str) -> None:
