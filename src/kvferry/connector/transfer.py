@@ -71,7 +71,11 @@ TransferT = TypeVar("TransferT", bound=Transfer)
 
 
 class TransferBook(Generic[TransferT]):
-    """The transfers of one kind that are not over. Only the engine's thread calls it."""
+    """The transfers of one kind that are not over. Only the engine's thread calls it.
+
+    Attributes:
+        pinned: number of blocks that they pin, counted for each transfer.
+    """
 
     def __init__(self, workers: int, pool: BlockPool) -> None:
         """Begin without transfers.
@@ -82,6 +86,8 @@ class TransferBook(Generic[TransferT]):
         """
         self._workers, self._pool = workers, pool
         self._transfers: dict[str, TransferT] = {}
+        # Counted, because a step may order many stores while hundreds are under way.
+        self.pinned = 0
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -105,6 +111,7 @@ class TransferBook(Generic[TransferT]):
             raise ValueError(f"transfer {transfer.key!r} has begun already")
         self._pool.touch(transfer.blocks)
         self._transfers[transfer.key] = transfer
+        self.pinned += len(transfer.blocks)
 
     def add_report(self, key: str, report: Report) -> TransferT | None:
         """Merge a report into that of its transfer. Return the transfer if all workers have reported it now.
@@ -141,6 +148,7 @@ class TransferBook(Generic[TransferT]):
         if one.landed < self._workers:
             return False
         del self._transfers[key]
+        self.pinned -= len(one.blocks)
         # In reverse, so that the first blocks of a prompt are evicted last.
         self._pool.free_blocks(reversed(one.blocks))
         return True

@@ -192,7 +192,7 @@ class LifeOfTransfers(RuleBasedStateMachine):
         for key, blocks in self.blocks.items():
             held[self.holder[key]] += blocks
         assert (self.book.pinned, len(self.book.book)) == (held.total(), len(self.blocks))
-        assert self.book.book.held == +held
+        assert (self.book.book.held, self.book.book.pinned) == (+held, held.total())
         for holder in SOURCES:
             late = sum(self.blocks[key] for key in self.late if self.holder[key] == holder)
             assert self.book.book.late_blocks(holder) == late

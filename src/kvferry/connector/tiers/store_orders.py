@@ -124,7 +124,7 @@ class StoreOrders:
             available: range of prompt tokens that the blocks in `table_slices` hold.
         """
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
-        if sum(len(store.blocks) for store in self._stores) + len(ids) > self.most_pinned:
+        if self._stores.pinned + len(ids) > self.most_pinned:
             self.dropped["too many stores under way"] += len(chunks)
             return
         slots: list[tuple[Slot, ChunkToStore]] = []
