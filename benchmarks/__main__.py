@@ -25,9 +25,9 @@ from benchmarks.steps.command import steps
 from benchmarks.storage.command import storage
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
-from kvferry.cli.main import run
-from kvferry.cli.output import check_output
-from kvferry.cli.usage import HELP_OPTIONS
+from kvferry.tools.cli.main import run
+from kvferry.tools.cli.output import check_output
+from kvferry.tools.cli.usage import HELP_OPTIONS
 
 app = typer.Typer(
     name="python -m benchmarks",

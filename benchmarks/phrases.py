@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_seconds
 
 PLACES = {"host": "in host memory", "file": "in files"}

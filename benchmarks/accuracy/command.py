@@ -143,8 +143,8 @@ def accuracy(
 @contextmanager
 def _log_folder(log_dir: Path | None, console: Console) -> Iterator[Path]:
     """Yield the folder for logs and results. It is kept if it was named, and after a failure."""
-    from kvferry.serving.signals import StopRequested
-    from kvferry.serving.temporary import temporary_folder
+    from kvferry.tools.serving.signals import StopRequested
+    from kvferry.tools.serving.temporary import temporary_folder
 
     folder, kept = log_dir or temporary_folder("kvferry-accuracy-"), log_dir is not None
     try:
@@ -169,7 +169,7 @@ def _measure(
     from benchmarks.accuracy.harness import find_harness
     from benchmarks.accuracy.measure import Run
     from benchmarks.accuracy.ways import read_ways
-    from kvferry.serving.signals import StopSignals
+    from kvferry.tools.serving.signals import StopSignals
 
     ways, harness = read_ways(options.ways), find_harness(options.lm_eval)
     found = []
@@ -208,7 +208,7 @@ def _task(subject: Subject, options: Options) -> Task:
 
 
 def _fleet(subject: Subject, options: Options) -> MakeFleet:
-    from kvferry.serving.launch import fleet_specs
+    from kvferry.tools.serving.launch import fleet_specs
 
     return partial(
         fleet_specs,

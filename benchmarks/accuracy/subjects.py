@@ -12,8 +12,8 @@ from benchmarks.accuracy.recall.models import MODELS, Trained
 from benchmarks.accuracy.ways import Way
 from kvferry.errors import ConfigError
 from kvferry.geometry.models.read import read_model
-from kvferry.serving.devices import visible_devices
-from kvferry.serving.smollm2 import SMOLLM2, missing_smollm2, smollm2_checkpoint
+from kvferry.tools.serving.devices import visible_devices
+from kvferry.tools.serving.smollm2 import SMOLLM2, missing_smollm2, smollm2_checkpoint
 
 _FACTS = Path(__file__).with_name("facts.jsonl")
 _ENGINE = ("--enforce-eager", "--max-model-len=2048", "--max-num-seqs=8", "--kv-cache-memory-bytes=536870912")

@@ -11,11 +11,11 @@ import httpx
 from rich.console import Console
 
 from kvferry.errors import KVFerryError
-from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.serving.launch import Fleet, LaunchError, death_notice
-from kvferry.serving.progress import startup_progress
-from kvferry.serving.signals import StopSignals
+from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
+from kvferry.tools.serving.launch import Fleet, LaunchError, death_notice
+from kvferry.tools.serving.progress import startup_progress
+from kvferry.tools.serving.signals import StopSignals
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.serving.engine import EngineSpec
-from kvferry.serving.kv_config import kv_transfer_config
-from kvferry.serving.ports import free_ports
-from kvferry.serving.role import Role
+from kvferry.tools.serving.engine import EngineSpec
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.role import Role
 
 PEER = "peer"
 _TIERS = "tiers"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import progress_line
+from kvferry.tools.cli.bench_options import progress_line
 from kvferry.errors import ConfigError
 
 _KERNEL_BLOCK_TOKENS = 32

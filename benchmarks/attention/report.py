@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.attention.measure import MEASURES, TOKEN_BYTES, AttentionJob, Found
 from benchmarks.cpu_layouts import CPU_LAYOUTS, PER_LAYER
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, MeasuredChoice, Replay
 from benchmarks.choice.policy_engine import FAR
 from benchmarks.phrases import seconds, verdict
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 _OTHERS = tuple(policy for policy in POLICIES if policy != "cost")

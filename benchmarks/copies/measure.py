@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError
 from kvferry.geometry import Region
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.host_copy import copy_cells

@@ -7,7 +7,7 @@ import torch
 from benchmarks.gpu_check.job import GpuCheckJob, seconds_of
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
 from kvferry.errors import TransferError
-from kvferry.measuring.host_copies import HostCopy
+from kvferry.tools.measuring.host_copies import HostCopy
 from kvferry.units import format_bytes
 
 LEAST_OF_PINNED = 0.9

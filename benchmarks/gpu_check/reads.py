@@ -10,13 +10,13 @@ import numpy as np
 
 from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
-from kvferry.bench.movers import CallMover, KVFerryMover, raw_nixl
-from kvferry.measuring.gpus import source_and_destination
-from kvferry.measuring.producer_process import ProducerProcess
-from kvferry.measuring.raw_reads import RawReads
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
-from kvferry.plan.side import EngineSide
+from kvferry.tools.bench.movers import CallMover, KVFerryMover, raw_nixl
+from kvferry.tools.measuring.gpus import source_and_destination
+from kvferry.tools.measuring.producer_process import ProducerProcess
+from kvferry.tools.measuring.raw_reads import RawReads
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.settings import TransferSettings
 

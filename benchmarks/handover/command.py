@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.handover.model import MODELS
-from kvferry.cli.bench_options import parse_names, progress_line
+from kvferry.tools.cli.bench_options import parse_names, progress_line
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:

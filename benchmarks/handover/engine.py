@@ -15,7 +15,7 @@ from benchmarks.served import prepare_process
 from kvferry.connector.events import Event, LoadEnded
 from kvferry.connector.load import LoadOutcome
 from kvferry.errors import TransferError
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 
 _IDLE_SECONDS = 1e-3
 _PATIENCE_SECONDS = 300.0

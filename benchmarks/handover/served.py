@@ -17,12 +17,12 @@ from benchmarks.handover.server import Server, log_end, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
 from kvferry.errors import ConfigError, KVFerryError, TransferError
-from kvferry.serving.engine import EngineSpec, EngineState
-from kvferry.serving.launch import Fleet, LaunchError
-from kvferry.serving.ports import free_ports
-from kvferry.serving.role import Role
-from kvferry.serving.router.bodies import decode_body, kv_params_of, prefill_body
-from kvferry.serving.temporary import temporary_folder
+from kvferry.tools.serving.engine import EngineSpec, EngineState
+from kvferry.tools.serving.launch import Fleet, LaunchError
+from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.bodies import decode_body, kv_params_of, prefill_body
+from kvferry.tools.serving.temporary import temporary_folder
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.handover.client import Answer, get, post_all
 from benchmarks.handover.engine import STEP_TOKENS, Setup
 from kvferry.errors import TransferError
-from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.serving.launch import death_notice
-from kvferry.serving.log_tail import last_lines
-from kvferry.serving.role import Role
-from kvferry.serving.router.bodies import COMPLETIONS
-from kvferry.serving.specs import flag
+from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
+from kvferry.tools.serving.launch import death_notice
+from kvferry.tools.serving.log_tail import last_lines
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.bodies import COMPLETIONS
+from kvferry.tools.serving.specs import flag
 
 _PATIENCE_SECONDS = 300.0
 _SETTLE_SECONDS = 5e-3

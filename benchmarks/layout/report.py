@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 
 from benchmarks.layout.cells import CHOSEN, READS, LayoutRow, LayoutTable
 from benchmarks.layout.verdicts import verdicts
-from kvferry.measuring.machine import MachineFacts
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import parse_names, progress_line, work_folder
-from kvferry.cli.options import without_none
+from kvferry.tools.cli.bench_options import parse_names, progress_line, work_folder
+from kvferry.tools.cli.options import without_none
 
 
 def offload(
@@ -45,7 +45,7 @@ def offload(
     from benchmarks.offload import report
     from benchmarks.offload.engine_parts import EngineRequests
     from benchmarks.offload.measure import PARTS, OffloadJob, measure
-    from kvferry.measuring.simulated import read_geometry
+    from kvferry.tools.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
     reading = read_geometry(geometry, without_none(num_hidden_layers=layers))

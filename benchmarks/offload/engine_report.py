@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.tier_hooks import TARGET_SHARE, HookCost
 from benchmarks.phrases import PLACES, seconds, verdict
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes, format_seconds
 
 _MOST_HOOKS = 3

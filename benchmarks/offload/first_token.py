@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import SteppedEngine
 from kvferry.errors import TransferError
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 
 _WARMING_TOKENS = 512
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.bench.storage_chunks import open_queue
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.storage_chunks import open_queue
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.cache.writing import SlowTier
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.bench.storage_chunks import bench_namespace
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.cache.writing import SlowTier

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import SteppedEngine
 from kvferry.errors import TransferError
-from kvferry.measuring.spread import Spread, percentile
+from kvferry.tools.measuring.spread import Spread, percentile
 
 REQUESTS = 16
 PROMPT_TOKENS = 520

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from kvferry.cli.bench_options import TRANSPORTS_HELP, MovedModel, progress_line
-from kvferry.cli.options import command, flag, option
+from kvferry.tools.cli.bench_options import TRANSPORTS_HELP, MovedModel, progress_line
+from kvferry.tools.cli.options import command, flag, option
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def overhead(options: OverheadOptions) -> None:
 
     from benchmarks.overhead import report
     from benchmarks.overhead.measure import OverheadJob, measure
-    from kvferry.plan.side import EngineSide
+    from kvferry.tools.plan.side import EngineSide
 
     job = OverheadJob(
         reading=options.read(),

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import TransferError
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.simulated import SimulatedEngine, span_of
-from kvferry.measuring.spread import percentile
-from kvferry.measuring.worker_steps import LoadRequest
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine, span_of
+from kvferry.tools.measuring.spread import percentile
+from kvferry.tools.measuring.worker_steps import LoadRequest
 
 IN_FLIGHT = 4
 STEPS = 1500

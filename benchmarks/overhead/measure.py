@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.overhead import hooks, planning, readiness
 from kvferry.geometry.models import ModelReading
-from kvferry.measuring.machine import MachineFacts, machine_facts
-from kvferry.measuring.producer_process import ProducerProcess, use_transports
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
-from kvferry.measuring.spread import Spread
-from kvferry.plan.side import EngineSide
+from kvferry.tools.measuring.machine import MachineFacts, machine_facts
+from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.plan.side import EngineSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

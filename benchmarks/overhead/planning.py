@@ -22,13 +22,13 @@ from kvferry.geometry import GroupKind, Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.measuring.producer_process import ProducerProcess
-from kvferry.measuring.raw_reads import RawReads
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.simulated import SimulatedEngine, simulate_engine
-from kvferry.measuring.spread import Spread
-from kvferry.measuring.worker_steps import as_arrays
-from kvferry.plan.side import EngineSide
+from kvferry.tools.measuring.producer_process import ProducerProcess
+from kvferry.tools.measuring.raw_reads import RawReads
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.worker_steps import as_arrays
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.transport.agent import Agent

@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.overhead.planning import PlannedPeer
-from kvferry.measuring.simulated import read_geometry, simulate_engine
-from kvferry.measuring.spread import Spread
-from kvferry.plan.side import EngineSide, resolve_layout
+from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
+from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.plan.side import EngineSide, resolve_layout
 
 PAIRS = (
     ("Kimi-K3", 1, 2),

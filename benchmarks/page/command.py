@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import parse_names
+from kvferry.tools.cli.bench_options import parse_names
 from kvferry.errors import ConfigError
 
 

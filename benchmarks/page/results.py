@@ -13,7 +13,7 @@ import psutil
 from kvferry import __version__
 from kvferry.engines.vllm.version import installed, nixl_version, vllm_version
 from kvferry.errors import ConfigError
-from kvferry.measuring.machine import machine_facts
+from kvferry.tools.measuring.machine import machine_facts
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

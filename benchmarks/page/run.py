@@ -20,7 +20,7 @@ from benchmarks.page.results import Result, these_versions, this_commit, this_ma
 _CHECKOUT = Path(__file__).parents[2]
 _PROGRAMS = {
     "benchmarks": [sys.executable, "-m", "benchmarks"],
-    "kvferry": [sys.executable, "-c", "from kvferry.cli.main import main; main()"],
+    "kvferry": [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()"],
 }
 _END_SECONDS = 60.0
 _KEPT_BYTES = 16 << 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
-from kvferry.bench.transfer_report import SAME_DESCRIPTORS
-from kvferry.measuring.spread import Spread
+from kvferry.tools.bench.transfer_report import SAME_DESCRIPTORS
+from kvferry.tools.measuring.spread import Spread
 from kvferry.transport.settings import TransferSettings
 from kvferry.units import format_bytes, format_seconds
 

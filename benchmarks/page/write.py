@@ -12,7 +12,7 @@ from benchmarks.page.figures import CLEARLY_BEHIND, Summary, format_ratio
 from benchmarks.page.plot import draw
 from benchmarks.page.results import Result
 from benchmarks.page.sections import Section
-from kvferry.cli.options import write_file
+from kvferry.tools.cli.options import write_file
 from kvferry.errors import ConfigError
 from kvferry.units import format_age
 

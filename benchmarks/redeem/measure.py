@@ -23,7 +23,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.measuring.spread import Spread, percentile
+from kvferry.tools.measuring.spread import Spread, percentile
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Pending

@@ -14,14 +14,14 @@ from kvcache_sim.simulator import run_sweep
 from kvcache_sim.trace import parse_trace_lines
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import find_config
-from kvferry.plan.kept import KeptSettings
-from kvferry.plan.side import EngineSide, resolve_layout
-from kvferry.replay.model import ServedModel, served_model
-from kvferry.replay.pool import BlockPool
-from kvferry.replay.settings import ReplaySettings, parse_tier
-from kvferry.replay.simulation import Simulation
-from kvferry.replay.trace.open import open_trace
+from kvferry.tools.plan.find import find_config
+from kvferry.tools.plan.kept import KeptSettings
+from kvferry.tools.plan.side import EngineSide, resolve_layout
+from kvferry.tools.replay.model import ServedModel, served_model
+from kvferry.tools.replay.pool import BlockPool
+from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.trace.open import open_trace
 
 READING = "read the trace only"
 PEER = "kvcache-simulator, dense: host"

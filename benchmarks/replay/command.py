@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import progress_line, work_folder
+from kvferry.tools.cli.bench_options import progress_line, work_folder
 from kvferry.extras import BENCH, require
 
 

@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from kvferry.replay.trace.workload import Workload
+from kvferry.tools.replay.trace.workload import Workload
 
 WORKLOAD = Workload(
     users=2000,

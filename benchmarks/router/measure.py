@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.router.load import request, run_load
 from kvferry.errors import KVFerryError
-from kvferry.serving.ports import free_ports, listen, url_of
+from kvferry.tools.serving.ports import free_ports, listen, url_of
 
 _START_SECONDS = 60.0
 _CHARACTERS_PER_TOKEN = 4
@@ -111,7 +111,7 @@ def _stub(events: int) -> Iterator[str]:
 
 @contextmanager
 def _kvferry(prefill: str, decode: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    program = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "router"]
+    program = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "router"]
     options = ["--prefill", prefill, "--decode", decode, "--port", "0"]
     with (
         (folder / "kvferry.log").open("w") as log,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import parse_names, progress_line
-from kvferry.cli.options import without_none
+from kvferry.tools.cli.bench_options import parse_names, progress_line
+from kvferry.tools.cli.options import without_none
 
 
 def safety(
@@ -34,7 +34,7 @@ def safety(
     from benchmarks.safety import report
     from benchmarks.safety.cost import SafetyJob
     from benchmarks.safety.measure import PARTS, measure
-    from kvferry.measuring.simulated import read_geometry
+    from kvferry.tools.measuring.simulated import read_geometry
 
     chosen = parse_names(parts, PARTS, "parts")
     reading = read_geometry(geometry, without_none(num_hidden_layers=layers))

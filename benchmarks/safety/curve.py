@@ -20,11 +20,11 @@ from typing import Any
 import zmq
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
-from kvferry.bench.movers import KVFerryMover
-from kvferry.measuring.producer_process import ProducerProcess, use_transports
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import EngineSide
+from kvferry.tools.bench.movers import KVFerryMover
+from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import simulate_engine
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
 from kvferry.transport.allowed_peers import ANY_PEER

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
-from kvferry.bench.movers import KVFerryMover
-from kvferry.measuring.producer_process import ProducerProcess, use_transports
-from kvferry.measuring.reader import Reader
-from kvferry.measuring.rounds import run_rounds
-from kvferry.measuring.simulated import simulate_engine
-from kvferry.plan.side import EngineSide
+from kvferry.tools.bench.movers import KVFerryMover
+from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.rounds import run_rounds
+from kvferry.tools.measuring.simulated import simulate_engine
+from kvferry.tools.plan.side import EngineSide
 from kvferry.transport import lane
 
 TARGET = 0.02

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair
-from kvferry.bench.storage_chunks import bench_namespace
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
+from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.fetch import Fetch, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
@@ -27,7 +27,7 @@ from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOr
 from kvferry.errors import TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.models import ModelReading
-from kvferry.plan.side import EngineSide
+from kvferry.tools.plan.side import EngineSide
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.files.tier import FileTier

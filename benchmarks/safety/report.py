@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.safety.cost import ProtectionCost
 from benchmarks.safety.measure import MeasuredSafety
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_seconds
 
 

@@ -25,7 +25,7 @@ from benchmarks.offload.sources import chunks_of, model
 from benchmarks.scale.case import Case, Figures
 from benchmarks.scale.memory import traced_bytes
 from benchmarks.scale.result import Measure
-from kvferry.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind

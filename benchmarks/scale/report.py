@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scale.result import MeasuredCase, MeasuredSizes, figure_text
-from kvferry.measuring.machine import machine_facts
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.machine import machine_facts
+from kvferry.tools.measuring.spread import Spread
 
 
 def show(found: Sequence[MeasuredCase], rounds: int, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 Unit = Literal["seconds", "bytes"]

@@ -31,7 +31,7 @@ from kvferry.connector.stream import EventStream, Refusals
 from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.measuring.simulated import span_of
+from kvferry.tools.measuring.simulated import span_of
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Unusable

@@ -21,12 +21,12 @@ from benchmarks.overhead.planning import PlannedPeer
 from benchmarks.scale.case import Case, Figures
 from benchmarks.scale.producer import BLOCK_TOKENS, RetainingProducer
 from benchmarks.scale.result import Measure
-from kvferry.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.errors import TransferError
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.measuring.simulated import read_geometry, simulate_engine
-from kvferry.measuring.worker_steps import as_arrays
-from kvferry.plan.side import EngineSide
+from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
+from kvferry.tools.measuring.worker_steps import as_arrays
+from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import encode
 from kvferry.transport.read_order import ReadOrder

@@ -17,8 +17,8 @@ from msgspec import structs
 from benchmarks.overhead.planning import small_pages
 from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.errors import TransferError
-from kvferry.measuring.simulated import read_geometry, simulate_engine
-from kvferry.plan.side import EngineSide
+from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
+from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shared.measure import COMPARED, MeasuredSharing
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.planning.strategy import Strategy
 from kvferry.units import format_bytes
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.handover.model import MODELS
-from kvferry.cli.bench_options import parse_names, progress_line, work_folder
+from kvferry.tools.cli.bench_options import parse_names, progress_line, work_folder
 from kvferry.errors import ConfigError
 
 _FAMILIES = [one.name for one in MODELS]

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
 from benchmarks.steps.report import medians, own_seconds
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_seconds
 
 

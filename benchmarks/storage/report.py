@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.storage.engine import COMPUTE, EXAMPLE, FILE, HOST
 from benchmarks.storage.rounds import Measured, PromptRounds
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.spread import Spread
 from kvferry.units import format_bytes
 
 NAMES: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.bench_options import parse_names, progress_line, work_folder
+from kvferry.tools.cli.bench_options import parse_names, progress_line, work_folder
 
 
 def turns(
@@ -35,7 +35,7 @@ def turns(
 
     from benchmarks.turns import report
     from benchmarks.turns.measure import Conversation, measure
-    from kvferry.serving.tiny.families import FAMILIES
+    from kvferry.tools.serving.tiny.families import FAMILIES
 
     names = parse_names(families, FAMILIES, "families")
     conversation = Conversation(turns=turns, first=first, question=question, answer=answer)

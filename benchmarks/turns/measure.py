@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.turns.engine import EngineSetup, TurnAnswer, TurnsEngine
-from kvferry.serving.router.bodies import ASK_FOR_KV
-from kvferry.serving.tiny import tiny_checkpoint
-from kvferry.serving.tiny.families import family
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny.families import family
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # By default vLLM disables prefix caching for this family. With it, vLLM cannot compute in float32.

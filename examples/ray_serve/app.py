@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from examples.ray_serve.engine import EngineReplica
-from kvferry.serving.router.bodies import (
+from kvferry.tools.serving.router.bodies import (
     MalformedBody,
     decode_body,
     decodes_alone,

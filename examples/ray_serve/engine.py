@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from kvferry.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.serving.kv_config import kv_transfer_config
-from kvferry.serving.launch import death_notice
-from kvferry.serving.ports import free_ports
-from kvferry.serving.role import Role
+from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.launch import death_notice
+from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.role import Role
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2

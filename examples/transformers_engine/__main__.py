@@ -14,8 +14,8 @@ from transformers.utils import logging
 from examples.transformers_engine.engine import Engine
 from examples.transformers_engine.handover import compare
 from examples.transformers_engine.tiers import ANSWER_TOKENS, demonstrate, prompt
-from kvferry.serving.tiny import tiny_checkpoint
-from kvferry.serving.tiny.checkpoint import cache_directory
+from kvferry.tools.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny.checkpoint import cache_directory
 
 _PATIENCE_SECONDS = 120.0
 

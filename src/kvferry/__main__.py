@@ -1,5 +1,5 @@
 """`python -m kvferry`: the `kvferry` command."""
 
-from kvferry.cli.entry import main
+from kvferry.tools.cli.entry import main
 
 main()

@@ -12,8 +12,8 @@ KVFerryError
 ├── ChunkError             a chunk cannot be written to a tier, or a chunk in a tier is damaged
 │   └── OtherVersion       a chunk has another format version; the release that wrote it can read it
 └── defined next to the code that raises them, in `kvferry.transport`: AddressNotAllowed; in
-    `kvferry.serving`: LaunchError, ListenError, FleetLost (engines), MalformedBody (router),
-    CompletionError (demo); in `kvferry.doctor`: IdentifyError, CheckTimeout
+    `kvferry.tools.serving`: LaunchError, ListenError, FleetLost (engines), MalformedBody (router),
+    CompletionError (demo); in `kvferry.tools.doctor`: IdentifyError, CheckTimeout
 """
 
 from __future__ import annotations

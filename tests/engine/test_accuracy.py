@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.serving.smollm2 import missing_smollm2
+from kvferry.tools.serving.smollm2 import missing_smollm2
 from support.apart import apart, needs
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3000), needs("accuracy")]

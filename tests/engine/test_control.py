@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.command_line import run_kvferry
 from support.ended import end
 from support.vllm_engine import copied

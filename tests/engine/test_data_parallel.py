@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.serving.demo.pair import family_model
-from kvferry.serving.router.bodies import ASK_FOR_KV
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.demo.pair import family_model
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.vllm_engine import copied, experts
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
@@ -28,7 +28,7 @@ from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
-KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+KVFERRY = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()"]
 RANKS = 2
 PAIRS = [(prefill, decode) for prefill in range(RANKS) for decode in range(RANKS)]
 

@@ -11,13 +11,13 @@ import pytest
 
 from engine.test_refusals import options, other_weights
 from kvferry.engines.vllm.version import TESTED
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.process import Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+KVFERRY = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from examples.transformers_engine import engine as example
 from examples.transformers_engine.engine import Engine as ExampleEngine, Request
 from examples.transformers_engine.handover import compare, give, take
 from examples.transformers_engine.tiers import prompt
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.pair import SOON, connector
 from support.vllm_engine.process import Engine
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import limit_admissions, of_each_length, through
 from support.vllm_engine.marks import families

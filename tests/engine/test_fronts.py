@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvferry.serving.launch import Fleet, fleet_specs
-from kvferry.serving.ports import free_ports
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.launch import Fleet, fleet_specs
+from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies, front
 from support.llm_d import Sidecar

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import per_layer, read_model
-from kvferry.plan.side import EngineSide, shape
-from kvferry.serving.tiny import FAMILIES
+from kvferry.tools.plan.side import EngineSide, shape
+from kvferry.tools.serving.tiny import FAMILIES
 from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.process import Engine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import families
 from support.vllm_engine.pair import SOON, Pair, Setup, connector, prompt

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.leftovers import Leftovers
 from support.waiting import wait_for
 

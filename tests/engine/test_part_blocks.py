@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import Pair, Setup, connector, prompt
 from support.vllm_engine.process import Engine

@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.serving.demo.client import StreamedAnswer, ask
-from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.demo.pair import family_model
-from kvferry.serving.demo.transfers import Transfer, read_transfer
-from kvferry.serving.launch import Fleet, fleet_specs
-from kvferry.serving.router.bodies import ASK_FOR_KV
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.demo.client import StreamedAnswer, ask
+from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.tools.serving.demo.pair import family_model
+from kvferry.tools.serving.demo.transfers import Transfer, read_transfer
+from kvferry.tools.serving.launch import Fleet, fleet_specs
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.vllm_engine import any_layout, copied, no_amx, standstill
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
@@ -47,7 +47,7 @@ class Ranks:
     """A pair that is served.
 
     Attributes:
-        family: of `kvferry.serving.tiny`.
+        family: of `kvferry.tools.serving.tiny`.
         prefill, decode: tensor-parallel ranks.
         moved: layers' tokens that move for 300 tokens, in whole cells: what blocks of both sides share.
         blocks: tokens in a block of the prefill and of the decode engine.

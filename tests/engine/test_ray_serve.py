@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.serving.ports import free_ports
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies
 from support.waiting import wait_for

@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.engines.vllm.transfer_config import TransferCheck
 from kvferry.errors import ConfigError
-from kvferry.serving.machine_checks import check_machine
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.machine_checks import check_machine
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.transfer_configs import CORPUS, mutations
 from support.vllm_engine.pair import SOON, connector, prompt
 from support.vllm_engine.process import Engine, EngineError

@@ -17,15 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.serving.demo.client import StreamedAnswer, ask
-from kvferry.serving.demo.pair import family_model
-from kvferry.serving.demo.transfers import Transfer, read_transfer
-from kvferry.serving.devices import Devices
-from kvferry.serving.engine import EngineSpec
-from kvferry.serving.launch import Fleet, Role
-from kvferry.serving.router.bodies import ASK_FOR_KV
-from kvferry.serving.specs import EngineGroup, group_specs
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.demo.client import StreamedAnswer, ask
+from kvferry.tools.serving.demo.pair import family_model
+from kvferry.tools.serving.demo.transfers import Transfer, read_transfer
+from kvferry.tools.serving.devices import Devices
+from kvferry.tools.serving.engine import EngineSpec
+from kvferry.tools.serving.launch import Fleet, Role
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.specs import EngineGroup, group_specs
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.ended import end
 from support.namespaces import Host
 from support.vllm_engine import copied
@@ -48,7 +48,7 @@ arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
 arguments.api_server_count = 0
 run_headless(arguments)
 """
-ROUTER = (sys.executable, "-c", "from kvferry.cli.main import main; main()", "router")
+ROUTER = (sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "router")
 
 
 @dataclass(frozen=True)

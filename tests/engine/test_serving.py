@@ -23,9 +23,9 @@ import httpx
 import pytest
 
 from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED
-from kvferry.serving.router.bodies import prefill_body, withdrawal_body
-from kvferry.serving.router.streaming import StreamSource, new_ticket
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.router.bodies import prefill_body, withdrawal_body
+from kvferry.tools.serving.router.streaming import StreamSource, new_ticket
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from kvferry.units import format_bytes
 from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
@@ -37,7 +37,7 @@ from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()"]
+KVFERRY = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()"]
 ENGINE = ["--enforce-eager", "--dtype=float32", "--max-model-len=1024", f"--kv-cache-memory-bytes={64 << 20}"]
 TEXT = "The quick brown fox jumps over the lazy dog, and then it does it once more because it can. "
 
@@ -670,7 +670,7 @@ def test_router_serves_without_a_dead_prefill_engine_until_its_restart(served):
         pid
         for pid in processes_below(served.process.pid)
         if f"--port\0{urlsplit(served.prefill).port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and b"kvferry.serving.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"kvferry.tools.serving.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())

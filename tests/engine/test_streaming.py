@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.marks import engines, with_second_runner
 from support.vllm_engine.pair import Pair, Setup, prompt
 from support.waiting import wait_for

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file as save_tensors
 
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.lora import random_adapter
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import prompt

@@ -18,7 +18,7 @@ class Case:
     """A model on two ranks and on one.
 
     Attributes:
-        family: of `kvferry.serving.tiny`; computes in float32, where ranks add up to nearly the same.
+        family: of `kvferry.tools.serving.tiny`; computes in float32, where ranks add up to nearly the same.
         two, one: options of each engine.
         chunk_tokens: of both.
     """

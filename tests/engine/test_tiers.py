@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.keys import ChunkKeys
-from kvferry.replay.trace.open import open_trace
+from kvferry.tools.replay.trace.open import open_trace
 from support.kv_events import Router, endpoint, publishing
 from support.replayed import found_by_engine, found_in_replay, model_of_engine, replay_of
 from support.vllm_engine.checkpoints import checkpoint_of
@@ -30,7 +30,7 @@ class Family:
     """A family, and engines that keep and find its chunks.
 
     Attributes:
-        name: of `kvferry.serving.tiny`.
+        name: of `kvferry.tools.serving.tiny`.
         ends: where a prefix of a text of 700 tokens ends: in it, or at its last snapshot.
         options: of both engines.
         other: of the one that comes later.

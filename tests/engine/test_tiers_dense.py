@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.replay.trace.open import open_trace
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.replay.trace.open import open_trace
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.replayed import found_by_engine, found_in_replay, model_of_engine, replay_of
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import connector, prompt

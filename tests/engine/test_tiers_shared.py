@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import Ledger, LockTimeout
 from kvferry.tiers.survey import verify_all

@@ -14,7 +14,7 @@ import pytest
 
 from engine.test_refusals import other_weights
 from kvferry.connector.worker.stale import MOVED
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, connector, prompt
 from support.vllm_engine.process import Engine

@@ -12,7 +12,7 @@ from faults.kinds import kind
 from faults.stage import LEASE, UNANSWERED, UNKNOWN_TICKET, Stage
 from faults.storage import stored
 from faults.values import Area, Trial
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.process import EngineError
 
 CLIENT = Area.CLIENT

@@ -39,7 +39,7 @@ class Family:
     """Engines of one architecture.
 
     Attributes:
-        name: of `kvferry.serving.tiny`.
+        name: of `kvferry.tools.serving.tiny`.
         options: of both engines.
         prefill, decode: of one, on top.
         single: of the engine without kvferry, on top of the architecture's own.

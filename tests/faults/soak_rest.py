@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.serving.engine import EngineProcess
-from kvferry.serving.role import Role
+from kvferry.tools.serving.engine import EngineProcess
+from kvferry.tools.serving.role import Role
 
 REST_SECONDS = 40.0
 """How long engines may take until they hold nothing, once nobody asks."""

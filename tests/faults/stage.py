@@ -16,7 +16,7 @@ from faults.served import Served, Stuck, engine
 from faults.tier_hooks import unsound_files
 from faults.values import Leaks, Trial
 from kvferry.observe import socket_directory
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.pair import connector
 
 ALLOWED = "127.0.0.1"

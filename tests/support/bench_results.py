@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.bench.rounds import MoverRounds, TransferComparison
-from kvferry.bench.tier_cases import TierSpeed
-from kvferry.bench.tiers import MeasuredTiers, TiersJob
-from kvferry.bench.transfer import MeasuredTransfer, TransferJob
-from kvferry.measuring.calibrate import CalibrationResult
-from kvferry.measuring.fit import Fit
-from kvferry.measuring.machine import MachineFacts
-from kvferry.measuring.simulated import read_geometry
-from kvferry.measuring.spread import Spread
-from kvferry.plan.side import EngineSide
+from kvferry.tools.bench.rounds import MoverRounds, TransferComparison
+from kvferry.tools.bench.tier_cases import TierSpeed
+from kvferry.tools.bench.tiers import MeasuredTiers, TiersJob
+from kvferry.tools.bench.transfer import MeasuredTransfer, TransferJob
+from kvferry.tools.measuring.calibrate import CalibrationResult
+from kvferry.tools.measuring.fit import Fit
+from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.simulated import read_geometry
+from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.strategy import Costs
 
 BYTES = 512 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import entries
+from kvferry.tools.plan.find import entries
 from support.families import ARCHITECTURES, default_config
 from support.vllm_engine.built import ask
 

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import typer
 
-from kvferry.cli.main import app, main
+from kvferry.tools.cli.main import app, main
 
-KVFERRY = (sys.executable, "-c", "from kvferry.cli.entry import main; main()")
+KVFERRY = (sys.executable, "-c", "from kvferry.tools.cli.entry import main; main()")
 """Command of a process of its own."""
 
 

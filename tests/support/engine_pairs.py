@@ -16,15 +16,15 @@ from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.plan.kept import StoredForm, _group
-from kvferry.plan.snapshots import SnapshotSteps
-from kvferry.replay.content import RequestKeys, keys_of, keys_of_each
-from kvferry.replay.engine import Hit
-from kvferry.replay.engine_cache import NO_PREFIX
-from kvferry.replay.model import BlockGroup, ServedModel
-from kvferry.replay.settings import ReplaySettings, TierSetting
-from kvferry.replay.simulation import Simulation
-from kvferry.replay.trace.request import TraceRequest
+from kvferry.tools.plan.kept import StoredForm, _group
+from kvferry.tools.plan.snapshots import SnapshotSteps
+from kvferry.tools.replay.content import RequestKeys, keys_of, keys_of_each
+from kvferry.tools.replay.engine import Hit
+from kvferry.tools.replay.engine_cache import NO_PREFIX
+from kvferry.tools.replay.model import BlockGroup, ServedModel
+from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.trace.request import TraceRequest
 from support.models import model
 from support.served_engine import BLOCKS, ServedEngine, served_engine
 

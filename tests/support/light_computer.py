@@ -110,7 +110,7 @@ def run_in_fork(fork, arguments, folder):
 
 def exit_code():
     """Run `kvferry` and return its exit code."""
-    from kvferry.cli.entry import main
+    from kvferry.tools.cli.entry import main
 
     try:
         main()
@@ -131,7 +131,7 @@ def serve():
     leave_the_core_only()
     if sys.argv[1] == "Windows":
         become_windows()
-    import kvferry.cli.main  # noqa: F401 - once for all forks
+    import kvferry.tools.cli.main  # noqa: F401 - once for all forks
 
     for line in sys.stdin:
         sys.stdout.write(json.dumps(run_in_fork(fork, *json.loads(line))) + "\n")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.serving.engine import EngineSpec
+from kvferry.tools.serving.engine import EngineSpec
 
 # A tree of processes like an engine's: a child that ignores SIGTERM, and a server in the root.
 ENGINE = """

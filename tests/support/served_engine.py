@@ -22,8 +22,8 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
-from kvferry.replay.engine_cache import NO_PREFIX
-from kvferry.replay.model import ServedModel
+from kvferry.tools.replay.engine_cache import NO_PREFIX
+from kvferry.tools.replay.model import ServedModel
 from kvferry.tiers.eviction.lru import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable

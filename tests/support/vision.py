@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvferry.serving.tiny import trained_tokenizer
+from kvferry.tools.serving.tiny import trained_tokenizer
 from support.vllm_config import inspect_models_here
 
 IMAGE_TOKEN, IMAGE_TOKENS = 2048, 16

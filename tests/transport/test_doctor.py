@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvferry.doctor import nixl, reads
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor import nixl, reads
+from kvferry.tools.doctor.finding import State
 from kvferry.engines.vllm.version import nixl_version
 
 pytestmark = pytest.mark.transport

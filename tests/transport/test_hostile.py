@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.doctor.ports import listening_ports
+from kvferry.tools.doctor.ports import listening_ports
 from kvferry.geometry import Region
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.metadata_sandbox import MetadataSandbox

@@ -169,7 +169,7 @@ def test_the_commands_run(name, tmp_path):
     home.mkdir()
     script = tmp_path / "kvferry"
     script.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "from kvferry.cli.entry import main; main()" "$@"\n'
+        f'#!/bin/sh\nexec {sys.executable} -c "from kvferry.tools.cli.entry import main; main()" "$@"\n'
     )
     script.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), sysconfig.get_path("scripts"), os.environ["PATH"]])

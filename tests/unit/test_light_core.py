@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from kvferry.cli.main import app
+from kvferry.tools.cli.main import app
 from support.configs import DENSE
 
 # One worker has the two processes.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.serving.smollm2 import smollm2_checkpoint
+from kvferry.tools.serving.smollm2 import smollm2_checkpoint
 from scripts.smollm2 import main
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.corpus import corpus, passages
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint, trained_tokenizer
-from kvferry.serving.tiny.publish import publish
-from kvferry.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY
+from kvferry.tools.serving.corpus import corpus, passages
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint, trained_tokenizer
+from kvferry.tools.serving.tiny.publish import publish
+from kvferry.tools.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY
 
 pytestmark = pytest.mark.slow
 

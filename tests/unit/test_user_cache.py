@@ -10,11 +10,11 @@ import pytest
 
 import kvferry
 import kvferry.cache.weights
-import kvferry.doctor.costs
-import kvferry.plan.find
+import kvferry.tools.doctor.costs
+import kvferry.tools.plan.find
 import kvferry.planning.strategy
-import kvferry.serving.specs
-import kvferry.serving.temporary
+import kvferry.tools.serving.specs
+import kvferry.tools.serving.temporary
 import kvferry.tiers.paths
 import kvferry.transport.costs_file
 import kvferry.transport.key_file
@@ -77,7 +77,7 @@ def test_built_in_costs_and_no_digests_are_used_if_the_cache_cannot_be_read(envi
 
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}], ids=str)
 def test_the_doctor_reports_built_in_costs(environment):
-    found = said("kvferry.doctor.costs.check(None, None).found", **environment)
+    found = said("kvferry.tools.doctor.costs.check(None, None).found", **environment)
     assert found.startswith("the planner uses built-in costs")
 
 
@@ -92,24 +92,24 @@ def test_a_home_that_the_user_may_not_enter_is_named_in_the_error_about_the_key(
 
 def test_a_model_that_the_user_may_not_read_is_named(tmp_path):
     closed(tmp_path)
-    assert said(f"kvferry.serving.specs.fleet_specs('{tmp_path}/model')") == (
+    assert said(f"kvferry.tools.serving.specs.fleet_specs('{tmp_path}/model')") == (
         f"{REFUSED}the model at {tmp_path}/model cannot be read: Permission denied; give a "
         f"folder that user {NOBODY} may read, or the id of a model"
     )
-    assert said(f"kvferry.plan.find.find_config('{tmp_path}/model')") == (
+    assert said(f"kvferry.tools.plan.find.find_config('{tmp_path}/model')") == (
         f"{REFUSED}cannot read {tmp_path}/model: Permission denied; give a config.json or the folder it is in"
     )
 
 
 @pytest.mark.parametrize("path", ["~/model", "~nobody-of-this-name/model"])
 def test_the_home_of_an_unknown_user_is_a_missing_path(path):
-    assert said(f"kvferry.serving.specs.fleet_specs('{path}')") == (
+    assert said(f"kvferry.tools.serving.specs.fleet_specs('{path}')") == (
         f"{REFUSED}there is no model at {path}; give a folder that exists, or the id of a model"
     )
 
 
 def test_the_folder_of_compiled_code_has_the_number_of_a_user_without_a_name():
-    assert Path(said("kvferry.serving.temporary.compiled_code()")).name == f"torchinductor_uid_{NOBODY}"
+    assert Path(said("kvferry.tools.serving.temporary.compiled_code()")).name == f"torchinductor_uid_{NOBODY}"
 
 
 def closed(folder: Path) -> None:

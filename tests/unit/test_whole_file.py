@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.options import write_file
+from kvferry.tools.cli.options import write_file
 from kvferry.errors import ConfigError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import write_costs

@@ -1,4 +1,4 @@
-"""Tiny checkpoints: those of `kvferry.serving.tiny`, and those of families that only tests have."""
+"""Tiny checkpoints: those of `kvferry.tools.serving.tiny`, and those of families that only tests have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.serving.tiny import FAMILIES, Family, tiny_checkpoint, trained_tokenizer
-from kvferry.serving.tiny.checkpoint import _write
+from kvferry.tools.serving.tiny import FAMILIES, Family, tiny_checkpoint, trained_tokenizer
+from kvferry.tools.serving.tiny.checkpoint import _write
 from support.vllm_engine.small import SMALL
 
 _SCALE = 0.08
@@ -74,7 +74,7 @@ _OF_TESTS: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(name: str) -> Family:
-    """A family of `kvferry.serving.tiny`, or of tests."""
+    """A family of `kvferry.tools.serving.tiny`, or of tests."""
     return _OF_TESTS.get(name) or FAMILIES[name]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.process import Engine
 from support.vllm_engine.tiered import STEP, Tiered
@@ -17,7 +17,7 @@ class Case:
     """An engine.
 
     Attributes:
-        family: of `kvferry.serving.tiny`.
+        family: of `kvferry.tools.serving.tiny`.
         options: of the engine.
         settings: of the connector.
         exact: the engine agrees with itself to the last bit, however a prompt is cut and batched.

@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.connector.events import LoadBegan
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
 from kvferry.transport.read_order import ReadOrder
 from kvferry.transport.redeem import Grant, Redeemed

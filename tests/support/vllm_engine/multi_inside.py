@@ -47,7 +47,7 @@ def slow_answers(engine: Any, seconds: float, of: int) -> None:
 
 def story_of_last(engine: Any, of: int = 0) -> list[str]:
     """What that child of kvferry's own tells of the request that came last."""
-    from kvferry.explain.timeline import timeline
+    from kvferry.tools.explain.timeline import timeline
 
     ours = ferries(_multi(engine))[of]
     return [line.text for line in timeline(next(ours._explaining._traces.last()))]

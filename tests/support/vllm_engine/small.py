@@ -1,4 +1,4 @@
-"""Families of `kvferry.serving.tiny` with as few layers and heads as layouts can tell apart.
+"""Families of `kvferry.tools.serving.tiny` with as few layers and heads as layouts can tell apart.
 
 Triton's interpreter takes seconds for each layer and head. A group of two layers suffices for a cross-layer
 layout; a head of Q for each of K and V halves what a kernel is launched for.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvferry.serving.tiny import FAMILIES
+from kvferry.tools.serving.tiny import FAMILIES
 
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cli.bench import app
+from kvferry.tools.cli.bench import app
 from kvferry.errors import ConfigError
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench import raw_files, tiers, tiers_report
-from kvferry.bench.host_tier import tier_cases, verify_copies
-from kvferry.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
-from kvferry.bench.storage_chunks import RandomChunks, load_mover, open_queue, store_all
+from kvferry.tools.bench import raw_files, tiers, tiers_report
+from kvferry.tools.bench.host_tier import tier_cases, verify_copies
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
+from kvferry.tools.bench.storage_chunks import RandomChunks, load_mover, open_queue, store_all
 from kvferry.errors import ConfigError, TransferError
-from kvferry.measuring.simulated import read_geometry
-from kvferry.plan.side import EngineSide
+from kvferry.tools.measuring.simulated import read_geometry
+from kvferry.tools.plan.side import EngineSide
 from support.stores import open_store
 
 TINY = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32})
@@ -29,7 +29,7 @@ def quiet(_: str) -> None:
 def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fio: bool) -> None:
     if has_fio and not raw_files.has_fio():
         pytest.skip("there is no fio here")
-    monkeypatch.setattr("kvferry.bench.file_tier.has_fio", lambda: has_fio)
+    monkeypatch.setattr("kvferry.tools.bench.file_tier.has_fio", lambda: has_fio)
     folders = [tmp_path / name for name in ("files", "objects")]
     for folder in folders:
         folder.mkdir()

@@ -9,10 +9,10 @@ import re
 import pytest
 from rich.console import Console
 
-from kvferry.bench import tiers_report
-from kvferry.bench.tier_cases import TierCase, measure_cases
-from kvferry.bench.tiers import MeasuredTiers
-from kvferry.measuring.spread import Spread
+from kvferry.tools.bench import tiers_report
+from kvferry.tools.bench.tier_cases import TierCase, measure_cases
+from kvferry.tools.bench.tiers import MeasuredTiers
+from kvferry.tools.measuring.spread import Spread
 from kvferry.report import Report
 from support.bench_results import tier_speed, tiers
 

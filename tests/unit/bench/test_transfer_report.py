@@ -9,10 +9,10 @@ import re
 import pytest
 from rich.console import Console
 
-from kvferry.bench import transfer_report
-from kvferry.bench.rounds import MoverRounds
-from kvferry.bench.transfer import MeasuredTransfer
-from kvferry.measuring.spread import Spread
+from kvferry.tools.bench import transfer_report
+from kvferry.tools.bench.rounds import MoverRounds
+from kvferry.tools.bench.transfer import MeasuredTransfer
+from kvferry.tools.measuring.spread import Spread
 from kvferry.report import Report
 from support.bench_results import transfer
 

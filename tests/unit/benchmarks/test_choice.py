@@ -19,8 +19,8 @@ from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.events import LoadBegan, LoadEnded
 from kvferry.connector.load import LoadOutcome
 from kvferry.connector.stream import EventStream
-from kvferry.measuring.machine import MachineFacts
-from kvferry.measuring.spread import Spread
+from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.spread import Spread
 from support.load_events import load_began, load_ended
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))

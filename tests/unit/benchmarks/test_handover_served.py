@@ -20,7 +20,7 @@ from benchmarks.handover.server import Server, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
 from kvferry.errors import ConfigError, TransferError
-from kvferry.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
+from kvferry.tools.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
 from support.ports import reserved_port
 from support.waiting import wait_for
 

@@ -15,10 +15,10 @@ from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
 from benchmarks.overhead.planning import PlanningTimes, measure
-from kvferry.bench.rounds import MoverRounds
-from kvferry.measuring.machine import MachineFacts
-from kvferry.measuring.simulated import read_geometry
-from kvferry.measuring.spread import Spread
+from kvferry.tools.bench.rounds import MoverRounds
+from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.simulated import read_geometry
+from kvferry.tools.measuring.spread import Spread
 from kvferry.planning.strategy import Strategy
 
 MACHINE = MachineFacts(

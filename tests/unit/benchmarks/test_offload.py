@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.offload import ask_rounds, lookup, report
 from benchmarks.offload.measure import OffloadJob, measure
-from kvferry.bench.rank_chunks import CHUNK_TOKENS, chunk_group
-from kvferry.measuring.simulated import read_geometry
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, chunk_group
+from kvferry.tools.measuring.simulated import read_geometry
 
 pytestmark = pytest.mark.slow
 

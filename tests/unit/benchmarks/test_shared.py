@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.shared import report
 from benchmarks.shared.measure import LayoutTimes, MeasuredSharing
-from kvferry.measuring.machine import MachineFacts
+from kvferry.tools.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Strategy
 
 SECONDS = {

@@ -9,7 +9,7 @@ from rich.console import Console
 from benchmarks.turns import report
 from benchmarks.turns.engine import TurnAnswer
 from benchmarks.turns.measure import Conversation, FamilyTurns, TurnLoad, lead
-from kvferry.serving.router.bodies import ASK_FOR_KV
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 
 LENGTHS = Conversation(turns=3, first=50, question=10, answer=4)
 

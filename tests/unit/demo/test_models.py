@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kvferry.cli import demo as command
+from kvferry.tools.cli import demo as command
 from kvferry.errors import ConfigError
-from kvferry.serving import demo
-from kvferry.serving.smollm2 import smollm2_checkpoint
+from kvferry.tools.serving import demo
+from kvferry.tools.serving.smollm2 import smollm2_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from unittest.mock import MagicMock
 import pytest
 from rich.console import Console
 
-from kvferry.serving.demo import pair
-from kvferry.serving.demo.screen import Screen
-from kvferry.serving.demo.verdict import AnswerVerdict
-from kvferry.serving.signals import StopSignals
+from kvferry.tools.serving.demo import pair
+from kvferry.tools.serving.demo.screen import Screen
+from kvferry.tools.serving.demo.verdict import AnswerVerdict
+from kvferry.tools.serving.signals import StopSignals
 
 
 def test_a_router_thread_imports_nothing_that_a_signal_may_interrupt(monkeypatch, tmp_path: Path) -> None:

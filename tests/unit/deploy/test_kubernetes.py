@@ -18,9 +18,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvferry.cli.main import app
-from kvferry.serving.kv_config import kv_transfer_config
-from kvferry.serving.role import Role
+from kvferry.tools.cli.main import app
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.role import Role
 from support.apart import apart, needs
 from support.command_line import parse_command_line
 

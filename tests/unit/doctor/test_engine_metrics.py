@@ -3,9 +3,9 @@
 import pytest
 
 from kvferry.connector.config import parse_config
-from kvferry.doctor.engine_metrics import of_config, of_metrics
-from kvferry.doctor.examine import _check_config
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor.engine_metrics import of_config, of_metrics
+from kvferry.tools.doctor.examine import _check_config
+from kvferry.tools.doctor.finding import State
 
 TIERS = {"tiers": "default"}
 METRICS = """# HELP kvferry_first_snapshot_tokens First position

@@ -11,13 +11,13 @@ from itertools import chain, repeat
 import pytest
 from msgspec import structs
 
-from kvferry.doctor import http_engine
-from kvferry.doctor.engines import Target, examine_engines, parse_target
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor import http_engine
+from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
+from kvferry.tools.doctor.finding import State
 from kvferry.engines.vllm.version import TESTED
 from kvferry.errors import ConfigError
 from kvferry.keys import prompt_digest
-from kvferry.serving.role import Role
+from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
@@ -357,7 +357,7 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
 
 
 def test_loopback_told_by_an_engine_that_serves_others_is_noted(control):
-    from kvferry.doctor.engines import _check_advertised
+    from kvferry.tools.doctor.engines import _check_advertised
 
     assert _check_advertised("http://10.0.0.1:8000", (HOST, control.port))[0].state is State.NOTE
     assert _check_advertised("http://127.0.0.1:8000", (HOST, control.port)) == []

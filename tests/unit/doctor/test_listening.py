@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.config import parse_config
-from kvferry.doctor import listening
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor import listening
+from kvferry.tools.doctor.finding import State
 from kvferry.transport.key_file import read_keys
 
 SECRET = b"0123456789abcdef0123456789abcdef"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.doctor import machine
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor import machine
+from kvferry.tools.doctor.finding import State
 
 GIB = 1 << 30
 MADVISE = {"/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never"}

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvferry.doctor import ports
-from kvferry.doctor.finding import State
+from kvferry.tools.doctor import ports
+from kvferry.tools.doctor.finding import State
 
 # One worker has the process.
 pytestmark = pytest.mark.xdist_group("doctor ports")

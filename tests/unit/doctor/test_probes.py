@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from kvferry.doctor import probes
+from kvferry.tools.doctor import probes
 from kvferry.tiers.files import directory_checks
 
 

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from kvferry.doctor import software
-from kvferry.doctor.finding import State
-from kvferry.doctor.limits import ProcessResult
-from kvferry.doctor.probes import parse_output
+from kvferry.tools.doctor import software
+from kvferry.tools.doctor.finding import State
+from kvferry.tools.doctor.limits import ProcessResult
+from kvferry.tools.doctor.probes import parse_output
 from kvferry.engines.vllm.version import TESTED
 from kvferry.extras import INSTALL_PAGE
 

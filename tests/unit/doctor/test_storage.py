@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.tier_config import read_tiers
-from kvferry.doctor import storage
-from kvferry.doctor.finding import State
-from kvferry.doctor.limits import ProcessResult
-from kvferry.doctor.mounts import Mount
+from kvferry.tools.doctor import storage
+from kvferry.tools.doctor.finding import State
+from kvferry.tools.doctor.limits import ProcessResult
+from kvferry.tools.doctor.mounts import Mount
 from kvferry.tiers.files.settings import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings

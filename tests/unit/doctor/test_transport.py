@@ -4,12 +4,12 @@ from datetime import UTC, datetime
 import pytest
 
 from kvferry.connector.config import parse_config
-from kvferry.doctor import costs, nixl, reads
-from kvferry.doctor.calibrate import calibrate
-from kvferry.doctor.engines import Target
-from kvferry.doctor.examine import names_other_machines
-from kvferry.doctor.finding import Finding, State
-from kvferry.doctor.limits import ProcessResult
+from kvferry.tools.doctor import costs, nixl, reads
+from kvferry.tools.doctor.calibrate import calibrate
+from kvferry.tools.doctor.engines import Target
+from kvferry.tools.doctor.examine import names_other_machines
+from kvferry.tools.doctor.finding import Finding, State
+from kvferry.tools.doctor.limits import ProcessResult
 from kvferry.errors import TransferError
 from kvferry.planning.strategy import Costs
 from kvferry.transport.costs_file import default_costs_path, load_costs, write_costs

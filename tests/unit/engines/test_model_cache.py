@@ -12,7 +12,7 @@ import pytest
 from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import entries
+from kvferry.tools.plan.find import entries
 
 pytestmark = pytest.mark.slow
 

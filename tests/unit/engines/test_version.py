@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.main import app
+from kvferry.tools.cli.main import app
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, check_release
 from kvferry.errors import ConfigError
 

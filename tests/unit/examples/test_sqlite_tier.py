@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 

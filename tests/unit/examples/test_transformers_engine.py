@@ -22,7 +22,7 @@ from examples.transformers_engine.tiers import (
     in_new_process,
     prompt,
 )
-from kvferry.serving.tiny import tiny_checkpoint
+from kvferry.tools.serving.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.main import app
+from kvferry.tools.cli.main import app
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
@@ -34,7 +34,7 @@ from kvferry.connector.events import (
 )
 from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
 from kvferry.errors import ConfigError, ProtocolError
-from kvferry.explain.client import ask_engines
+from kvferry.tools.explain.client import ask_engines
 from kvferry.observe import socket_directory
 from kvferry.observe.trace_server import TraceServer, matches_id
 from kvferry.observe.traces import RequestTrace, TraceBuffer
@@ -171,7 +171,7 @@ def test_answers_are_read_in_one_thread(answers: TraceServer, monkeypatch: pytes
         readers.append(threading.current_thread())
         return decode_trace(line)
 
-    monkeypatch.setattr("kvferry.explain.client.decode_trace", read)
+    monkeypatch.setattr("kvferry.tools.explain.client.decode_trace", read)
     assert len(ask_engines(Question()).traces()) == len(readers) == 2
     assert set(readers) == {threading.current_thread()}
 

@@ -21,8 +21,8 @@ from kvferry.connector.events import (
     ValuedBid,
 )
 from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
-from kvferry.explain.text import summary
-from kvferry.explain.timeline import timeline
+from kvferry.tools.explain.text import summary
+from kvferry.tools.explain.timeline import timeline
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from support.load_events import load_began, load_ended, sources_asked
 

@@ -22,7 +22,7 @@ from faults.soak_page import report
 from faults.soak_pair import Pair
 from faults.soak_rest import HELD, held_of
 from faults.soak_values import SOURCES, Answered, Soak, problems
-from kvferry.serving.engine import EngineState
+from kvferry.tools.serving.engine import EngineState
 
 PAGE = Path(__file__).parents[3] / "docs" / "reliability.md"
 RESTING = "".join(f"# TYPE {name} gauge\n{name} 0.0\n" for name in HELD)

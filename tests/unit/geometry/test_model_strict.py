@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import entries
+from kvferry.tools.plan.find import entries
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,

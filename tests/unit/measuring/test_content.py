@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvferry.errors import TransferError
-from kvferry.measuring.content import check_memory, fill_blocks
-from kvferry.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
+from kvferry.tools.measuring.content import check_memory, fill_blocks
+from kvferry.tools.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.memory.owned import OwnedCache
-from kvferry.plan.side import EngineSide
+from kvferry.tools.plan.side import EngineSide
 
 ATTENTION = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 8})
 HYBRID = {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2}

@@ -9,13 +9,13 @@ from benchmarks.overhead.planning import small_pages
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import lay_out
-from kvferry.measuring.simulated import (
+from kvferry.tools.measuring.simulated import (
     SimulatedEngine,
     block_ids,
     read_geometry,
     simulate_engine,
 )
-from kvferry.plan.side import EngineSide
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.select import select_cells
 from kvferry.planning.template import build_templates
 

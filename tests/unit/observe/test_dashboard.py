@@ -20,8 +20,8 @@ from kvferry.observe.dashboard.alerts import ALERTS
 from kvferry.observe.dashboard.expressions import series
 from kvferry.observe.exposed_names import CONNECTOR, EXPOSED, ROUTER, ROUTER_PREFIX, SUFFIXES
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
-from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.metrics import RouterMetrics
+from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.metrics import RouterMetrics
 
 BESIDE = {"instance", "job", "model_name", "engine"}
 """Labels that Prometheus and vLLM give every series."""

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.connector.events import MissReason
 from kvferry.observe.exposed_names import CONNECTOR, ROUTER_PREFIX, exposed_name
 from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
-from kvferry.serving.router.backends import Backend, BackendState
-from kvferry.serving.router.metrics import AloneReason, Outcome, RequestRecord, RouterMetrics
+from kvferry.tools.serving.router.backends import Backend, BackendState
+from kvferry.tools.serving.router.metrics import AloneReason, Outcome, RequestRecord, RouterMetrics
 
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "metrics.md").read_text()

@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.connector.events import Arrived
 from kvferry.connector.stream import EventStream
-from kvferry.explain.client import ask_engines
-from kvferry.explain.text import render, render_list
+from kvferry.tools.explain.client import ask_engines
+from kvferry.tools.explain.text import render, render_list
 from kvferry.observe.explaining import RequestExplainer
 from kvferry.observe.wire import Question
 

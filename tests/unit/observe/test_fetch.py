@@ -12,11 +12,11 @@ import anyio
 import httpx
 import pytest
 
-from kvferry.doctor import http_engine
+from kvferry.tools.doctor import http_engine
 from kvferry.errors import ProtocolError
 from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch
-from kvferry.serving.role import Role
-from kvferry.top.poller import fetch_address
+from kvferry.tools.serving.role import Role
+from kvferry.tools.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"

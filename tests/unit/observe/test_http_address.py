@@ -6,9 +6,9 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.observe.http_address import http_address, server_url
-from kvferry.serving.router.engines_file import read_engines
-from kvferry.serving.router.settings import RouterSettings
-from kvferry.top.poller import parse_address
+from kvferry.tools.serving.router.engines_file import read_engines
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.top.poller import parse_address
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
-from kvferry.plan.blocks import base_tokens, block_sizes, group_counts
+from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
 from support.models import attention
 
 WIDE = attention(heads=4, kind=GroupKind.SLIDING, attention_span=8)

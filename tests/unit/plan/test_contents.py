@@ -16,12 +16,12 @@ from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry.layout import lay_out_rank
 from kvferry.geometry.models import read_model
 from kvferry.geometry.models.dtypes import CACHE_DTYPES
-from kvferry.plan import backends
-from kvferry.plan.backends import pages_of
-from kvferry.plan.contents import LATENT_INDEXER, layer_pages
-from kvferry.plan.engine_memory import lay_out_engine
-from kvferry.plan.find import find_config
-from kvferry.plan.side import EngineSide, resolve_layout, shape
+from kvferry.tools.plan import backends
+from kvferry.tools.plan.backends import pages_of
+from kvferry.tools.plan.contents import LATENT_INDEXER, layer_pages
+from kvferry.tools.plan.engine_memory import lay_out_engine
+from kvferry.tools.plan.find import find_config
+from kvferry.tools.plan.side import EngineSide, resolve_layout, shape
 from unit.plan.test_command import DENSE, printed, run
 from unit.plan.test_forecast import LATENT, LAYOUTS, planned
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.main import app
-from kvferry.cli.traces import described
+from kvferry.tools.cli.main import app
+from kvferry.tools.cli.traces import described
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import find_config
-from kvferry.plan.kept import KeptSettings
-from kvferry.plan.side import EngineSide
-from kvferry.replay.model import served_model
-from kvferry.replay.pool import NO_PREFIX_CACHE
-from kvferry.replay.simulation import Simulation
+from kvferry.tools.plan.find import find_config
+from kvferry.tools.plan.kept import KeptSettings
+from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.model import served_model
+from kvferry.tools.replay.pool import NO_PREFIX_CACHE
+from kvferry.tools.replay.simulation import Simulation
 from support.configs import DENSE
 
 PLAN = ("plan", "config.json", "--trace", "trace.jsonl")
@@ -121,9 +121,9 @@ def test_bad_input_gets_one_sentence(arguments: tuple[str, ...], message: str) -
 
 def test_a_plan_without_a_trace_imports_no_simulation() -> None:
     code = (
-        "import sys; from kvferry.cli.main import app;"
+        "import sys; from kvferry.tools.cli.main import app;"
         "app(['plan', 'config.json', '--json'], standalone_mode=False);"
-        "heavy = ('kvferry.replay', 'torch', 'vllm');"
+        "heavy = ('kvferry.tools.replay', 'torch', 'vllm');"
         "print(*(m for m in sys.modules if m.startswith(heavy)), file=sys.stderr)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

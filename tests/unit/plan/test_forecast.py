@@ -8,10 +8,10 @@ import pytest
 
 from kvferry.errors import GeometryError
 from kvferry.geometry.models import read_model
-from kvferry.plan.blocks import group_counts
-from kvferry.plan.cost import Pricing, limit_bandwidth
-from kvferry.plan.forecast import forecast
-from kvferry.plan.side import EngineSide, block_tokens
+from kvferry.tools.plan.blocks import group_counts
+from kvferry.tools.plan.cost import Pricing, limit_bandwidth
+from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.side import EngineSide, block_tokens
 from kvferry.planning.strategy import Costs, Strategy
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cli import plan as command
+from kvferry.tools.cli import plan as command
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.kept import KeptSettings, forecast_tiers
-from kvferry.plan.side import EngineSide
+from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
+from kvferry.tools.plan.side import EngineSide
 
 # 4 KV heads of 16 elements of 2 bytes, K and V: 256 bytes per token and layer.
 DENSE = {
@@ -129,7 +129,7 @@ def test_chunks_that_no_snapshot_ends_keep_nothing_that_can_be_loaded():
 
 def test_a_cache_without_canonical_form_is_reported(monkeypatch):
     from kvferry.errors import GeometryError
-    from kvferry.plan import kept as module
+    from kvferry.tools.plan import kept as module
 
     def fail(*_):
         raise GeometryError("its bytes are opaque")

@@ -13,7 +13,7 @@ from vllm.transformers_utils.configs.mistral import adapt_config_dict
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import find_config
+from kvferry.tools.plan.find import find_config
 
 DENSE: dict[str, Any] = {
     "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128,

@@ -9,17 +9,17 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.cost import Pricing
-from kvferry.plan.find import find_config
-from kvferry.plan.forecast import forecast
-from kvferry.plan.page import picture
-from kvferry.plan.page.place import WIDTH, MemoryLane, place
-from kvferry.plan.page.runs import DrawnRun, by_strip, cut, runs_of
-from kvferry.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
-from kvferry.plan.page.strips import Strip, strips
-from kvferry.plan.setting import set_up
-from kvferry.plan.show import COLUMNS
-from kvferry.plan.side import EngineSide
+from kvferry.tools.plan.cost import Pricing
+from kvferry.tools.plan.find import find_config
+from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.page import picture
+from kvferry.tools.plan.page.place import WIDTH, MemoryLane, place
+from kvferry.tools.plan.page.runs import DrawnRun, by_strip, cut, runs_of
+from kvferry.tools.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
+from kvferry.tools.plan.page.strips import Strip, strips
+from kvferry.tools.plan.setting import set_up
+from kvferry.tools.plan.show import COLUMNS
+from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.strategy import Costs
 
 DENSE = {

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import find_config
+from kvferry.tools.plan.find import find_config
 
 MODEL = {
     "model_type": "llama",

@@ -12,7 +12,7 @@ from kvferry.connector.plain import PlainStep
 from kvferry.connector.tiers.snapshot_places import SnapshotPlaces
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.errors import ConfigError
-from kvferry.plan.snapshots import SnapshotSteps, parse_retention
+from kvferry.tools.plan.snapshots import SnapshotSteps, parse_retention
 from kvferry.planning.snapshots import snapshot_positions
 
 

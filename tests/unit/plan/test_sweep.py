@@ -14,8 +14,8 @@ from kvferry.errors import GeometryError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, read_model
-from kvferry.plan.find import ModelEntry, entries
-from kvferry.plan.side import EngineSide, block_tokens, resolve_layout, shape
+from kvferry.tools.plan.find import ModelEntry, entries
+from kvferry.tools.plan.side import EngineSide, block_tokens, resolve_layout, shape
 from kvferry.planning.template import Template, build_templates
 
 pytestmark = pytest.mark.slow

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.cost import Pricing
-from kvferry.plan.find import entries, lookup, nearest
-from kvferry.plan.forecast import forecast
-from kvferry.plan.side import EngineSide, resolve_layout
+from kvferry.tools.plan.cost import Pricing
+from kvferry.tools.plan.find import entries, lookup, nearest
+from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.side import EngineSide, resolve_layout
 from kvferry.planning.strategy import Costs
 
 BYTES_PER_TOKEN = {

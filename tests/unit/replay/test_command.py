@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli.main import app
-from kvferry.replay.pool import ASSUMED_KV_CACHE
+from kvferry.tools.cli.main import app
+from kvferry.tools.replay.pool import ASSUMED_KV_CACHE
 from support.command_line import run_command_in_terminal
 from support.configs import DENSE
 from support.terminal import Terminal
@@ -181,7 +181,7 @@ def test_a_recorded_trace_brings_the_settings_of_its_engine(folder: Path) -> Non
 
 
 def test_ctrl_c_prints_what_was_found_so_far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.replay import engine
+    from kvferry.tools.replay import engine
 
     admit = engine.SimulatedEngine.admit
 

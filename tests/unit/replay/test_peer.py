@@ -17,13 +17,13 @@ from kvcache_sim.simulator import run_sweep
 from kvcache_sim.trace import parse_trace_lines
 
 from kvferry.geometry.models import read_model
-from kvferry.plan.find import find_config
-from kvferry.plan.kept import KeptSettings
-from kvferry.plan.side import EngineSide
-from kvferry.replay.model import ServedModel, served_model
-from kvferry.replay.settings import ReplaySettings, parse_tier
-from kvferry.replay.simulation import Simulation
-from kvferry.replay.trace.open import open_trace
+from kvferry.tools.plan.find import find_config
+from kvferry.tools.plan.kept import KeptSettings
+from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.model import ServedModel, served_model
+from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.trace.open import open_trace
 
 BLOCK = 64
 GIB = 1 << 30

@@ -13,18 +13,18 @@ from rich.console import Console
 
 from kvferry.errors import ConfigError
 from kvferry.geometry.models import read_model
-from kvferry.plan.kept import KeptSettings
-from kvferry.plan.side import EngineSide
-from kvferry.replay.capacities import hit_rate_curve
-from kvferry.replay.model import ServedModel, served_model
-from kvferry.replay.page import page
-from kvferry.replay.pool import BlockPool
-from kvferry.replay.report import Outcome, as_json
-from kvferry.replay.routes import route_named
-from kvferry.replay.settings import ReplaySettings, parse_tier
-from kvferry.replay.show import show
-from kvferry.replay.simulation import Simulation
-from kvferry.replay.trace.request import TraceRequest, chained
+from kvferry.tools.plan.kept import KeptSettings
+from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.capacities import hit_rate_curve
+from kvferry.tools.replay.model import ServedModel, served_model
+from kvferry.tools.replay.page import page
+from kvferry.tools.replay.pool import BlockPool
+from kvferry.tools.replay.report import Outcome, as_json
+from kvferry.tools.replay.routes import route_named
+from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.show import show
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.trace.request import TraceRequest, chained
 from kvferry.report import Report
 from support.configs import DENSE
 

@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.serving.ports import listen, url_of
-from kvferry.serving.role import Role
-from kvferry.serving.router.app import RouterApp
-from kvferry.serving.router.settings import RouterSettings
+from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.app import RouterApp
+from kvferry.tools.serving.router.settings import RouterSettings
 from support.ports import reserved_port
 from support.scripted_engines import ENGINE, Script
 from support.waiting import wait_for

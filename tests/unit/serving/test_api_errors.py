@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 import pytest
 
-from kvferry.serving.router.replies import ApiError
+from kvferry.tools.serving.router.replies import ApiError
 
 responses = pytest.importorskip("vllm.entrypoints.serve.exception_handling.error_response")
 vllm_protocol = pytest.importorskip("vllm.entrypoints.serve.engine.protocol")

@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvferry import extras
-from kvferry.cli.main import app
-from kvferry.cli.usage import UsageError, usage_sentence
+from kvferry.tools.cli.main import app
+from kvferry.tools.cli.usage import UsageError, usage_sentence
 from support.command_line import parse_command_line, run_kvferry
 
 KVFERRY = typer.main.get_command(app)

@@ -7,10 +7,10 @@ import tomllib
 
 import pytest
 
-from kvferry.cli import config as command
+from kvferry.tools.cli import config as command
 from kvferry.connector.config import ConnectorConfig
 from kvferry.errors import ConfigError
-from kvferry.serving import specs
+from kvferry.tools.serving import specs
 from kvferry.transport.key_file import read_keys
 from support.command_line import KVFERRY, run_kvferry
 from support.setting_examples import EXAMPLES

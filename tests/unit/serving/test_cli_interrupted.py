@@ -18,7 +18,7 @@ class Slow:
             print("loading", flush=True)
             sys.stdin.readline()
 sys.meta_path.insert(0, Slow())
-from kvferry.cli.entry import main
+from kvferry.tools.cli.entry import main
 sys.argv = ["kvferry", "--version"]
 main()
 """
@@ -27,7 +27,7 @@ import typer.main
 def interrupted(_):
     raise KeyboardInterrupt
 typer.main.get_command = interrupted
-from kvferry.cli.entry import main
+from kvferry.tools.cli.entry import main
 main()
 """
 

@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving import cpu_attention
-from kvferry.serving.cpu_attention import bfloat16_fault
-from kvferry.serving.specs import fleet_specs
+from kvferry.tools.serving import cpu_attention
+from kvferry.tools.serving.cpu_attention import bfloat16_fault
+from kvferry.tools.serving.specs import fleet_specs
 from support.command_line import run_kvferry
 
 FAULT = "vLLM's attention over bfloat16 ends an engine on this CPU with signal 4 (SIGILL)"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.guard import STOP
-from kvferry.serving.launch import EngineSpec, EngineState, Fleet, LaunchError, Role
+from kvferry.tools.serving.guard import STOP
+from kvferry.tools.serving.launch import EngineSpec, EngineState, Fleet, LaunchError, Role
 from support.clock import Clock
 from support.scripted_engines import alive, pids_of
 from support.waiting import wait_for
@@ -109,7 +109,7 @@ def test_engine_that_is_not_ready_in_time_is_an_error(tmp_path, script):
 
 def test_guard_kills_an_engine_that_ignores_sigterm_after_the_grace():
     reading, writing = os.pipe()
-    guard = [sys.executable, "-m", "kvferry.serving.guard", str(reading), "0.1"]
+    guard = [sys.executable, "-m", "kvferry.tools.serving.guard", str(reading), "0.1"]
     command = [*guard, sys.executable, "-c", DEAF]
     with subprocess.Popen(command, pass_fds=[reading], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "deaf\n"
@@ -191,7 +191,7 @@ def test_engine_starts_from_a_process_with_more_than_1024_open_files(tmp_path, s
 
 def test_router_raises_its_limit_of_open_files():
     hard = min(2_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    code = "import resource, kvferry.serving.run as run; run.raise_file_limit(); "
+    code = "import resource, kvferry.tools.serving.run as run; run.raise_file_limit(); "
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 300 && ulimit -Hn {hard} && exec '{sys.executable}' -c '{code}'"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
@@ -204,7 +204,7 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from support.scripted_engines import Script
-from kvferry.serving.launch import Fleet, Role
+from kvferry.tools.serving.launch import Fleet, Role
 folder = {str(tmp_path)!r}
 spec = Script(name="prefill-0", role=Role.PREFILL, model="m", port={reserved()}, folder=folder)
 with Fleet([spec], Path(folder)) as fleet:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.serving.log_tail import error_line, last_line, last_lines, process_code
+from kvferry.tools.serving.log_tail import error_line, last_line, last_lines, process_code
 
 CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
 ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 
 from kvferry.errors import ConfigError
-from kvferry.serving.model_name import check_model
+from kvferry.tools.serving.model_name import check_model
 from support.command_line import run_kvferry
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvferry.serving.engine import EngineState
-from kvferry.serving.progress import show_notice, startup_progress
+from kvferry.tools.serving.engine import EngineState
+from kvferry.tools.serving.progress import show_notice, startup_progress
 
 
 class Starting:

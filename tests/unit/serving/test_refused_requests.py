@@ -17,14 +17,14 @@ messages = pytest.importorskip("vllm.entrypoints.anthropic.serving")
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 
-from kvferry.serving.router.bodies import (  # noqa: E402
+from kvferry.tools.serving.router.bodies import (  # noqa: E402
     CHAT,
     COMPLETIONS,
     KV_PARAMS,
     decodes_alone,
     prefill_body,
 )
-from kvferry.serving.router.replies import MESSAGES  # noqa: E402
+from kvferry.tools.serving.router.replies import MESSAGES  # noqa: E402
 from support.odd_requests import VALUES  # noqa: E402
 
 TURN = {"messages": [{"role": "user", "content": "x"}]}

@@ -9,7 +9,7 @@ completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
 
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 
-from kvferry.serving.router.bodies import (  # noqa: E402
+from kvferry.tools.serving.router.bodies import (  # noqa: E402
     CHAT,
     COMPLETIONS,
     decodes_alone,

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.app import RouterApp
-from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.run import run_app
+from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.router.app import RouterApp
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.run import run_app
 from support.command_line import KVFERRY, run_kvferry
 from support.waiting import wait_for
 

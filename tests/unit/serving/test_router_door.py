@@ -9,10 +9,10 @@ import sys
 import httpx
 import pytest
 
-from kvferry.serving.demo.endpoint import routed
-from kvferry.serving.router.app import RouterApp
-from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.run import server_config
+from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.tools.serving.router.app import RouterApp
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.run import server_config
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

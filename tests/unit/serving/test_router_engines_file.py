@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.router.backends import Pool
-from kvferry.serving.router.engines_file import read_engines
+from kvferry.tools.serving.router.backends import Pool
+from kvferry.tools.serving.router.engines_file import read_engines
 from support.waiting import wait_for
 
 

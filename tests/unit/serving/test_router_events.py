@@ -10,7 +10,7 @@ import anyio
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.serving.router.events import ReceivedEvents, is_events, relay_events
+from kvferry.tools.serving.router.events import ReceivedEvents, is_events, relay_events
 
 
 class Answer:

@@ -9,13 +9,13 @@ import anyio
 import pytest
 
 from kvferry.connector.peers.offer import MAX_UNWANTED, read_wanted
-from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.bodies import kv_params_of, prefill_body
-from kvferry.serving.router.endpoint import ActiveRequests, RouterEndpoint
-from kvferry.serving.router.failures import failure_of
-from kvferry.serving.router.hop import Hop
-from kvferry.serving.router.metrics import RouterMetrics
-from kvferry.serving.router.replies import Reply
+from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
+from kvferry.tools.serving.router.endpoint import ActiveRequests, RouterEndpoint
+from kvferry.tools.serving.router.failures import failure_of
+from kvferry.tools.serving.router.hop import Hop
+from kvferry.tools.serving.router.metrics import RouterMetrics
+from kvferry.tools.serving.router.replies import Reply
 from support.clock import Clock
 from support.waiting import wait_for
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.router.keys import read_keys
+from kvferry.tools.serving.router.keys import read_keys
 
 pytestmark = pytest.mark.slow
 

@@ -17,16 +17,16 @@ from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-_KEPT = ("kvferry.serving", "httpx", "httpcore", "h11", "uvicorn", "starlette", "anyio")
+_KEPT = ("kvferry.tools.serving", "httpx", "httpcore", "h11", "uvicorn", "starlette", "anyio")
 _ROUNDS = 5
 
 
 HEAP = """
 import ctypes
-from kvferry.serving import run
-from kvferry.serving.ports import listen
-from kvferry.serving.router.app import RouterApp
-from kvferry.serving.router.settings import RouterSettings
+from kvferry.tools.serving import run
+from kvferry.tools.serving.ports import listen
+from kvferry.tools.serving.router.app import RouterApp
+from kvferry.tools.serving.router.settings import RouterSettings
 
 class Information(ctypes.Structure):
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

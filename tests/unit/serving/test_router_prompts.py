@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.prompts import PromptPrefix, Turns, estimated_tokens, has_media
+from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.prompts import PromptPrefix, Turns, estimated_tokens, has_media
 from support.waiting import wait_for
 
 CHAT = "/v1/chat/completions"

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.upstream import relayed, watched_socket
+from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.router.upstream import relayed, watched_socket
 
 pytestmark = pytest.mark.slow
 

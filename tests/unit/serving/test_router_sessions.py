@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvferry.serving.router.backends import Pool
-from kvferry.serving.router.sessions import session_of
+from kvferry.tools.serving.router.backends import Pool
+from kvferry.tools.serving.router.sessions import session_of
 from support.clock import Clock
 from support.waiting import wait_for
 

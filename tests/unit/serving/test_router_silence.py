@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.serving.ports import listen, url_of
-from kvferry.serving.router.backends import Backend
-from kvferry.serving.router.hop import Hop
-from kvferry.serving.router.probe import Prober
-from kvferry.serving.router.settings import RouterSettings
-from kvferry.serving.router.upstream import EngineClient, read_whole
+from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.hop import Hop
+from kvferry.tools.serving.router.probe import Prober
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.router.upstream import EngineClient, read_whole
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.shared_memory import check_shared_memory
+from kvferry.tools.serving.shared_memory import check_shared_memory
 
 
 def with_free(mebibytes: int, flag: int = 0):

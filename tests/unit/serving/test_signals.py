@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.serving.signals import StopRequested, StopSignals
+from kvferry.tools.serving.signals import StopRequested, StopSignals
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.serving.devices import Devices, engine_environments, memory_arguments
-from kvferry.serving.kv_config import kv_transfer_config, kv_transfer_json
-from kvferry.serving.role import Role
-from kvferry.serving.specs import EngineGroup, fleet_specs, group_specs, parallel_of
+from kvferry.tools.serving.devices import Devices, engine_environments, memory_arguments
+from kvferry.tools.serving.kv_config import kv_transfer_config, kv_transfer_json
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.specs import EngineGroup, fleet_specs, group_specs, parallel_of
 
 CPU = Devices(gpus=(), cores=(0, 1, 4, 5))
 GPUS = Devices(gpus=("0", "1", "2"), cores=(0, 1))

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.serving.engine import EngineState
-from kvferry.serving.launch import Fleet, Role
-from kvferry.serving.restarts import RestartPolicy, Restarts
-from kvferry.serving.supervisor import FleetLost, Supervisor
+from kvferry.tools.serving.engine import EngineState
+from kvferry.tools.serving.launch import Fleet, Role
+from kvferry.tools.serving.restarts import RestartPolicy, Restarts
+from kvferry.tools.serving.supervisor import FleetLost, Supervisor
 from support.clock import Clock
 from support.scripted_engines import ENGINE, pids_of
 from support.waiting import wait_for

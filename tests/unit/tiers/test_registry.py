@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.connector.tier_config import read_tiers
-from kvferry.doctor.storage import OWN_CHECKS
+from kvferry.tools.doctor.storage import OWN_CHECKS
 from kvferry.engines.vllm.compat.hit_sources import hit_source
 from kvferry.errors import ConfigError
 from kvferry.tiers.files.settings import FileSettings

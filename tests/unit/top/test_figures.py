@@ -10,14 +10,14 @@ from rich.cells import cell_len
 
 from kvferry.errors import ProtocolError
 from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.top.addresses import PolledAddress, fleet_view
-from kvferry.top.derive import compute_figures
-from kvferry.top.exposition import Scrape, parse_page
-from kvferry.top.figures import Figures
-from kvferry.top.lines import cached_share, screen, text
-from kvferry.top.units import number
-from kvferry.top.values import HistogramBucket, quantile
-from kvferry.top.window import window
+from kvferry.tools.top.addresses import PolledAddress, fleet_view
+from kvferry.tools.top.derive import compute_figures
+from kvferry.tools.top.exposition import Scrape, parse_page
+from kvferry.tools.top.figures import Figures
+from kvferry.tools.top.lines import cached_share, screen, text
+from kvferry.tools.top.units import number
+from kvferry.tools.top.values import HistogramBucket, quantile
+from kvferry.tools.top.window import window
 from support.examples import examples
 from support.metrics_page import Page, busy, several
 

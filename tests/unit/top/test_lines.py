@@ -8,9 +8,9 @@ import pytest
 from rich.cells import cell_len
 
 from kvferry.table import shortened
-from kvferry.top.addresses import PolledAddress, Unreachable, fleet_view
-from kvferry.top.exposition import parse_page
-from kvferry.top.lines import screen, text
+from kvferry.tools.top.addresses import PolledAddress, Unreachable, fleet_view
+from kvferry.tools.top.exposition import parse_page
+from kvferry.tools.top.lines import screen, text
 from support.metrics_page import Page, busy, several
 
 NAME = "decode-{}.kvferry-system.svc.cluster.local:8000"

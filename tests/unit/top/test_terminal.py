@@ -14,10 +14,10 @@ from functools import partial
 
 import pytest
 
-import kvferry.top.live  # noqa: F401 - once for all forks
-from kvferry.cli.top import as_plain
+import kvferry.tools.top.live  # noqa: F401 - once for all forks
+from kvferry.tools.cli.top import as_plain
 from kvferry.errors import ConfigError
-from kvferry.top.poller import parse_address
+from kvferry.tools.top.poller import parse_address
 from support.command_line import run_command_in_terminal, run_kvferry
 from support.metrics_page import Page, busy, several, shown
 from support.terminal import Terminal
@@ -283,7 +283,7 @@ def test_json_has_null_for_infinity_and_nan():
 def test_ctrl_c_during_a_sample_sets_the_exit_code(page):
     asked = threading.Event()
     with shown({"/metrics": lambda: asked.set() or page.text()}) as engine:
-        main = "from kvferry.cli.main import main; main()"
+        main = "from kvferry.tools.cli.main import main; main()"
         command = [sys.executable, "-c", main, "top", engine, "--json", "--interval", "60"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert asked.wait(60)

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from kvferry.cli.admin_client import ask, read_tokens
-from kvferry.cli.cache import app
+from kvferry.tools.cli.admin_client import ask, read_tokens
+from kvferry.tools.cli.cache import app
 from kvferry.connector.admin.actions import AdminActions
 from kvferry.connector.admin.calls import AdminCalls
 from kvferry.connector.admin.server import AdminServer

@@ -17,7 +17,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import length
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import first_attended
-from kvferry.replay.engine_cache import NO_PREFIX
+from kvferry.tools.replay.engine_cache import NO_PREFIX
 from support.engine_pairs import Turn, conversations, small_model
 from support.examples import examples
 from support.models import attention, state

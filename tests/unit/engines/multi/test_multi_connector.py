@@ -26,9 +26,9 @@ from kvferry.engines.vllm.multi.stats import MultiStats
 from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.errors import ConfigError
 from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.top.derive import compute_figures
-from kvferry.top.exposition import parse_page
-from kvferry.top.window import window
+from kvferry.tools.top.derive import compute_figures
+from kvferry.tools.top.exposition import parse_page
+from kvferry.tools.top.window import window
 from support.tiny_connectors import Hybrid, Tally
 
 OURS = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.engines.vllm.connector"}

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.base import ArrivalTimes, batches
-from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.tools.replay.trace.base import ArrivalTimes, batches
+from kvferry.tools.replay.trace.trace_file import TraceFile
 
 
 @pytest.fixture

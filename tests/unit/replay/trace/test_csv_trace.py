@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.csv_trace import CsvTrace
-from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.tools.replay.trace.csv_trace import CsvTrace
+from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 HEADER = "arrival,prompt_tokens,output_tokens,session\n"

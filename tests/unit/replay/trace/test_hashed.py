@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.hashed import HashedTrace
-from kvferry.replay.trace.request import chained
-from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.tools.replay.trace.hashed import HashedTrace
+from kvferry.tools.replay.trace.request import chained
+from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 MOONCAKE = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.open import open_trace
+from kvferry.tools.replay.trace.open import open_trace
 from support.examples import examples
 
 MOONCAKE = b'{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.recorded import RecordedTrace
-from kvferry.replay.trace.request import RecordedHits
-from kvferry.replay.trace.trace_file import TraceFile
+from kvferry.tools.replay.trace.recorded import RecordedTrace
+from kvferry.tools.replay.trace.request import RecordedHits
+from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "m", "groups": ["full"]}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.replay.trace.workload import Workload
+from kvferry.tools.replay.trace.workload import Workload
 
 CHAT = Workload(
     users=20,

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvferry.cli.main import main
+from kvferry.tools.cli.main import main
 from kvferry.errors import ConfigError
 from kvferry.tiers import survey
 from kvferry.tiers.files.admin import DirectoryAdmin
@@ -26,7 +26,7 @@ from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, o
 
 pytestmark = pytest.mark.slow
 
-KVFERRY = [sys.executable, "-c", "from kvferry.cli.main import main; main()", "cache"]
+KVFERRY = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "cache"]
 
 
 def kvferry(*args, code=0, answer=""):

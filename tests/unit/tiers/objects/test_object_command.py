@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvferry.cli.main import main
+from kvferry.tools.cli.main import main
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.outcome import GetOutcome, PutOutcome

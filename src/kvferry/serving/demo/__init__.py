@@ -1,9 +1,0 @@
-"""The demo: ask a prefill and a decode engine, and compare their answers with a single engine's."""
-
-from __future__ import annotations
-
-from kvferry.serving.demo.pair import DemoModel, chat_model, family_model, measure
-from kvferry.serving.demo.screen import Screen
-from kvferry.serving.demo.verdict import AnswerVerdict
-
-__all__ = ["AnswerVerdict", "DemoModel", "Screen", "chat_model", "family_model", "measure"]

@@ -1,0 +1,140 @@
+"""Movers, the methods of moving bytes that benchmarks compare: kvferry, raw NIXL, memcpy.
+
+Preparation that does not depend on block ids is not part of the measured time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvferry.tools.measuring.raw_reads import PreparedLists, RawReads
+from kvferry.tools.measuring.reader import STEP_SECONDS, Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.read_order import ReadResult
+from kvferry.transport.read_plan import ReadPlan
+
+
+class Mover(Protocol):
+    """A method of moving bytes whose time a benchmark measures, such as kvferry, raw NIXL or memcpy.
+
+    Attributes:
+        name: name of the method in reports.
+        bytes: number of bytes that each move delivers. Bytes that it reads in excess are not counted.
+    """
+
+    name: str
+    bytes: int
+
+    def move(self) -> float:
+        """Move all bytes once, and return the time in seconds."""
+
+
+@dataclass(slots=True)
+class CallMover:
+    """A mover that calls a function."""
+
+    name: str
+    bytes: int
+    move: Callable[[], float]
+
+
+def pool_mover(
+    name: str, size: int, pool: ThreadPoolExecutor, call: Callable[[Any], object], items: Sequence[Any]
+) -> CallMover:
+    """Return a mover that calls a function once per item. The threads of a pool share the items.
+
+    Args:
+        size: number of bytes that all calls together move.
+    """
+
+    def move() -> float:
+        started = time.perf_counter()
+        for _ in pool.map(call, items):
+            pass
+        return time.perf_counter() - started
+
+    return CallMover(name, size, move)
+
+
+class KVFerryMover:
+    """A mover that loads a request's KV with kvferry.
+
+    The measured time starts when the block ids are known. It ends when the request may use the blocks.
+
+    Args:
+        peer: index of the source engine in the producer process.
+        strategy: transfer strategy to use; None for the cheapest.
+        poll_seconds: time between two engine steps.
+
+    Attributes:
+        strategies: transfer strategy of each KV cache group in the last move; empty before the first.
+        stages: seconds of planning, of reading, of the lease check and of the rest, one tuple per move. The
+            rest is the hand-over between threads, the wait for the next engine step, and the lease's release.
+        plan: read plan of the last move; None before the first move.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: Reader,
+        source: SimulatedEngine,
+        *,
+        peer: int = 0,
+        strategy: Strategy | None = None,
+        poll_seconds: float = STEP_SECONDS,
+    ) -> None:
+        self.name, self.bytes = name, reader.bytes
+        self.strategies: tuple[str, ...] = ()
+        self.plan: ReadPlan | None = None
+        self.stages: list[tuple[float, float, float, float]] = []
+        self._reader, self._source, self._peer = reader, source, peer
+        self._strategy, self._poll_seconds = strategy, poll_seconds
+
+    def move(self) -> float:
+        """Load the request's KV, check the bytes, and return the seconds until the request may use them.
+
+        Raises:
+            TransferError: the load failed, or wrong bytes arrived.
+        """
+        reader = self._reader
+        # Else bytes of the move before would pass the check.
+        reader.clear()
+        result, seconds = reader.load(self._source, self._peer, self._strategy, self._poll_seconds)
+        self.stages.append(_stages(result, seconds))
+        self.plan = result.plan
+        self.strategies = result.plan.strategy_by_group if result.plan else ()
+        # The user waits neither for the check of the bytes, nor for the end of the lease.
+        reader.check()
+        reader.producer.wait_ended()
+        return seconds
+
+
+def _stages(result: ReadResult, seconds: float) -> tuple[float, float, float, float]:
+    planning = result.plan.seconds if result.plan else 0.0
+    known = planning, result.transfer_seconds, result.check_seconds
+    return (*known, seconds - sum(known))
+
+
+def raw_nixl(name: str, reads: RawReads, lists: PreparedLists) -> CallMover:
+    """Return a mover that creates a READ from prepared descriptor lists, posts it, and polls for its end."""
+    return CallMover(name, lists.bytes, partial(reads.read, lists))
+
+
+def memcpy(reader: Reader) -> CallMover:
+    """Return a mover that copies as many bytes as a request's KV has, in host memory with one thread."""
+    dst, src = (memory[: reader.bytes].numpy() for memory in reader.buffers)
+
+    def move() -> float:
+        started = time.perf_counter()
+        np.copyto(dst, src)
+        return time.perf_counter() - started
+
+    return CallMover("(c) memcpy", reader.bytes, move)

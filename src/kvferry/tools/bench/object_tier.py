@@ -1,0 +1,123 @@
+"""Cases of the object tier: store and load chunks in a bucket, compared with obstore's own put and get.
+
+All objects have random names below the URL and are removed at the end. Credentials come from the environment
+(``AWS_ENDPOINT``, ``AWS_ACCESS_KEY_ID``, ...).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import obstore
+from obstore.store import from_url
+
+from kvferry.tools.bench.movers import pool_mover
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.raw_files import random_pages
+from kvferry.tools.bench.storage_chunks import (
+    RandomChunks,
+    bench_namespace,
+    chunks_per_move,
+    load_mover,
+    open_queue,
+    store_all,
+    store_mover,
+)
+from kvferry.tools.bench.tier_cases import TierCase
+from kvferry.errors import TransferError
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.tiers.format.chunk import Chunk
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.objects.settings import ObjectSettings
+from kvferry.tiers.objects.tier import ObjectTier
+
+TARGET_RATIO = 0.8
+_PATIENCE_SECONDS = 60.0
+_PIECE_BYTES = 512 << 10
+
+
+def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
+    """Return two cases per depth, the first for storing and the second for loading.
+
+    Args:
+        stack: exit stack. When it is closed, it ends the threads and removes the objects.
+        group: format in which chunks are stored.
+        url: URL of a path in a bucket, such as ``s3://bucket/path``.
+        depths: numbers of chunks in flight.
+
+    Raises:
+        ConfigError: memory cannot be allocated, or the URL cannot be used.
+        TransferError: a chunk could not be stored.
+    """
+    count = chunks_per_move(max(depths))
+    chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
+    # Other objects have the size of chunks, with the header.
+    size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
+    kept = stack.enter_context(_empty_tier(url, chunks))
+    queue = stack.enter_context(open_queue(kept, ObjectSettings.kind))
+    # For the loads, and not measured.
+    store_all(queue, chunks, count, depth=8)
+    # A random name: two benchmarks may run in one bucket.
+    prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
+    client, content = from_url(url), random_pages(size)
+
+    def put(name: str) -> None:
+        # One request, as the object tier's.
+        obstore.put(client, name, content, use_multipart=False)
+
+    def get(name: str) -> None:
+        # The request returns with the headers, and this waits for the body.
+        obstore.get(client, name).bytes()
+
+    def stream(name: str) -> None:
+        # As the object tier reads, which digests pieces while others arrive.
+        for _ in obstore.get(client, name).stream(_PIECE_BYTES):
+            pass
+
+    names = [f"{prefix}/{number}" for number in range(count)]
+    for name in names:
+        put(name)
+    found = []
+    for depth in depths:
+        pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
+        some = names[: chunks_per_move(depth)]
+        stores = store_mover(ObjectSettings.kind, lambda: _empty_tier(url, chunks), chunks, depth)
+        loads = load_mover(queue, chunks, into, depth)
+        total = len(some) * size
+        puts, gets = (pool_mover("obstore", total, pool, request, some) for request in (put, get))
+        streams = pool_mover("obstore in pieces of 512 KiB", total, pool, stream, some)
+        found += [
+            TierCase(ObjectSettings.kind, "store", depth, TARGET_RATIO, stores, (puts,)),
+            TierCase(ObjectSettings.kind, "load", depth, TARGET_RATIO, loads, (gets,), (streams,)),
+        ]
+    return found
+
+
+@contextmanager
+def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
+    """Yield an empty object tier with a new namespace, whose objects are removed at the end."""
+    # A store must find none of the chunks there, so each round has a namespace of its own.
+    own = bench_namespace(chunks.group, secrets.token_hex(8))
+    with _removing(url, own.digest.hex()):
+        yield ObjectTier(url, own, timeout_seconds=_PATIENCE_SECONDS)
+
+
+@contextmanager
+def _removing(url: str, prefix: str) -> Iterator[str]:
+    """Yield `prefix`. At the end, remove all objects whose path begins with it.
+
+    Raises:
+        TransferError: the objects could not be removed.
+    """
+    bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
+    try:
+        yield prefix
+    finally:
+        try:
+            bucket.remove([one.path for page in bucket.list(prefix) for one in page])
+        except Unavailable as error:
+            raise TransferError(f"object tier: {url}/{prefix} could not be removed: {error}") from error

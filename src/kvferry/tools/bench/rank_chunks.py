@@ -1,0 +1,105 @@
+"""A pair of ranks that store and load the chunks of a prompt, for a model whose layers are all alike.
+
+One rank holds the prompt in scattered blocks of an engine's layout, and the other loads it.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from kvferry.connector.worker.chunk_routes import ChunkRoutes
+from kvferry.errors import ConfigError
+from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of, chunk_pool
+from kvferry.geometry.layout import lay_out
+from kvferry.geometry.models import ModelReading
+from kvferry.tools.measuring import content
+from kvferry.tools.measuring.simulated import simulate_engine
+from kvferry.tools.plan.side import EngineSide
+from kvferry.planning.chunk_cells import TableSlice
+from kvferry.planning.template import build_templates
+from kvferry.tiers.host.arena import Arena
+
+# The default of the setting ``chunk_tokens``.
+CHUNK_TOKENS = 256
+
+
+def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
+    """Return the format in which chunks of a model's KV are stored.
+
+    Raises:
+        ConfigError: the model has layers of several kinds, whose chunks have different formats.
+    """
+    engine = simulate_engine("chunk", reading, EngineSide(), tokens)
+    groups = canonical_form_of(lay_out(engine.model, engine.shape), tokens).groups
+    if len(groups) > 1:
+        raise ConfigError(
+            f"{reading.cache.name} has layers of several kinds; this command measures models whose layers "
+            "are alike"
+        )
+    return groups[0]
+
+
+class RankPair:
+    """A rank that holds the KV of a prompt, an empty rank, and host memory for the KV's chunks.
+
+    Attributes:
+        source, destination: memory of the rank that holds the prompt's KV, and of the one that loads it.
+        arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
+        span: range of tokens to load: the whole prompt.
+        store_tables, load_tables: block table of the prompt for each KV cache group, in the forms that
+            `StoreOrder` and `ChunkRoutes.load` take. The block ids are the same on both ranks.
+    """
+
+    def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
+        """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache.
+
+        Raises:
+            ConfigError: this machine has too little memory for the caches and the arena.
+        """
+        engine = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
+        self.layout, self.chunks = side.layout, chunks
+        self.source, self.destination = engine.allocated(0), engine.allocated(0)
+        content.fill_blocks(self.source, engine)
+        self._canonical = canonical_form_of([self.source.geometry], CHUNK_TOKENS)
+        self.chunk_bytes = self._canonical.groups[0].chunk_bytes
+        self.arena = Arena.create(chunks * self.chunk_bytes)
+        if self.arena.collapsing is not None:
+            # The kernel gathers the arena into huge pages meanwhile, which would disturb the first rounds.
+            self.arena.collapsing.wait()
+        self.span = engine.span
+        self.load_tables = engine.tables
+        self.store_tables = tuple(TableSlice(0, tuple(table.tolist())) for table in engine.tables)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.arena.close()
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks * CHUNK_TOKENS
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of the runs that are contiguous both in a block and in a chunk."""
+        pool = chunk_pool(self._canonical, 0, 0, self.chunks)
+        (template,) = build_templates([self.source.geometry], pool)
+        return int(template.routes[0].copies[0].run)
+
+    def routes(self, *, stores: bool) -> ChunkRoutes:
+        """Return an object for one thread that copies from the source rank, or to the destination rank."""
+        rank = (self.source if stores else self.destination).geometry
+        return ChunkRoutes(self._canonical, [rank], (0, 0), self.arena.memory)
+
+    def clear(self) -> None:
+        self.arena.memory[:] = 0
+        self.destination.buffer.zero_()
+
+    def check(self) -> None:
+        """Check that the destination rank's memory equals the source rank's memory.
+
+        Raises:
+            TransferError: a byte differs.
+        """
+        content.check_memory(self.destination, self.source)

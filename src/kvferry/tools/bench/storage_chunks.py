@@ -1,0 +1,181 @@
+"""Movers that store and load chunks between host memory and a storage tier with the connector's `TierQueue`.
+
+The depth is the number of chunks in flight. Each thread of the queue works on one of them at a time. The
+movers poll the queue for results in the same way as an engine's step, but more often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import blake2b
+from typing import Self
+
+import numpy as np
+
+from kvferry.tools.bench.movers import CallMover
+from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
+from kvferry.errors import TransferError
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.host.arena import Arena
+from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import StorageTier
+
+# An engine polls once per step. More often, so that the polling adds little to a chunk's time.
+_POLL_SECONDS = 200e-6
+_PATIENCE_SECONDS = 60.0
+_LEAST_CHUNKS = 8
+
+
+def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
+    """Return a namespace of chunk keys that no engine uses. Different names give different ones."""
+    return Namespace.of(
+        weights=f"none: kvferry bench {name}",
+        model={},
+        dtype="none",
+        kv_dtype="none",
+        scales={},
+        form=[str(group)],
+        name="kvferry bench",
+    )
+
+
+class RandomChunks:
+    """Chunks of random bytes in host memory. ``chunks[n]`` is the memory of chunk n.
+
+    Attributes:
+        group: format of a chunk as a file.
+        keys: key of each chunk, 32 bytes each.
+        arena: host memory of all chunks; chunk n is at byte ``n * chunk_bytes``.
+    """
+
+    def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
+        self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
+        self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
+        self.arena = Arena.create(count * self.chunk_bytes)
+        # Use random bytes, because storage may compress or skip zeros.
+        content = np.random.default_rng(5)
+        for number in range(count):
+            self[number][:] = content.bytes(self.chunk_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.arena.close()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def clear(self, count: int) -> None:
+        self.arena.memory[: count * self.chunk_bytes] = 0
+
+    def __getitem__(self, number: int) -> memoryview:
+        return self.arena.bytes_at(number * self.chunk_bytes, self.chunk_bytes)
+
+
+def chunks_per_move(depth: int) -> int:
+    """Return the number of chunks that a benchmark stores or loads in each round, by its depth."""
+    return max(depth, _LEAST_CHUNKS)
+
+
+@contextmanager
+def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
+    """Yield a queue with a connector's number of threads for a tier, and close it at the end."""
+    queue = TierQueue(tier, name)
+    try:
+        yield queue
+    finally:
+        queue.close(_PATIENCE_SECONDS)
+
+
+def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
+    """Store the first `count` chunks, `depth` at a time, and return the seconds until the last one is stored.
+
+    Raises:
+        TransferError: a chunk was not stored.
+    """
+    return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
+
+
+def load_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
+    """Load the first `count` chunks, `depth` at a time, and return the seconds. Overwrites `chunks`.
+
+    Raises:
+        TransferError: a chunk could not be loaded.
+    """
+    return _run_all(queue, count, depth, lambda n: queue.read(chunks.keys[n], chunks.group, chunks[n]))
+
+
+def store_mover(
+    name: str, empty_tier: Callable[[], AbstractContextManager[StorageTier]], chunks: RandomChunks, depth: int
+) -> CallMover:
+    """Return a mover that stores chunks with kvferry.
+
+    Args:
+        name: name of the tier.
+        empty_tier: function that returns a context manager, which opens an empty tier and removes it.
+        depth: maximum number of chunks in flight at a time.
+    """
+    count = chunks_per_move(depth)
+
+    def move() -> float:
+        with empty_tier() as tier, open_queue(tier, name) as queue:
+            return store_all(queue, chunks, count, depth)
+
+    return CallMover("kvferry", count * chunks.chunk_bytes, move)
+
+
+def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth: int) -> CallMover:
+    """Return a mover that loads chunks with kvferry and checks their bytes, which the time leaves out.
+
+    It raises TransferError if a load failed, or wrong bytes arrived.
+
+    Args:
+        queue: queue for a tier that has the chunks.
+        chunks: chunks with the expected bytes.
+        into: chunks that each move overwrites with the loaded bytes.
+        depth: maximum number of chunks in flight at a time.
+    """
+    count = chunks_per_move(depth)
+
+    def move() -> float:
+        into.clear(count)
+        seconds = load_all(queue, into, count, depth)
+        if any(into[number] != chunks[number] for number in range(count)):
+            raise TransferError(
+                f"{queue.name} tier: a chunk came with other bytes than were stored: please report this"
+            )
+        return seconds
+
+    return CallMover("kvferry", count * chunks.chunk_bytes, move)
+
+
+def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:
+    begun = ended = 0
+    started = time.perf_counter()
+    while ended < count:
+        # Like loads of an engine, which begin as others end.
+        while begun < count and begun - ended < depth:
+            begin(begun)
+            begun += 1
+        for done in queue.done():
+            _check(queue.name, done)
+            ended += 1
+        # A storage that hangs would make the benchmark wait for good.
+        if queue.reads.stuck or queue.writes.stuck:
+            raise TransferError(f"{queue.name} tier: nothing has ended for seconds")
+        if ended < count:
+            time.sleep(_POLL_SECONDS)
+    return time.perf_counter() - started
+
+
+def _check(name: str, done: Done) -> None:
+    # A store that found the chunk there has not written it, and its time means nothing.
+    expected = GetOutcome.HIT if isinstance(done, ReadEnded) else PutOutcome.STORED
+    if done.what is not expected:
+        raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

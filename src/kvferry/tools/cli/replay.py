@@ -1,0 +1,298 @@
+"""`kvferry replay`: whether tiers are worth it, and how large, by simulating engines on a request trace."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.tools.cli.options import (
+    argument,
+    check_folder,
+    command,
+    count,
+    flag,
+    option,
+    write_file,
+    writing,
+)
+from kvferry.tools.cli.output import INTERRUPTED
+from kvferry.tools.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
+from kvferry.tools.cli.traces import curve_after, open_for_curve, print_notes, progress
+from kvferry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvferry.tools.replay.engine import Hit
+    from kvferry.tools.replay.model import ServedModel
+    from kvferry.tools.replay.recorded_engine import RecordedEngine
+    from kvferry.tools.replay.report import Outcome
+    from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+    from kvferry.tools.replay.trace.base import Trace
+    from kvferry.tools.replay.trace.request import TraceRequest
+
+_STEP_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """The options of `kvferry replay`."""
+
+    trace: str = argument(
+        "TRACE",
+        "Trace: JSON lines, CSV, or one that an engine recorded; - for standard input. Or a workload of "
+        "conversations, such as users=500,turns=6.",
+    )
+    model: str = option(
+        MISSING, "MODEL", "A config.json, its folder, a name of `kvferry plan --list`, or an id."
+    )
+    tier: list[str] | None = option(
+        None,
+        "KIND=SIZE",
+        "A tier: host=64GiB, file=2TiB, file=2TiB:shared, object=unlimited. Repeatable, fastest first. "
+        "With --target-hit, host memory in front of the disk; by default 1/16 of the disk.",
+    )
+    engine_blocks: int | None = count(
+        None, "Blocks in an engine's pool, 0 for no prefix cache; by default the recorded engine's."
+    )
+    kv_cache_memory: str | None = option(
+        None, "SIZE", "Memory of a rank for KV cache; by default as in the recorded engine, else 40GiB."
+    )
+    policy: str = option("lru", "NAME", "Eviction policy of host memory: lru, arc or s3fifo.")
+    prefill_tokens_per_second: float = option(
+        0.0, "COUNT", "Tokens that an engine computes per second; 0 to leave time out."
+    )
+    bandwidth: list[str] | None = option(
+        None, "KIND=GB/S", "Speed of loads from a kind of tier in GB/s, as in file=6. Repeatable."
+    )
+    engines: int = count(1, "Number of engines.")
+    route: str = option("prefix", "NAME", "Choice of the engine for a request: prefix, random or session.")
+    tp: int = option(1, "RANKS", "Tensor-parallel ranks of an engine.")
+    block_size: int | None = count(None, "Tokens per block; by default vLLM's choice.")
+    dtype: str = option("auto", "NAME", DTYPE_HELP)
+    step_tokens: int | None = count(
+        None, "The engine's --max-num-batched-tokens; by default the recorded one's, else 8192."
+    )
+    retention: str = option(
+        "0", "COUNT", "The engine's --prefix-cache-retention-interval, a number of tokens or None."
+    )
+    chunk_tokens: int | None = count(None, "Tokens per chunk; by default the connector's choice.")
+    snapshot_tokens: int | None = count(None, "Tokens between snapshots; by default as many as in a chunk.")
+    first_snapshot_tokens: int | None = count(None, FIRST_SNAPSHOT_HELP)
+    unit_tokens: int | None = count(None, UNIT_HELP)
+    skip: int = count(0, "Requests at the start that are replayed but not counted.")
+    seed: int = option(0, "NUMBER", "Seed of random choices.")
+    curve: bool = flag("--curve", "Also compute the hit rate by capacity of host memory.")
+    target_hit: float | None = option(
+        None,
+        "SHARE",
+        "Instead find the memory or disk of one engine that saves this share of the prompt tokens.",
+    )
+    disk_writes_per_day: float | None = option(
+        None,
+        "COUNT",
+        "With --target-hit: full writes per day that the disk endures for five years; by default 1.",
+    )
+    requests: Path | None = option(None, "FILE", "File to write, with what was found for each request.")
+    as_json: bool = flag("--json", "Print JSON, in bytes, seconds and tokens.")
+    html: Path | None = option(None, "FILE", "HTML file to write, with the curve as a picture.")
+
+
+@command
+def replay(options: ReplayOptions) -> None:
+    """Predict what tiers save on a request trace, and their size.
+
+    Simulates engines and their tiers with the code that looks chunks up, chooses what to store and evicts in
+    a real engine. Nothing is run, and no weights are read. The numbers of a workload and their defaults:
+    users=1000, requests-per-second=10, shared-prompt-tokens=1000, turns=5, prompt-tokens=500,
+    output-tokens=300 (means), hours=0.5, seed=0.
+    """
+    sizing = options.target_hit is not None
+    if not sizing and options.disk_writes_per_day is not None:
+        raise ConfigError(
+            "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
+        )
+    from kvferry.tools.replay.pool import block_pool
+    from kvferry.tools.replay.recorded_engine import recorded_engine
+    from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+    from kvferry.tools.replay.trace.open import open_trace
+
+    check_folder(options.html)
+    trace = (
+        open_for_curve(options.trace, options.unit_tokens, "--target-hit" if sizing else "--curve")
+        if options.curve or sizing
+        else open_trace(options.trace, options.unit_tokens)
+    )
+    recorded = recorded_engine(trace.name, trace.header)
+    served = _served_model(options, recorded)
+    tiers = with_bandwidth([parse_tier(one) for one in options.tier or ["host=unlimited"]], options.bandwidth)
+    settings = ReplaySettings(
+        tiers=tuple(tiers),
+        engines=options.engines,
+        pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
+        policy=options.policy,
+        route=options.route,  # type: ignore[arg-type]  # checked by the class
+        prefill_tokens_per_second=options.prefill_tokens_per_second,
+        seed=options.seed,
+        skip=options.skip,
+    )
+    if sizing:
+        _size(trace, served, settings, options)
+        return
+    outcome = _replay(trace, served, settings, options)
+    print_notes(trace)
+    if options.html is not None:
+        from kvferry.tools.replay.page import page
+
+        write_file(options.html, page(outcome))
+    if options.as_json:
+        from kvferry.tools.replay.report import as_json
+
+        print(json.dumps(as_json(outcome)))
+    else:
+        from kvferry.tools.replay.show import show
+        from kvferry.report import Report
+
+        show(outcome, Report.to_stdout())
+    if not outcome.complete:
+        raise SystemExit(INTERRUPTED)
+
+
+def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> None:
+    """Print the smallest tiers that reach the hit rate of ``--target-hit``.
+
+    Raises:
+        ConfigError: an option is given that this search does not use.
+    """
+    from kvferry.tools.replay.show_size import show_size, size_as_json
+    from kvferry.tools.replay.sizing import SizeQuestion, size
+    from kvferry.report import Report
+
+    if options.bandwidth or options.requests or settings.engines > 1 or len(settings.tiers) > 1:
+        raise ConfigError(
+            "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
+            "--engines and any --tier but host=SIZE"
+        )
+    assert options.target_hit is not None  # noqa: S101 - the caller has checked it
+    host = settings.tiers[0].capacity_bytes if options.tier else None
+    writes = 1.0 if options.disk_writes_per_day is None else options.disk_writes_per_day
+    question = SizeQuestion(options.target_hit, host, writes)
+    found = size(partial(progress, trace), model, settings, question, trace.unit_tokens)
+    print_notes(trace)
+    if options.html is not None:
+        from kvferry.tools.replay.page import size_page
+
+        write_file(options.html, size_page(found, trace.name))
+    if options.as_json:
+        print(json.dumps(size_as_json(found)))
+    else:
+        show_size(found, Report.to_stdout())
+
+
+def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedModel:
+    """Return the model and the engine settings of a replay.
+
+    Options that are not given get the settings of the engine that recorded the trace.
+
+    Raises:
+        KVFerryError: the model is not known, or an engine cannot have these settings.
+    """
+    from kvferry.geometry.models import read_model
+    from kvferry.tools.plan.find import find_config
+    from kvferry.tools.plan.kept import KeptSettings
+    from kvferry.tools.plan.side import EngineSide, resolve_layout
+    from kvferry.tools.plan.snapshots import parse_retention
+    from kvferry.tools.replay.model import served_model
+    from kvferry.tools.replay.recorded_engine import with_blocks
+
+    name, config = find_config(options.model)
+    reading = read_model(config, options.dtype, name=name, draft=False)
+    block_tokens = options.block_size or recorded.common_block
+    side = EngineSide(options.tp, 1, resolve_layout("auto", reading), block_tokens)
+    first = options.first_snapshot_tokens
+    kept = KeptSettings(
+        options.step_tokens or recorded.step_tokens or _STEP_TOKENS,
+        parse_retention(options.retention),
+        options.chunk_tokens or recorded.chunk_tokens,
+        # The recorded distance of snapshots is a multiple of the recorded chunk, not of another one.
+        options.snapshot_tokens or (None if options.chunk_tokens else recorded.snapshot_tokens),
+        first_snapshot_tokens=recorded.first_snapshot_tokens if first is None else first,
+    )
+    served = served_model(reading, side, kept)
+    known = None if options.block_size else recorded.common_block
+    return with_blocks(served, known) if known else served
+
+
+def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[TierSetting]:
+    """Return tiers with the speeds of ``--bandwidth``, such as ``file=6`` in GB/s.
+
+    Raises:
+        ConfigError: a value names no tier, or no speed above 0.
+    """
+    for text in texts or []:
+        kind, _, number = text.partition("=")
+        try:
+            speed = float(number) * 1e9
+        except ValueError:
+            speed = 0.0
+        if kind not in [tier.kind for tier in tiers] or not 0 < speed < float("inf"):
+            raise ConfigError(
+                f"--bandwidth {text!r}; write the kind of a --tier and GB/s above 0, as in file=6"
+            )
+        tiers = [replace(tier, bytes_per_second=speed) if tier.kind == kind else tier for tier in tiers]
+    return tiers
+
+
+def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
+    """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
+    from kvferry.tools.replay.curve import CurvePoint
+    from kvferry.tools.replay.report import Outcome
+    from kvferry.tools.replay.simulation import Simulation
+
+    with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
+        simulation = Simulation(model, settings, trace.unit_tokens, log)
+        complete, points = False, tuple[CurvePoint, ...]()
+        try:
+            simulation.run(progress(trace, "replay"))
+            points = tuple(curve_after(trace, simulation)) if options.curve else ()
+            complete = True
+        except KeyboardInterrupt:  # a long replay says much before its end
+            pass
+    return Outcome(simulation, trace.name, complete, points, trace.tells_prefixes)
+
+
+@contextmanager
+def _request_log(
+    path: Path | None, *, tells_prefixes: bool
+) -> Iterator[Callable[[TraceRequest, Hit], None] | None]:
+    """Yield a function that writes a line of JSON for each request; None without a path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    with writing(path):
+        file = path.open("w", encoding="utf-8")
+
+    def write(request: TraceRequest, hit: Hit) -> None:
+        # A trace of lengths alone has no keys to look up, so its hits are unknown, not 0.
+        line = {
+            "arrival": request.arrival,
+            "prompt_tokens": request.prompt_tokens,
+            "local_tokens": hit.local_tokens if tells_prefixes else None,
+            "tier_tokens": hit.tier_tokens if tells_prefixes else None,
+        }
+        with writing(path):
+            file.write(json.dumps(line) + "\n")
+
+    try:
+        yield write
+    finally:
+        with writing(path):
+            file.close()

@@ -1,0 +1,139 @@
+"""Read traces for `kvferry replay` and `kvferry plan`, with a progress bar, and compute hit-rate curves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvferry.errors import ConfigError
+from kvferry.units import counted
+
+if TYPE_CHECKING:
+    from kvferry.tools.replay.curve import CurvePoint
+    from kvferry.tools.replay.model import ServedModel
+    from kvferry.tools.replay.pool import BlockPool
+    from kvferry.tools.replay.simulation import Simulation
+    from kvferry.tools.replay.trace.base import Trace
+    from kvferry.tools.replay.trace.request import TraceRequest
+
+# Requests between two updates of the bar.
+_EVERY = 256
+
+
+def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
+    """Open a trace from which a hit-rate curve is computed, in several passes.
+
+    Args:
+        path: path of the trace, or ``-`` for standard input.
+        unit_tokens: number of tokens per unit, where the trace does not say it.
+        asked_by: option that needs the curve, for the error message.
+
+    Raises:
+        ConfigError: the file is no trace, it can be read only once, or it has only lengths.
+    """
+    from kvferry.tools.replay.trace.base import ONLY_LENGTHS
+    from kvferry.tools.replay.trace.open import open_trace
+
+    opened = open_trace(path, unit_tokens)
+    # A pipe has no length.
+    if opened.length is None:
+        raise ConfigError(f"{asked_by} needs several passes, but {path} can be read only once; name a file")
+    if not opened.tells_prefixes:
+        instead = "or describe a workload, such as users=500,turns=6"
+        raise ConfigError(f"{asked_by}: {opened.name} {ONLY_LENGTHS}, {instead}")
+    return opened
+
+
+def print_notes(trace: Trace) -> None:
+    """Print on standard error what reading a trace changed or assumed."""
+    for note in trace.notes():
+        print(f"kvferry: {trace.name}: {note}", file=sys.stderr)
+
+
+def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace, and show how far it is read if standard error is a terminal.
+
+    Args:
+        trace: trace to read.
+        what: name of the task, for the bar.
+    """
+    if not sys.stderr.isatty():
+        yield from trace
+        return
+    # Here, because rich takes long to import, and `replay` may run without a terminal.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[requests]:,} requests")
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=trace.length, requests=0)
+        for number, request in enumerate(trace):
+            if number % _EVERY == 0:
+                bar.update(task, completed=trace.position(), requests=number)
+            yield request
+
+
+def curve_after(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
+    """Return the hit rate by capacity of host memory, from further passes over a trace.
+
+    Args:
+        trace: trace that can be read several times.
+        simulation: replay of the same trace, which bounds the capacities.
+    """
+    from kvferry.tools.replay.capacities import hit_rate_curve
+
+    # Each pass gets a bar of its own when it begins. Their number is not known before.
+    passes = (progress(trace, f"curve, pass {number}") for number in count(1))
+    return hit_rate_curve(passes, simulation)
+
+
+def curve_of_model(
+    trace: Trace, model: ServedModel, kv_cache_memory: str | None
+) -> tuple[list[CurvePoint], str]:
+    """Replay a trace on one engine with unlimited host memory, then compute the hit rate by capacity.
+
+    Args:
+        trace: trace that can be read several times.
+        model: model and settings of the engine.
+        kv_cache_memory: memory of each rank for KV cache, such as ``40GiB``; None for a default.
+
+    Returns:
+        (points, about). `about` says in sentences what the curve was computed from.
+    """
+    from kvferry.tools.replay.pool import block_pool
+    from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+    from kvferry.tools.replay.simulation import Simulation
+
+    pool = block_pool(model, None, None, kv_cache_memory)
+    settings = ReplaySettings(tiers=(parse_tier("host=unlimited"),), pool=pool)
+    simulation = Simulation(model, settings, trace.unit_tokens)
+    results = simulation.run(progress(trace, "unlimited memory"))
+    about = (
+        f"Replayed: {counted(results.requests, 'request')} of {trace.name}. {described(model, pool)} "
+        f"Without host memory, the hit rate is {results.local_hit_rate:.1%}."
+    )
+    return curve_after(trace, simulation), about
+
+
+def described(model: ServedModel, pool: BlockPool) -> str:
+    """Return sentences about the engine and the settings of a curve.
+
+    Settings of windows and snapshots are left out for models with full attention alone.
+
+    Args:
+        model: model and settings of the engine.
+        pool: block pool of the engine.
+    """
+    steps = model.form.steps
+    found = (
+        f"One engine {pool.text} stores chunks of {counted(model.chunk_tokens, 'token')} in host memory. A "
+        "capacity is that of all its ranks together."
+    )
+    if len(model.attention) < len(model.groups):
+        found += (
+            f" Windows and snapshots are kept at least {counted(model.form.snapshot_tokens, 'token')} apart, "
+            f"with a retention of {steps.retention} and {counted(steps.step_tokens, 'token')} per step."
+        )
+    return found

@@ -1,0 +1,226 @@
+"""Check the limits of the operating system: lockable memory, files, threads, shared memory, huge pages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from kvferry.tools.doctor.finding import Finding, bad, from_error, note, ok
+from kvferry.errors import ConfigError
+from kvferry.memory.available import Read, read
+from kvferry.memory.sealed import sealed_file
+from kvferry.operating_system import resource
+from kvferry.transport.nixl_requirements import LEAST_BYTES
+from kvferry.units import format_bytes
+
+# vLLM raises its own limit to this, if the hard limit allows it.
+_ENOUGH_FILES = 65_535
+_FEW_FILES = 1024
+# An engine with one rank had 115 threads on two cores.
+_ENGINES_THREADS = 256
+_LITTLE_SHM = 1 << 30
+# The first Linux that can move shared memory in use, such as that of the host tier, to huge pages.
+_COLLAPSES_SINCE = (6, 1)
+
+
+def devices(folder: str = "/sys/class/infiniband") -> list[str]:
+    """Return the names of this machine's RDMA devices (InfiniBand, RoCE, EFA); empty if it has none."""
+    try:
+        return sorted(entry.name for entry in Path(folder).iterdir())
+    except OSError:
+        return []
+
+
+def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
+    """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
+
+    Args:
+        limit: number of lockable bytes, negative for unlimited; None for this process's limit.
+        rdma: names of the RDMA devices; None for this machine's.
+    """
+    subject = "locked memory"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    rdma = devices() if rdma is None else rdma
+    may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"
+    if not rdma:
+        return ok(subject, f"{may}; no RDMA device here needs it")
+    if limit < 0:
+        return ok(subject, f"{may}, as {', '.join(rdma)} requires")
+    return bad(
+        subject,
+        f"{may} (ulimit -l), but {', '.join(rdma)} must lock the whole KV cache",
+        "set ulimit -l unlimited for the user that starts engines (docker: --ulimit memlock=-1)",
+    )
+
+
+def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
+    """Check whether a process can open enough sockets and files for many requests.
+
+    Args:
+        soft: soft limit of open files; None for this process's limits.
+        hard: hard limit of open files, negative for unlimited; None for this process's limits.
+    """
+    subject = "open files"
+    if soft is None or hard is None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH_FILES if hard < 0 else hard
+    if most <= _FEW_FILES:
+        return bad(
+            subject,
+            f"{soft:,}, at most {most:,} (ulimit -Hn): a router opens two sockets per request",
+            f"raise both limits to {_ENOUGH_FILES:,}",
+        )
+    if soft < 4 * _FEW_FILES:
+        return note(
+            subject,
+            f"{soft:,} (ulimit -n): kvferry router opens two sockets per request, and does not raise the "
+            "limit",
+            f"run ulimit -n {min(most, _ENOUGH_FILES)} before kvferry router if it serves hundreds of "
+            "requests at once",
+        )
+    return ok(subject, f"up to {soft:,} at a time")
+
+
+def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
+    """Check whether this user may start enough threads for engines.
+
+    Args:
+        limit: maximum number of threads, negative for unlimited; None for this process's limit.
+        used: number of threads that the user has; None to count them.
+        user: user id; None for this process's user.
+    """
+    subject = "threads"
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
+    user = os.geteuid() if user is None else user
+    if limit < 0 or user == 0:  # the kernel does not limit root
+        return ok(subject, "unlimited")
+    used = threads_of(user) if used is None else used
+    has = f"{used:,} in use, of {limit:,} that this user may have (ulimit -u)"
+    if limit - used < _ENGINES_THREADS:
+        return bad(
+            subject,
+            f"{has}: an engine with one rank has over a hundred, and more on a machine with many cores",
+            f"set ulimit -u {used + 4096} for the user that starts engines",
+        )
+    return ok(subject, has)
+
+
+def threads_of(user: int) -> int:
+    """Return the number of threads of a user."""
+    processes = psutil.process_iter(["uids", "num_threads"])
+    theirs = (each.info for each in processes if each.info["uids"] and each.info["uids"].effective == user)
+    return sum(each["num_threads"] or 0 for each in theirs)
+
+
+def shared_memory(
+    path: str = "/dev/shm",  # noqa: S108
+    stat: Callable[[str], os.statvfs_result] | None = None,  # None for `os.statvfs`, which Windows lacks
+) -> Finding:
+    """Check whether the file system for shared memory has room for the queues of vLLM and UCX."""
+    subject = path
+    try:
+        found = (stat or os.statvfs)(path)
+    except OSError as error:
+        return bad(
+            subject,
+            f"cannot be used: {os.strerror(error.errno or 0)}",
+            f"mount a tmpfs there: the processes of an engine communicate through {path}",
+        )
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    room = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if found.f_flag & os.ST_RDONLY:
+        return bad(subject, "is mounted read-only: no engine starts", "mount a tmpfs there for writing")
+    if free < LEAST_BYTES:
+        return bad(
+            subject,
+            f"{room}: processes keep semaphores and locks there, so no engine starts",
+            "remove unused files there, or enlarge it (docker: --shm-size=1g)",
+        )
+    if free < _LITTLE_SHM:
+        return note(
+            subject,
+            f"{room}: vLLM and UCX keep queues there; the host tier does not use it",
+            "enlarge it for engines with several ranks (docker: --shm-size=8g or --ipc=host)",
+        )
+    return ok(subject, f"{room}; the host tier does not use it")
+
+
+def file_size(limit: int | None = None) -> Finding:
+    """Check that the operating system does not limit the size of files that a process writes.
+
+    Args:
+        limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.
+    """
+    # The limit is one of memory, too: the host tier and UCX's queues are files in memory.
+    subject = "size of a file"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
+    if limit < 0:
+        return ok(subject, "unlimited")
+    return bad(
+        subject,
+        f"up to {format_bytes(limit)} (ulimit -f), which also limits the host tier, chunk files and "
+        "UCX's queues",
+        "set ulimit -f unlimited for the user that starts engines",
+    )
+
+
+def memory_files() -> Finding:
+    """Check that memory files (``memfd_create``) can be created and sealed."""
+    subject = "memory files"
+    # Ranks share the host tier through such a file, and engines of a machine their outgoing files. Some
+    # container runtimes do not allow the call.
+    try:
+        os.close(sealed_file("kvferry-doctor", 4096))
+    except ConfigError as error:
+        return from_error(subject, error)
+    return ok(subject, "can be created and sealed, as the host tier requires")
+
+
+def large_pages(read: Read = read, release: str | None = None) -> Finding:
+    """Check that transparent huge pages are on, and that the kernel can move memory in use to them.
+
+    Args:
+        read: returns the content of a file, or None if the file cannot be read.
+        release: version of the kernel; None for the running kernel.
+    """
+    subject = "large pages"
+    enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    version = release or os.uname().release
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    collapses = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _COLLAPSES_SINCE
+    slow = "reads between processes of one machine are several times slower with small pages"
+    if enabled is None:
+        return note(
+            subject, f"this kernel ({version}) has none: {slow}", "use a kernel with them, if speed matters"
+        )
+    if enabled[1] == "never":
+        later = "memory in use is copied to them" if collapses else f"and Linux {version} cannot copy to them"
+        return note(
+            subject,
+            f"off (transparent_hugepage/enabled is never), {later}: {slow}",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if not collapses:
+        return note(
+            subject,
+            f"on ({enabled[1]}), but Linux {version} cannot copy memory in use (the host tier) to them",
+            "use Linux 6.1 or newer",
+        )
+    return ok(subject, f"on ({enabled[1]}), for shared memory as well")
+
+
+def check() -> list[Finding]:
+    """Check the limits of the operating system, and return a finding for each."""
+    return [
+        locked_memory(),
+        open_files(),
+        threads(),
+        file_size(),
+        shared_memory(),
+        memory_files(),
+        large_pages(),
+    ]

@@ -1,0 +1,223 @@
+"""Check whether a configuration's tiers work on this machine: host memory, directories, object stores."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvferry.connector.tier_config import Tiers
+from kvferry.tools.doctor.finding import Finding, bad, from_error, note, ok
+from kvferry.tools.doctor.limits import ProcessResult, run_check, run_python
+from kvferry.tools.doctor.mounts import Mount, list_mounts, mount_of
+from kvferry.tools.doctor.probes import MODULE, parse_output
+from kvferry.errors import ConfigError
+from kvferry.memory.available import available_memory
+from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
+from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.host.settings import HostSettings
+from kvferry.tiers.paths import default_directory
+from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.storage_settings import StorageSettings
+from kvferry.units import format_bytes
+
+_PATH_SECONDS = 10.0
+# Permissions of the group and of all others.
+_OTHERS = 0o077
+_LEAST_CAPACITY = 1 << 20
+_LOCKS = "mount it so that locks work: processes that share it need them"
+_REMEDIES = {
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "check its owner and mode",
+    errno.ENOLCK: _LOCKS,
+    errno.EOPNOTSUPP: _LOCKS,
+    errno.ENOSYS: _LOCKS,
+}
+
+Probe = Callable[[str], ProcessResult]
+
+
+def check(tiers: Tiers) -> Iterator[Finding]:
+    """Check that all tiers work on this machine."""
+    yield host(tiers.host)
+    for number, one in enumerate(tiers.slow):
+        subject = f"tier {number + 1}, {one.kind}"
+        own_check = OWN_CHECKS.get(type(one))
+        seconds = 2 * _PATH_SECONDS if own_check else one.trial_seconds
+        yield from run_check(subject, seconds, partial(own_check or try_storage, subject, one))
+    yield from run_check("tiers", 2 * _PATH_SECONDS, partial(duplicate_directories, tiers))
+
+
+def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
+    """Check that enough memory is available for the host tier.
+
+    Args:
+        settings: settings of the host tier.
+        room: returns (available bytes, text that names the limit), or None if that is unknown.
+    """
+    subject = "host memory"
+    found = room()
+    if found is None:
+        return note(subject, "the available memory cannot be read here", "check /proc/meminfo")
+    available, where = found
+    if settings.capacity is None:
+        return ok(subject, f"an engine takes a tenth of the {format_bytes(available)} {where} when it starts")
+    capacity = parse_size(settings.capacity)
+    if capacity > available:
+        return bad(
+            subject,
+            f"the tier needs {format_bytes(capacity)}, but only {format_bytes(available)} are {where}: the "
+            "engine would not start",
+            "lower the tier's capacity, unless a running engine holds that memory already",
+        )
+    return ok(subject, f"{format_bytes(capacity)} of the {format_bytes(available)} {where}")
+
+
+def _probe(path: str) -> ProcessResult:
+    return run_python(["-m", MODULE, "path", path], _PATH_SECONDS)
+
+
+def file(
+    subject: str,
+    settings: FileSettings,
+    probe: Probe = _probe,
+    mounts: Callable[[], list[Mount]] = list_mounts,
+) -> Iterator[Finding]:
+    """Check the directory of a file tier: access, capacity and file system.
+
+    Args:
+        subject: subject of the findings.
+        settings: settings of the file tier.
+        probe: tests a directory in another process, and returns its result.
+        mounts: returns all mounted file systems.
+    """
+    try:
+        directory = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
+    except ConfigError as error:
+        yield from_error(subject, error)
+        return
+    # The engine creates the default directory, but not one that is configured: its disk may not be mounted.
+    path = directory if settings.path else _existing_parent(directory)
+    # In a process, because a dead network mount hangs whoever touches it, and cannot be interrupted.
+    ended = probe(path)
+    probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
+    mount = mount_of(probed.get("real", path), mounts())
+    on = f" ({mount.kind} of {mount.source}, mounted on {mount.point})" if mount else ""
+    if "refused" in probed:
+        yield from_error(subject, ConfigError(probed["refused"]))
+        return
+    if "direct" not in probed and "failed" not in probed:
+        silent = f"does not answer for {_PATH_SECONDS:g} s"
+        why = silent if ended.code is None else f"cannot be checked: {ended.how}"
+        advice = "check the mount: it hangs, and the engine would hang at its start"
+        yield bad(subject, f"{path}{on} {why}", advice)
+        return
+    if "failed" in probed:
+        yield bad(
+            subject,
+            f"{path}{on}: cannot create, lock and write a file: {probed['failed']}",
+            probed.get("advice") or _REMEDIES.get(probed["number"], "check its owner, mode and mount"),
+        )
+    yield from _check_capacity(subject, settings, probed)
+    if mount is not None:
+        yield _describe_mount(subject, path, mount)
+    if probed.get("direct") is False:
+        yield note(
+            subject,
+            "no direct I/O there: chunks go through the page cache, which costs memory and CPU time",
+            "use another file system, if that matters",
+        )
+    if path == directory and probed["mode"] & _OTHERS:
+        yield note(
+            subject,
+            f"{path} has mode {probed['mode']:o}: other users can access chunks, which reveal prompts",
+            f"chmod 700 {path}, unless you want that",
+        )
+
+
+def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
+    """Report file tiers whose paths lead to the same directory through links or mounts."""
+    try:
+        paths = {
+            number: one.path or default_directory()
+            for number, one in enumerate(tiers.slow, 1)
+            if isinstance(one, FileSettings)
+        }
+    except ConfigError:
+        return  # `file` reports it
+    if len(paths) < 2:
+        return
+    ended = run_python(["-m", MODULE, "twins", *paths.values()], _PATH_SECONDS)
+    for number, probed in zip(paths, parse_output(ended.out), strict=False):
+        if probed["twin"] is not None:
+            yield bad(
+                f"tier {number}, file",
+                f"{probed['path']} and {probed['twin']}, which is a tier already, are one directory: the "
+                "engine would serve without this tier",
+                "name another directory, or leave out one of the two",
+            )
+
+
+def _existing_parent(default: str) -> str:
+    path = Path(default)
+    return str(next(one for one in (path, *path.parents) if one.exists()))
+
+
+def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that the disk has room for the capacity of a file tier.
+
+    Args:
+        subject: subject of the finding.
+        settings: settings of the file tier.
+        probed: values that the check of the directory printed, by name.
+    """
+    ledger = probed.get("ledger")
+    free, used = probed["free"], ledger[1] if ledger else 0
+    if settings.capacity is not None:
+        capacity, why = parse_size(settings.capacity), "as configured"
+    elif ledger:
+        capacity, why = ledger[0], "as the directory was set to before"
+    else:
+        capacity, why = (free + used) // DEFAULT_CAPACITY_DIVISOR, "a tenth of what is free"
+    room = f"{format_bytes(free)} free{f' and {format_bytes(used)} of cache' if used else ''}"
+    what = f"a capacity of {format_bytes(capacity)}, {why}, and {room}"
+    if capacity > free + used:
+        without = "the engine would serve without this tier"
+        yield bad(subject, f"{what}: {without}", "lower the capacity or free space")
+    elif capacity < _LEAST_CAPACITY:
+        yield bad(subject, f"{what}: too little for chunks", "raise the capacity or free space")
+    else:
+        yield ok(subject, f"{settings.path or default_directory()}: {format_bytes(capacity)}, {why}; {room}")
+
+
+def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
+    """Report the kind of file system that holds a file tier's directory, with its drawbacks."""
+    where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
+    if mount.in_memory:
+        lost = "it is memory, and lost when the machine restarts"
+        return note(subject, f"{where}: {lost}", "use a disk, or a larger host tier")
+    if mount.is_layer:
+        return note(subject, f"{where}: it is lost with the container", "use a separate volume")
+    if mount.is_network:
+        return note(
+            subject,
+            f"{where}: machines can share it if all engines run as one user; it hangs if its server does",
+            "keep it if machines share the tier; otherwise a local disk is faster",
+        )
+    return ok(subject, where)
+
+
+def try_storage(subject: str, settings: StorageSettings) -> list[Finding]:
+    """Check that a test value can be written to the storage of a tier and removed again."""
+    try:
+        result = settings.try_out()
+    except ConfigError as error:
+        return [from_error(subject, error)]
+    return [bad(subject, result.found, result.advice) if result.advice else ok(subject, result.found)]
+
+
+OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
+"""Checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""

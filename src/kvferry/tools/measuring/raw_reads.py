@@ -1,0 +1,135 @@
+"""READs by NIXL without kvferry, from the memory of a producer to the memory of a reader."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvferry.errors import TransferError
+from kvferry.tools.measuring.producer_process import WaitLimit
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.simulated import SimulatedEngine
+from kvferry.planning.prepared_lists import DescriptorIndices
+from kvferry.planning.strategy import Strategy
+from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.connected_peer import ConnectedPeer
+from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import StagingArea
+
+# So large that the work per descriptor does not matter.
+LARGE_BYTES = 2 << 20
+_POLL_SECONDS = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLists:
+    """NIXL's handles of prepared descriptor lists, and the descriptors of a READ.
+
+    Attributes:
+        indices: indices of the descriptors to read, in the remote and in the local list.
+        bytes: number of bytes to read.
+    """
+
+    local: Any
+    remote: Any
+    indices: DescriptorIndices
+    bytes: int
+
+
+class RawReads:
+    """A NIXL agent that reads from one engine of the producer process into a reader's KV cache."""
+
+    def __init__(self, reader: Reader, peer: int = 0) -> None:
+        self._reader, self._number = reader, peer
+        # NIXL requires that agents have different names.
+        self._agent = Agent(f"bench-raw/{time.monotonic_ns():x}", progress=False)
+        ours, settings = reader.cache.geometry, TransferSettings(Strategy.DIRECT, staging_bytes=0)
+        area, words = StagingArea(0, ours.regions[0]), np.zeros(1, np.uint64)
+        self._lane = LaneResources(self._agent, ours, area, words, zmq.Context(), settings=settings)
+        self._agent.register([*ours.regions, self._lane.words_region])
+        self._peer = ConnectedPeer(self._lane, reader.cards[peer])
+        self._extra: list[Any] = []
+
+    def same_descriptors(self, source: SimulatedEngine) -> PreparedLists:
+        """Prepare a READ of the same descriptors that kvferry reads to load a request, from one rank."""
+        ours = self._reader.engine
+        lease = self._reader.claim_lease("same descriptors", self._number)
+        plan = self._peer.plan(
+            ReadOrder(
+                key="",
+                peer="",
+                span=source.span,
+                src_tables=source.tables,
+                dst_tables=ours.tables,
+                lease=lease,
+            )
+        )
+        self._reader.acknowledge("same descriptors", self._number)
+        (rank,) = plan.ranks
+        assert rank.direct is not None  # noqa: S101 - the strategy is pinned
+        return PreparedLists(rank.source.local, rank.source.remote, rank.direct, plan.counts.bytes)
+
+    def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
+        """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.
+
+        Args:
+            size: bytes to read. Reduced to the size of the smaller cache, and to whole descriptors.
+            length: bytes of a descriptor. Reduced to `size` if it is larger.
+        """
+        ours = self._reader.cache.geometry.regions[0]
+        theirs = self._reader.cards[self._number][0].geometry.regions[0]
+        room = min(ours.length, theirs.length)
+        length = min(length, size, room)
+        count, places = min(size, room) // length, room // length
+        local, remote = (
+            self._agent.prepare(owner, region, np.array([[region.address, length, length, places]], np.int64))
+            for owner, region in ((None, ours), (self._peer.sources[0].agent, theirs))
+        )
+        self._extra += [local, remote]
+        shuffle = np.random.default_rng(3).permutation
+        indices = DescriptorIndices(*(shuffle(places)[:count].astype(np.int32) for _ in range(2)))
+        return PreparedLists(local, remote, indices, count * length)
+
+    def read(self, lists: PreparedLists) -> float:
+        """Read all descriptors once, and return the seconds from creating the NIXL transfer to its end.
+
+        Raises:
+            TransferError: NIXL failed, or the producer process died.
+        """
+        agent, indices = self._agent, lists.indices
+        limit = WaitLimit(self._reader.producer.check)
+        started = time.perf_counter()
+        handle = agent.read(lists.local, indices.dst, lists.remote, indices.src)
+        state = agent.post(handle)
+        while state is ReadState.IN_FLIGHT:
+            limit.check()
+            # Polling without a pause would slow down NIXL's own thread, which does the work.
+            time.sleep(_POLL_SECONDS)
+            state = agent.state(handle)
+        seconds = time.perf_counter() - started
+        agent.release(handle)
+        if state is ReadState.FAILED:
+            self._reader.producer.check()
+            raise TransferError("NIXL failed while reading from the producer process")
+        return seconds
+
+    def time_creation(self, lists: PreparedLists) -> float:
+        """Create a NIXL transfer without posting it, and return the seconds that this takes."""
+        started = time.perf_counter()
+        handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
+        seconds = time.perf_counter() - started
+        self._agent.release(handle)
+        return seconds
+
+    def close(self) -> None:
+        for handle in self._extra:
+            self._agent.release_list(handle)
+        self._peer.close()
+        self._lane.context.destroy(linger=0)
+        self._agent.close()

@@ -1,0 +1,225 @@
+"""The reading side without a model: one rank's KV cache, its transfers, and handshakes with a producer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.tools.measuring.content import check_memory, fill_blocks
+from kvferry.tools.measuring.producer_main import CONTENT
+from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit
+from kvferry.tools.measuring.simulated import SimulatedEngine
+from kvferry.tools.measuring.worker_steps import LoadRequest, WorkerSteps
+from kvferry.memory.device_stream import finish_stream
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.template import build_templates
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
+from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.read_order import ReadResult
+from kvferry.transport.read_plan import ReadPlan
+from kvferry.transport.settings import TransferSettings
+from kvferry.transport.transfers import Transfers
+
+# The end of a load is noticed only in an engine step.
+STEP_SECONDS = 1e-3
+_HANDSHAKE_SECONDS = 10.0
+# Nobody reads from a reader.
+_LEASE_SLOTS = 1
+
+
+class Reader:
+    """A rank that reads KV from the engines of a producer process. Leaving its context ends the threads.
+
+    Attributes:
+        bytes: bytes of the request's KV on this rank, without padding.
+        cache: KV cache of this rank, which loads overwrite.
+        cards: descriptions of the ranks of each engine, by its index in the producer process.
+        steps: begins loads and collects their results, once per engine step.
+    """
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        producer: ProducerProcess,
+        peers: Sequence[int] = (0,),
+        rank: int = 0,
+        settings: TransferSettings | None = None,
+    ) -> None:
+        """Allocate the KV cache, start the threads, and shake hands with the producer's engines.
+
+        Args:
+            peers: indices, in the producer process, of the engines to read from.
+            settings: transfer settings; their CURVE keys are replaced by the producer's.
+
+        Raises:
+            ConfigError: memory cannot be allocated or registered, or NIXL is missing or cannot start.
+            TransferError: the handshake with an engine fails.
+        """
+        self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
+        self._leases, self._tickets = 0, dict[str, bytes]()
+        with ExitStack() as stack:
+            self.cache = engine.allocated(rank)
+            # Computed, not read: so it needs no transfer to be right.
+            self._expected = replace(engine, device="cpu").allocated(rank)
+            fill_blocks(self._expected, engine)
+            words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
+            name = f"bench-reader/{engine.name}/{words.incarnation:x}"
+            transfers = Transfers(
+                name, self.cache.geometry, words, replace(settings or TransferSettings(), keys=producer.keys)
+            )
+            stack.callback(transfers.close)
+            self.steps = WorkerSteps(transfers)
+            facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
+            self._client = ControlClient(facts, self._check_compatible, producer.keys)
+            stack.callback(self._client.close)
+            self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._handshake(peer) for peer in peers}
+            for peer, cards in self.cards.items():
+                transfers.connect(_name(peer), cards)
+            # Everything is started. Until here, an error ends what was.
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the KV cache, and the expected bytes after a read, both uint8 of shape (bytes,)."""
+        return self.cache.buffer, self._expected.buffer
+
+    def load_request(
+        self,
+        span: LoadSpan,
+        src_tables: Sequence[Int64s],
+        dst_tables: Sequence[Int64s],
+        peer: int = 0,
+        strategy: Strategy | None = None,
+    ) -> LoadRequest:
+        """Have an engine lease its blocks to this rank, and return a request to load KV under the lease.
+
+        Args:
+            src_tables, dst_tables: block tables there and on this rank, each int64 of shape (blocks,).
+            peer: index of the engine in the producer process.
+
+        Raises:
+            TransferError: the engine refuses, or does not answer.
+        """
+        self._leases += 1
+        key = f"{self.engine.name}-{self._leases}"
+        return LoadRequest(
+            key=key,
+            peer=_name(peer),
+            span=span,
+            src_tables=[table.tolist() for table in src_tables],
+            dst_tables=[table.tolist() for table in dst_tables],
+            lease=self.claim_lease(key, peer),
+            strategy=strategy,
+        )
+
+    def load(
+        self,
+        source: SimulatedEngine,
+        peer: int = 0,
+        strategy: Strategy | None = None,
+        poll_seconds: float = STEP_SECONDS,
+    ) -> tuple[ReadResult, float]:
+        """Load a request's KV, and return the result and the seconds until the request may use it.
+
+        Args:
+            peer: index of the engine in the producer process.
+            strategy: transfer strategy to use; None for the cheapest.
+            poll_seconds: time between two engine steps.
+
+        Raises:
+            TransferError: the load failed, or the producer process died.
+        """
+        # Before the time starts: a scheduler has the lease when the block ids are known.
+        request = self.load_request(source.span, source.tables, self.engine.tables, peer, strategy)
+        limit = WaitLimit(self.producer.check)
+        started = time.perf_counter()
+        outcome = self.steps.step([request])
+        while request.key not in outcome.failures:
+            limit.check()
+            time.sleep(poll_seconds)
+            outcome = self.steps.step()
+        self.acknowledge(request.key, peer)
+        seconds = time.perf_counter() - started
+        if failure := outcome.failures[request.key]:
+            raise TransferError(f"kvferry could not read from the producer process: {failure}")
+        return outcome.results[request.key], seconds
+
+    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
+        """Load a request's KV, and return the plan by which kvferry did it. Raises as `load`."""
+        result, _ = self.load(source, peer)
+        assert result.plan is not None  # noqa: S101 - the load has succeeded
+        return result.plan
+
+    def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
+        """Make an engine grant a lease, claim it, and return its lease word.
+
+        Raises:
+            TransferError: the engine refuses, or does not answer.
+        """
+        ticket = self._tickets[key] = self.producer.grant(peer, key)
+        number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
+        while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Pending):
+            self.producer.check()
+        self._client.end_redemption(number)
+        if isinstance(answer, Unusable):
+            raise TransferError(f"the producer process does not redeem a ticket: {answer.reason}")
+        return answer.grant.word(answer.incarnation)
+
+    def acknowledge(self, key: str, peer: int = 0) -> None:
+        """Tell an engine of the producer process that a lease is no longer needed."""
+        self._client.release(self.producer.address(peer), self._tickets.pop(key))
+
+    def clear(self) -> None:
+        if self.cache.buffer.is_cuda:
+            self.cache.buffer.zero_()
+            finish_stream(self.cache.buffer.device)
+        else:
+            # Not torch, because its threads would keep spinning during the timed part.
+            self.cache.buffer.numpy().fill(0)
+
+    def check(self) -> None:
+        """Check that the KV cache has the expected bytes after a read.
+
+        Raises:
+            TransferError: a byte differs.
+        """
+        check_memory(self.cache, self._expected)
+
+    def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:
+        build_templates([card.geometry for card in cards], self.cache.geometry)
+
+    def _handshake(self, peer: int) -> tuple[RankCard, ...]:
+        address, incarnation = self.producer.address(peer), self.producer.listening.incarnation
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        while time.monotonic() < deadline:
+            answer = self._client.look_up(address, incarnation)
+            if isinstance(answer, PeerInfo):
+                return answer.ranks
+            if isinstance(answer, Unusable):
+                raise TransferError(f"the producer process cannot be used: {answer.reason}")
+            self.producer.check()
+            time.sleep(0.005)
+        raise TransferError(f"the producer process did not shake hands within {_HANDSHAKE_SECONDS:g} s")
+
+
+def _name(peer: int) -> str:
+    return f"producer {peer}"

@@ -1,0 +1,145 @@
+"""The content of a picture of one group, for all of its layers or for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.geometry import RankGeometry
+from kvferry.tools.plan.page.draw import Ribbon
+from kvferry.tools.plan.page.place import MemoryLane
+from kvferry.tools.plan.page.runs import by_strip, cut, runs_of
+from kvferry.tools.plan.page.strips import rank_label, strips
+from kvferry.tools.plan.setting import PlannedTransfer
+from kvferry.planning.template import Route
+
+# Maximum number of drawn ranks per side.
+MAX_RANKS = 4
+# Layers are left out of a picture of several if there are more strips.
+MAX_STRIPS = 1200
+# If there are more runs, those between the same two strips are joined.
+MAX_RIBBONS = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The content of a picture that shows how blocks of a group are copied between two engines.
+
+    Attributes:
+        src, dst: lanes of the source and of the destination, each with at least one strip.
+        layers: names of the drawn layers.
+        of_layers: number of layers of the group on the drawn ranks.
+        src_blocks, dst_blocks: number of drawn blocks on each side.
+        runs: number of copied runs between the drawn blocks.
+        joined: True if some ribbon stands for several runs.
+    """
+
+    src: tuple[MemoryLane, ...]
+    dst: tuple[MemoryLane, ...]
+    ribbons: tuple[Ribbon, ...]
+    layers: tuple[str, ...]
+    of_layers: int
+    src_blocks: int
+    dst_blocks: int
+    runs: int
+    joined: bool
+
+
+def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:
+    """Return the content of the picture that shows the copies of one group, by its index at the destination.
+
+    None if no layer of the group is copied between the drawn ranks.
+
+    Args:
+        one_layer: False to draw all layers, with one band per pair of strips. True to draw only the first
+            layer, with one band per run if there are not too many.
+    """
+    srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
+    routes = [
+        (src, dst, route)
+        for dst in range(len(dsts))
+        for src, template in enumerate(setting.templates(dst)[:MAX_RANKS])
+        for route in template.routes
+        if route.dst_group == group
+    ]
+    if not routes:
+        return None
+    # Groups of the two engines may contain different layers. Drawn are those that share a table on both
+    # sides.
+    groups = (routes[0][2].src_group, group)
+    routes = [each for each in routes if each[2].src_group == groups[0]]
+    blocks = _blocks(routes[0][2])
+    shared = {layer.name for rank in srcs for layer in rank.groups[groups[0]].layers}
+    every = [name for name in _names(dsts, group) if name in shared]
+    names = every[:1] if one_layer else every
+    above, below = _sides(srcs, dsts, groups, names, blocks)
+    while len(names) > 1 and sum(len(lane.strips) for lane in (*above, *below)) > MAX_STRIPS:
+        names = names[: len(names) // 2]
+        above, below = _sides(srcs, dsts, groups, names, blocks)
+    parts = [
+        (src, dst, [list(cut(run, above[src].strips, below[dst].strips)) for run in runs_of(route, *blocks)])
+        for src, dst, route in routes
+    ]
+    runs = sum(bool(run) for _, _, of in parts for run in of)
+    joined = not one_layer or runs > MAX_RIBBONS
+    ribbons = []
+    for src, dst, of in parts:
+        each = [part for run in of for part in run]
+        ribbons += [Ribbon(src, dst, run) for run in (by_strip(each) if joined else (p for _, _, p in each))]
+    return _shown(
+        above=above, below=below, ribbons=ribbons, names=names, of_layers=len(every), blocks=blocks, runs=runs
+    )
+
+
+def _shown(
+    above: Sequence[MemoryLane],
+    below: Sequence[MemoryLane],
+    ribbons: Sequence[Ribbon],
+    names: Sequence[str],
+    of_layers: int,
+    blocks: tuple[int, int],
+    runs: int,
+) -> Scene:
+    """Return the content of the picture, without the ranks that have no memory to draw."""
+    src = [number for number, lane in enumerate(above) if lane.strips]
+    dst = [number for number, lane in enumerate(below) if lane.strips]
+    return Scene(
+        src=tuple(above[number] for number in src),
+        dst=tuple(below[number] for number in dst),
+        ribbons=tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
+        layers=tuple(names),
+        of_layers=of_layers,
+        src_blocks=blocks[0],
+        dst_blocks=blocks[1],
+        runs=runs,
+        joined=any(ribbon.run.pieces > 1 for ribbon in ribbons),
+    )
+
+
+def _blocks(route: Route) -> tuple[int, int]:
+    """Return the number of blocks to draw on each side: one of the larger, and those that fit into it."""
+    if route.cell_tokens == 0:
+        return 1, 1
+    return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
+
+
+def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
+    """Yield the names of the layers that a group has on any of the given ranks, each name once."""
+    yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
+
+
+def _sides(
+    srcs: Sequence[RankGeometry],
+    dsts: Sequence[RankGeometry],
+    groups: tuple[int, int],
+    names: Sequence[str],
+    blocks: tuple[int, int],
+) -> tuple[list[MemoryLane], list[MemoryLane]]:
+    above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
+    return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
+
+
+def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> MemoryLane:
+    own = rank.groups[group]
+    numbers = [number for number, layer in enumerate(own.layers) if layer.name in names]
+    return MemoryLane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))

@@ -1,0 +1,117 @@
+"""The settings of one engine that decide its memory layout, from the flags of ``kvferry plan``.
+
+Missing flags take the values that vLLM 0.32 chooses on a CUDA machine. The default layout is the one that
+kvferry's connector requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from kvferry.errors import ConfigError
+from kvferry.geometry import GroupKind
+from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, group_layers, split_stages
+from kvferry.geometry.models import ModelReading
+from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
+
+# Stands for the engine's default layout.
+AUTO = "auto"
+_ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """The requested settings of one engine that decide its memory layout.
+
+    Attributes:
+        tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
+        layout: one of `LAYOUTS`, NHD or HND.
+        block_tokens, backend: None for vLLM's choice.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    layout: str = "LBNHC"
+    block_tokens: int | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        known = _ALIASES.get(self.layout.upper(), self.layout.upper())
+        if known not in LAYOUTS:
+            listed = ", ".join((AUTO, *LAYOUTS, *_ALIASES))
+            raise ConfigError(f"layout {self.layout!r} is not known; choose one of {listed}")
+        object.__setattr__(self, "layout", known)
+        for name, value in (("tp", self.tp), ("pp", self.pp), ("block size", self.block_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, it must be at least 1")
+
+    @property
+    def label(self) -> str:
+        """Short description of the engine, such as ``TP2, layout LBNHC``, without the block size."""
+        pipeline = f", PP{self.pp}" if self.pp > 1 else ""
+        backend = f", {self.backend}" if self.backend else ""
+        return f"TP{self.tp}{pipeline}, layout {self.layout}{backend}"
+
+
+def resolve_layout(name: str, reading: ModelReading) -> str:
+    """Return the name of an engine's memory layout, after replacing `AUTO` by the default for the model.
+
+    The default is the layout that an engine with kvferry's connector uses. Another name is not checked.
+    """
+    if name.lower() != AUTO:
+        return name
+    kinds = set(reading.cache.layers)
+    # DeepSeek V4 requires blocks as the outermost axis.
+    if any(cache.state_tokens > 1 for cache in kinds):
+        return "BLHNC"
+    # vLLM's MLA backends do not declare support for blocks as the outermost axis.
+    if any(cache.kind is GroupKind.MLA for cache in kinds):
+        return "LBNHC"
+    # BHLNC has the head axis outside of layers, so all pages must have one shape.
+    return "BLHNC" if len(kinds) > 1 else "BHLNC"
+
+
+def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
+    """Return the engine's number of tokens per block, and the reason for this and for layers with more.
+
+    The reason is empty if all layers have the requested block size, or vLLM's usual size (16).
+
+    Raises:
+        GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or `block_sizes`
+            rejects the layout.
+    """
+    tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
+    _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
+    return tokens, "; ".join(filter(None, (why, more)))
+
+
+def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
+    """Return all settings that decide an engine's memory layout, with vLLM's choice where `side` has none.
+
+    Raises:
+        GeometryError: there are more pipeline ranks than layers, the heads cannot be distributed evenly over
+            the tensor-parallel ranks, or `block_sizes` rejects the layout.
+        ConfigError: a pipeline rank has no layer with a cache.
+    """
+    layers = reading.cache.layers
+    tokens, _ = base_tokens(layers, side.tp, side.block_tokens)
+    sizes, _ = block_sizes(layers, side.tp, side.layout, tokens)
+    counts = group_counts(layers, side.tp, side.layout, sizes)
+    groups = tuple(GroupShape(each, sizes[layers[each[0]]]) for each in group_layers(reading.cache, counts))
+    return EngineShape(side.tp, _stages(reading, side.pp), tokens, side.layout, num_blocks, groups=groups)
+
+
+def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
+    """Return the number of entries in `reading.cache.layers` that each pipeline rank has.
+
+    Raises:
+        GeometryError: there are more pipeline ranks than layers.
+        ConfigError: a pipeline rank has no layer with a cache.
+    """
+    cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
+    # Ranks share the model's layers, of which one may have no cache, or several.
+    stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]
+    if min(stages) < 1:
+        raise ConfigError(f"with pp {pp} a pipeline rank has no layer with a KV cache; choose fewer ranks")
+    return tuple(stages)

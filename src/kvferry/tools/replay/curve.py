@@ -1,0 +1,171 @@
+"""The hit rate for every capacity of host memory, from one pass over a trace.
+
+Least recently used chunks form a stack: with any capacity, host memory holds the chunks at its top. So the
+smallest capacity at which a chunk is a hit is the bytes above it, its *stack distance* (R. L. Mattson, J.
+Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2),
+1970). After a request, the stack begins with the chunks of its prompt, the first one on top, and below them
+those of its answer. Each of the two is a *run* of the stack, and a later request takes a first part of it
+away. A Fenwick tree over runs sums those above a chunk.
+
+The chunks of every prompt are stored and used in this way, whatever the engine has of it. So the engine's own
+prefix cache changes nothing in the stack: its tokens are hits at every capacity, and host memory adds those
+after them.
+
+Limits: all chunks must have one size and be needed from the first on, so the model has one KV cache group,
+which attends to all tokens. The pass knows no slower tiers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.tools.replay.content import RequestKeys
+from kvferry.tools.replay.trace.request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The hit rate with one capacity.
+
+    Attributes:
+        capacity_bytes: capacity of host memory in bytes.
+        hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
+    """
+
+    capacity_bytes: int
+    hit_rate: float
+
+
+def curve_as_json(points: Iterable[CurvePoint]) -> list[dict[str, float]]:
+    """Return the points of a curve as values that can be written as JSON."""
+    return [{"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate} for one in points]
+
+
+class _Sums:
+    """A Fenwick tree: numbers at places from 0, and sums over all later places. Grows as needed.
+
+    Source: Peter M. Fenwick, "A new data structure for cumulative frequency tables", Software: Practice and
+    Experience 24(3), 1994.
+    """
+
+    def __init__(self) -> None:
+        self._tree = [0] * 1025
+        self.total = 0
+
+    def add(self, place: int, number: int) -> None:
+        while place + 1 >= len(self._tree):
+            self._grow()
+        self.total += number
+        at = place + 1
+        while at < len(self._tree):
+            self._tree[at] += number
+            at += at & -at
+
+    def after(self, place: int) -> int:
+        at, before = place + 1, 0
+        while at:
+            before += self._tree[at]
+            at -= at & -at
+        return self.total - before
+
+    def _grow(self) -> None:
+        # The new half begins with zeros, so its last node has the total.
+        size = len(self._tree) - 1
+        self._tree += [0] * size
+        self._tree[2 * size] = self.total
+
+
+class StackDistances:
+    """The tokens that need not be computed at each capacity, added up while requests pass.
+
+    Args:
+        chunk_bytes: bytes of a chunk in host memory.
+        capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one are
+            forgotten, so it bounds the memory that this object takes.
+    """
+
+    def __init__(self, chunk_bytes: int, chunk_tokens: int, capacities: Sequence[int]) -> None:
+        self._capacities = list(capacities)
+        self._depths = np.asarray(capacities, np.int64) // chunk_bytes
+        self._chunk_tokens = chunk_tokens
+        self._hits = np.zeros(len(self._depths) + 1, np.int64)
+        self._tokens = self._local_tokens = 0
+        self._users: dict[bytes, int] = {}  # number of the run that each chunk is in
+        self._runs: deque[tuple[int, list[bytes]]] = deque()  # runs of the stack, the oldest first
+        self._left: dict[int, int] = {}  # number of chunks left in each run
+        self._sums, self._count = _Sums(), 0
+
+    def add(
+        self, request: TraceRequest, names: RequestKeys, local_tokens: int = 0, *, counted: bool = True
+    ) -> None:
+        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
+
+        Args:
+            names: keys of its chunks, in one group.
+            local_tokens: number of tokens of its prompt that the engine itself has.
+            counted: False to move its chunks only.
+        """
+        prompt, size = request.prompt_tokens, self._chunk_tokens
+        whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
+        keys, generated = whole[:chunks], whole[chunks:]
+        if prompt % size:
+            keys.append(names.tail(prompt)[0])
+        self._tokens += prompt * counted
+        self._local_tokens += local_tokens * counted
+        runs = self._hit_runs(keys)
+        if counted and runs and prompt - local_tokens > 1:  # the last token is always computed
+            depths = [self._sums.after(user) + np.arange(1, last - first + 1) for user, first, last in runs]
+            at = self._depths.searchsorted(np.concatenate(depths))
+            ends = np.minimum(np.arange(1, len(at) + 1) * size, prompt)
+            added = np.diff(np.maximum(ends, local_tokens), prepend=local_tokens)
+            np.add.at(self._hits, at, added)
+        for user, first, last in (*runs, *self._hit_runs(generated)):
+            self._left[user] -= last - first
+            self._sums.add(user, first - last)
+        self._push(generated)
+        self._push(keys)
+        self._forget()
+
+    def points(self) -> list[CurvePoint]:
+        sums = (self._local_tokens + self._hits[:-1].cumsum()).tolist()
+        each = zip(self._capacities, sums, strict=True)
+        return [CurvePoint(capacity, hits / max(self._tokens, 1)) for capacity, hits in each]
+
+    def _push(self, keys: list[bytes]) -> None:
+        """Put chunks on top of the stack, the first one uppermost."""
+        if keys:
+            self._users.update(dict.fromkeys(keys, self._count))
+            self._runs.append((self._count, keys))
+            self._left[self._count] = len(keys)
+            self._sums.add(self._count, len(keys))
+            self._count += 1
+
+    def _hit_runs(self, keys: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Return the runs of the stack in which the first chunks of a prompt lie, as (run, first, last + 1).
+
+        Places are indices in `keys`. The chunk at the first place is the uppermost one of the run.
+        """
+        found: list[tuple[int, int, int]] = []
+        for place, key in enumerate(keys):
+            user = self._users.get(key)
+            if user is None:
+                break
+            if found and found[-1][0] == user:
+                found[-1] = (user, found[-1][1], place + 1)
+            else:
+                found.append((user, place, place + 1))
+        return found
+
+    def _forget(self) -> None:
+        """Forget the oldest runs as long as the others alone fill the largest capacity."""
+        most = int(self._depths[-1])
+        while self._sums.total - self._left[self._runs[0][0]] >= most or not self._left[self._runs[0][0]]:
+            number, keys = self._runs.popleft()
+            for key in keys:
+                if self._users[key] == number:
+                    del self._users[key]
+            self._sums.add(number, -self._left.pop(number))

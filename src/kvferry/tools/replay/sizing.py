@@ -1,0 +1,194 @@
+"""The smallest tiers that reach a hit rate on a trace, what they cost, and whether they are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import repeat
+from math import sqrt
+
+from kvferry.errors import ConfigError
+from kvferry.tools.plan.choices import settings_with_more_snapshots
+from kvferry.tools.replay.capacities import hit_rate_curve
+from kvferry.tools.replay.curve import CurvePoint
+from kvferry.tools.replay.model import ServedModel
+from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.tier import UNLIMITED
+from kvferry.tools.replay.trace.request import TraceRequest
+
+# Ratio of the limits of a range below which it is not narrowed further.
+_CLOSE = 1.2
+_SECONDS_PER_DAY = 86_400
+# Years over which vendors state how often a disk can be written each day.
+_YEARS_OF_ENDURANCE = 5
+
+# Takes the name of a pass, for progress, and returns the requests of the trace.
+Requests = Callable[[str], Iterable[TraceRequest]]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeQuestion:
+    """A hit rate to reach, and the facts that decide whether it is worth it.
+
+    Attributes:
+        target: share of the prompt tokens that need not be computed.
+        host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
+        disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
+    """
+
+    target: float
+    host_bytes: int | None = None
+    disk_writes_per_day: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise ConfigError(f"--target-hit is {self.target}; give a share between 0 and 1, such as 0.5")
+        if self.disk_writes_per_day <= 0:
+            raise ConfigError(
+                f"--disk-writes-per-day is {self.disk_writes_per_day}; give a number above 0, such as 0.3"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Engine settings, and the hit rate with unlimited host memory under them.
+
+    Attributes:
+        step_tokens: ``max_num_batched_tokens``.
+        retention: ``prefix_cache_retention_interval``.
+        stored_bytes: bytes of all chunks that are stored.
+    """
+
+    step_tokens: int
+    retention: int | None
+    hit_rate: float
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """The answer to a `SizeQuestion`. Sizes are in bytes.
+
+    Attributes:
+        prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
+        ceiling: replay with unlimited host memory.
+        enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
+            engine's prefix cache reaches it alone.
+        too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
+        with_disk: replay with a disk of `enough` bytes behind host memory; None if `enough` is None or 0.
+        choices: alternative settings of an engine with recurrent state, the present ones first; else empty.
+    """
+
+    question: SizeQuestion
+    prefill_tokens_per_second: float
+    model: ServedModel
+    ceiling: Simulation
+    curve: tuple[CurvePoint, ...]
+    enough: int | None
+    too_little: int
+    with_disk: Simulation | None
+    choices: tuple[EngineChoice, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that loads take from unlimited host memory, per token that they provide; 0 without hits."""
+        results = self.ceiling.results
+        return sum(results.tier_bytes) / max(sum(results.tier_tokens), 1)
+
+    @property
+    def written_per_second(self) -> float:
+        """Bytes written to the disk each second; 0 without a disk, or if the trace has no times."""
+        if self.with_disk is None or not (span := _span(self.with_disk)):
+            return 0.0
+        return sum(counts.stored_bytes for counts in self.with_disk.tiers[1][0].counts) / span
+
+    @property
+    def disk_years(self) -> float | None:
+        """Years that the disk lasts under these writes; None if nothing is written."""
+        if not self.enough or not self.written_per_second:
+            return None
+        endured = _YEARS_OF_ENDURANCE * self.question.disk_writes_per_day * self.enough
+        return endured / (self.written_per_second * _SECONDS_PER_DAY)
+
+    @property
+    def break_even_bytes_per_second(self) -> float | None:
+        """Speed of a tier at which loading a token takes as long as computing it; None if unknown."""
+        return self.prefill_tokens_per_second * self.bytes_per_token or None
+
+
+def size(
+    requests: Requests, model: ServedModel, given: ReplaySettings, question: SizeQuestion, unit_tokens: int
+) -> Sizing:
+    """Find the smallest host memory or disk that reaches a hit rate on a trace.
+
+    Args:
+        requests: returns the requests of the trace, once for each pass.
+        given: settings of the replays, except for the tiers. The replays leave time out.
+    """
+
+    def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
+        kinds = zip(("host", "file"), capacities, strict=False)
+        tiers = tuple(_tier(*one) for one in kinds)
+        settings = replace(given, tiers=tiers, prefill_tokens_per_second=0.0)
+        simulation = Simulation(of, settings, unit_tokens)
+        simulation.run(requests(name))
+        return simulation
+
+    ceiling = replayed(model, "unlimited memory", UNLIMITED)
+    passes = (requests("capacities") for _ in repeat(None))
+    curve = hit_rate_curve(passes, ceiling)
+    reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
+    alone = ceiling.results.local_hit_rate >= question.target
+    enough = 0 if alone else min(reaching, default=None)
+    too_little, with_disk = 0, None
+    if enough:
+        too_little = max((p.capacity_bytes for p in curve if p.capacity_bytes < enough), default=0)
+        while too_little and enough > _CLOSE * too_little:
+            # The curve's capacities lie at equal factors, so the range is halved by factors too.
+            middle = round(sqrt(enough * too_little))
+            if replayed(model, "capacity", middle).results.hit_rate >= question.target:
+                enough = middle
+            else:
+                too_little = middle
+        host = question.host_bytes or max(enough // 16, 64 * max(g.chunk_bytes for g in model.groups))
+        with_disk = replayed(model, "disk", host, enough)
+    return Sizing(
+        question=question,
+        prefill_tokens_per_second=given.prefill_tokens_per_second,
+        model=model,
+        ceiling=ceiling,
+        curve=tuple(curve),
+        enough=enough,
+        too_little=too_little,
+        with_disk=with_disk,
+        choices=tuple(_choices(model, ceiling, replayed)),
+    )
+
+
+def _choices(
+    model: ServedModel, ceiling: Simulation, replayed: Callable[[ServedModel, str, int], Simulation]
+) -> Iterable[EngineChoice]:
+    """Yield the hit rate under the present settings and others; nothing without recurrent state."""
+    if model.state is None:
+        return
+    yield _choice(ceiling)
+    for steps in dict.fromkeys(settings_with_more_snapshots(model.form.steps)):
+        if steps == model.form.steps:
+            continue  # the ceiling has them
+        other = replace(model, form=replace(model.form, steps=steps))
+        yield _choice(replayed(other, "engine settings", UNLIMITED))
+
+
+def _choice(simulation: Simulation) -> EngineChoice:
+    steps = simulation.model.form.steps
+    stored = sum(counts.stored_bytes for counts in simulation.tiers[0][0].counts)
+    return EngineChoice(steps.step_tokens, steps.retention, simulation.results.hit_rate, stored)
+
+
+def _tier(kind: str, capacity_bytes: int) -> TierSetting:
+    return TierSetting(kind=kind, capacity_bytes=capacity_bytes, shared=False, bytes_per_second=1.0)
+
+
+def _span(simulation: Simulation) -> float:
+    return simulation.results.last_arrival - simulation.results.first_arrival

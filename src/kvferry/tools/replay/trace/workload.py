@@ -1,0 +1,211 @@
+"""Made-up traces: users who hold conversations, described by a few numbers.
+
+The description is a text such as ``users=500,turns=6,hours=0.5``. Left-out numbers have the defaults of
+`Workload`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError
+from kvferry.tools.replay.trace.base import Trace
+from kvferry.tools.replay.trace.made_up import Outline, Passage, write_out
+from kvferry.tools.replay.trace.request import TraceRequest, identity
+from kvferry.units import parse_count
+
+# Pattern of the texts that describe a workload.
+DESCRIBED = re.compile(r"[a-z-]+=[^/]*")
+
+_BATCH_REQUESTS = 4096
+_SECONDS_PER_HOUR = 3600
+_MAX_TOKENS = 1 << 24
+_SIGMA = 1.0
+_BOUNDS = {
+    "users": (1, 10_000_000),
+    "requests_per_second": (1e-6, 1e6),
+    "shared_prompt_tokens": (0, _MAX_TOKENS),
+    "turns": (1, _MAX_TOKENS),
+    "prompt_tokens": (1, _MAX_TOKENS),
+    "output_tokens": (1, _MAX_TOKENS),
+    "hours": (0, 3e5),
+    "seed": (0, (1 << 64) - 1),
+    "unit_tokens": (1, _MAX_TOKENS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Users who hold conversations with a model.
+
+    The users are independent of each other, and the time between two requests of a user is exponentially
+    distributed, so all requests together arrive as a Poisson process. After the last turn of a conversation,
+    its user begins another one.
+
+    A prompt consists of the shared prompt, all earlier turns of the conversation, and new text. Two
+    conversations have nothing but the shared prompt in common. The lengths of new texts and outputs are
+    log-normally distributed with sigma 1: half of them are shorter than 0.61 times the mean, and 1 in 20 is
+    longer than 3.1 times the mean.
+
+    In this example, each of two users asks twice. The session is the number of the user and the number of the
+    conversation.
+
+    >>> workload = Workload(
+    ...     users=2, requests_per_second=0.5, shared_prompt_tokens=64, turns=3, prompt_tokens=100,
+    ...     output_tokens=50, hours=14.3 / 3600, seed=1,
+    ... )
+    >>> requests = list(workload.requests())
+    >>> for each in requests:
+    ...     print(f"{each.arrival:4.1f} s  {each.session}  {each.prompt_tokens:3} {each.output_tokens:3}")
+     2.1 s  1-0  189   5
+     2.8 s  1-0  290  38
+    13.5 s  0-1  231 102
+    14.2 s  0-1  397  21
+
+    The first request has 194 tokens, which are 12 whole units. The second one begins with all of them. The
+    other user's first request begins with the 4 units of the shared prompt:
+
+    >>> first, second, other, _ = [request.prefix_ids[:12] for request in requests]
+    >>> int((second == first).sum()), int((other == first).sum())
+    (12, 4)
+
+    Attributes:
+        requests_per_second: mean number of all users together.
+        shared_prompt_tokens: number of tokens with which every prompt begins, such as a system prompt.
+        turns: number of requests of each conversation.
+        prompt_tokens: mean number of new tokens of each prompt.
+        output_tokens: mean number of generated tokens of each request.
+        hours: time in which requests arrive, in hours.
+        seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
+
+    Raises:
+        ConfigError: a number is out of bounds.
+    """
+
+    users: int = 1000
+    requests_per_second: float = 10.0
+    shared_prompt_tokens: int = 1000
+    turns: int = 5
+    prompt_tokens: int = 500
+    output_tokens: int = 300
+    hours: float = 0.5
+    seed: int = 0
+    unit_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _BOUNDS.items():
+            found = getattr(self, name)
+            if not least <= found <= most:
+                raise ConfigError(f"workload: {name} is {found}; give a number from {least:,} to {most:,}")
+        longest = self.shared_prompt_tokens + self.turns * (self.prompt_tokens + self.output_tokens)
+        if longest > _MAX_TOKENS:
+            raise ConfigError(
+                f"workload: {self.turns} turns take {longest:,} tokens, and a conversation has at most "
+                f"{_MAX_TOKENS:,}; lower the number of turns, or of tokens in each"
+            )
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """Generate the requests in order of arrival, a small part at a time."""
+        return write_out(self._outlines(), self.unit_tokens)
+
+    def _outlines(self) -> Iterator[Outline]:
+        generator = np.random.default_rng(self.seed)
+        conversations: dict[int, _Conversation] = {}
+        begun = 0
+        start = 0.0
+        while True:
+            gaps = generator.exponential(1 / self.requests_per_second, _BATCH_REQUESTS)
+            arrivals = start + gaps.cumsum()
+            users = generator.integers(self.users, size=_BATCH_REQUESTS)
+            added = _lengths(generator, self.prompt_tokens)
+            outputs = _lengths(generator, self.output_tokens)
+            for arrival, user, new_tokens, output_tokens in zip(
+                arrivals.tolist(), users.tolist(), added, outputs, strict=True
+            ):
+                if arrival >= self.hours * _SECONDS_PER_HOUR:
+                    return
+                conversation = conversations.pop(user, None)
+                if conversation is None:
+                    conversation = self._begin(user, begun)
+                    begun += 1
+                session, passages, turns, tokens = conversation
+                prompt_tokens = tokens + new_tokens
+                yield Outline(arrival, prompt_tokens, output_tokens, passages, session)
+                if turns > 1:
+                    tokens = prompt_tokens + output_tokens
+                    conversations[user] = _Conversation(session, passages, turns - 1, tokens)
+            start = float(arrivals[-1])
+
+    def _begin(self, user: int, number: int) -> _Conversation:
+        passages = (
+            Passage(0, identity(f"shared prompt of {self.seed}")),
+            Passage(self.shared_prompt_tokens, identity(f"conversation {number} of {self.seed}")),
+        )
+        return _Conversation(f"{user}-{number}", passages, self.turns, self.shared_prompt_tokens)
+
+
+class WorkloadTrace(Trace):
+    """The requests of a workload described by a text. A position is a time in seconds.
+
+    Raises:
+        ConfigError: a name is not known, or a value cannot be used.
+    """
+
+    def __init__(self, description: str, unit_tokens: int | None) -> None:
+        given = {} if unit_tokens is None else {"unit_tokens": unit_tokens}
+        self._workload = Workload(**{**_parse(description), **given})
+        self.name = "a described workload"
+        self.unit_tokens = self._workload.unit_tokens
+        self.length = self._workload.hours * _SECONDS_PER_HOUR
+        self.header = {}
+        self._arrival = 0.0
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for request in self._workload.requests():
+            self._arrival = request.arrival
+            yield request
+
+    def position(self) -> float:
+        return self._arrival
+
+
+def _parse(description: str) -> dict[str, Any]:
+    """Return the attributes of a workload that a text gives."""
+    kinds = {field.name.replace("_", "-"): field for field in fields(Workload) if field.name != "unit_tokens"}
+    found: dict[str, Any] = {}
+    for part in description.split(","):
+        name, _, value = part.partition("=")
+        if name not in kinds:
+            raise ConfigError(f"workload: {part!r} is not known; give NAME=VALUE of {', '.join(kinds)}")
+        field = kinds[name]
+        try:
+            found[field.name] = float(value) if field.type == "float" else parse_count(value)
+        except ValueError:
+            raise ConfigError(
+                f"workload: {name} is {value!r}; give a number, such as {field.default}"
+            ) from None
+    return found
+
+
+class _Conversation(NamedTuple):
+    """A conversation between two requests: what it contains, and how many turns are to come."""
+
+    session: str
+    passages: tuple[Passage, ...]
+    turns: int
+    tokens: int
+
+
+def _lengths(generator: np.random.Generator, mean: int) -> list[int]:
+    """Draw lengths of texts, at least 1, in tokens."""
+    # The mean of a log-normal distribution is exp(mu + sigma²/2).
+    drawn = generator.lognormal(np.log(mean) - _SIGMA**2 / 2, _SIGMA, _BATCH_REQUESTS)
+    lengths: npt.NDArray[np.int64] = np.maximum(drawn.round(), 1).astype(np.int64)
+    found: list[int] = lengths.tolist()
+    return found

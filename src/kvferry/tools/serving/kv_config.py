@@ -1,0 +1,154 @@
+"""The value of vLLM's ``--kv-transfer-config`` that loads kvferry's connector."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.connector.config import parse_config
+from kvferry.engines.vllm.transfer_config import TransferCheck
+from kvferry.errors import ConfigError
+from kvferry.tools.serving.machine_checks import check_machine
+from kvferry.tools.serving.role import Role
+from kvferry.user_cache import expanded
+
+_VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_LONGEST_SHOWN = 200
+
+
+def kv_transfer_config(
+    role: Role, settings: Mapping[str, Any] | None = None, *, alone: bool = True, machine: bool = True
+) -> dict[str, Any]:
+    """Check an engine's settings as the engine does at its start, and return its ``--kv-transfer-config``.
+
+    Args:
+        settings: settings of the connector, by their names in `ConnectorConfig`. A setting whose value is
+            None has its default value.
+        alone: True if kvferry's connector is the engine's only connector. With the role PREFILL or DECODE, it
+            must then exchange KV with other engines. So `settings` must not set ``transfer`` to false. If
+            they set ``tiers``, the result sets ``transfer`` to true.
+        machine: True if the engine will run on this machine, to check the files, directories and memory too.
+
+    Raises:
+        ConfigError: a key is unknown, a value is not valid, settings contradict each other or the role, or
+            the engine could not use a file, a directory or the memory that they name.
+    """
+    extra = {key: value for key, value in (settings or {}).items() if value is not None}
+    config = parse_config(extra, _VLLM_ROLE[role] if alone else None)
+    if config.transfer and config.tiers:
+        extra["transfer"] = True
+    if machine:
+        check_machine(config)
+    # The engine may start in another folder.
+    extra = _with_absolute_paths(extra)
+    result = {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.connector",
+        "kv_role": _VLLM_ROLE[role],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return _checked(result) if alone else result
+
+
+def _with_absolute_paths(extra: Mapping[str, Any]) -> dict[str, Any]:
+    absolute = dict(extra)
+    for key in ("secret_file", "transfer_log", "record", "costs"):
+        if key in absolute:
+            path = expanded(absolute[key]) if key == "costs" else Path(absolute[key])
+            absolute[key] = str(path.absolute())
+    if isinstance(tiers := absolute.get("tiers"), list):
+        absolute["tiers"] = [
+            {**tier, **({"path": str(Path(tier["path"]).absolute())} if tier.get("path") else {})}
+            for tier in tiers
+        ]
+    return absolute
+
+
+def with_other_connectors(config: Mapping[str, Any], others: Any) -> dict[str, Any]:
+    """Return a ``--kv-transfer-config`` object that combines other connectors with kvferry's.
+
+    Args:
+        config: result of `kv_transfer_config`. Its ``source_policy`` and ``patience_seconds`` apply to all
+            connectors.
+        others: list of the other connectors, in the format of vLLM's MultiConnector: one
+            ``--kv-transfer-config`` object per connector.
+
+    Raises:
+        ConfigError: `others` is not a list, or an entry is not valid.
+    """
+    extra = config["kv_connector_extra_config"]
+    own = {
+        key: config[key] for key in ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    }
+    shared = {key: extra[key] for key in ("source_policy", "patience_seconds") if key in extra}
+    given = [*others, own] if isinstance(others, list) else others
+    return _checked(
+        {
+            **config,
+            "kv_connector": "FerryMultiConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm.multi.connector",
+            "kv_connector_extra_config": {"connectors": given, **shared},
+        }
+    )
+
+
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
+    TransferCheck(config).raise_refusal()
+    return config
+
+
+def parse_connectors(text: str) -> Any:
+    """Parse a JSON list of connectors to combine with kvferry's. `with_other_connectors` checks its content.
+
+    Raises:
+        ConfigError: the text is not JSON.
+    """
+    return _parse_json("other_connectors", text, 'a list such as [{"kv_connector": "NixlConnector"}]')
+
+
+def parse_tiers(text: str | None) -> Any:
+    """Parse the setting ``tiers``: ``default``, or JSON, whose content is not checked.
+
+    Raises:
+        ConfigError: the text is neither ``default`` nor JSON.
+    """
+    if text is None or text == "default":
+        return text
+    example = 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]'
+    return _parse_json("tiers", text, example)
+
+
+def parse_admin(text: str | None) -> Any:
+    """Parse the setting ``admin``: JSON, whose content is not checked.
+
+    Raises:
+        ConfigError: the text is not JSON.
+    """
+    return None if text is None else _parse_json("admin", text, 'an object such as {"port": 5700}')
+
+
+def _parse_json(name: str, text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Python's message about a number of over 4300 digits is advice for programs.
+        is_number = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+        reason = "a number has too many digits" if is_number else error
+        raise ConfigError(
+            f"{name} is {_shortened(text)}, which is no JSON ({reason}); write {expected}"
+        ) from error
+
+
+def _shortened(text: str) -> str:
+    short = reprlib.Repr()
+    short.maxstring = _LONGEST_SHOWN
+    return short.repr(text)
+
+
+def kv_transfer_json(config: Mapping[str, Any]) -> str:
+    """Return a ``--kv-transfer-config`` object as one line of JSON."""
+    return json.dumps(config, separators=(",", ":"))

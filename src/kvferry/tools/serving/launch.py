@@ -1,0 +1,245 @@
+"""Start and stop several engines together.
+
+    with Fleet(specs, log_dir) as fleet:
+        fleet.wait_ready()
+        ... requests to fleet.prefill_urls, fleet.decode_urls ...
+
+When the ``with`` block has ended, also by an exception, all processes of all engines have ended. If this
+process is killed, the guard of each engine (`kvferry.tools.serving.guard`) ends the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvferry.errors import ConfigError, KVFerryError
+from kvferry.private_file import check_umask
+from kvferry.tools.serving.cpu_attention import REMEDY, signal_text
+from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
+from kvferry.tools.serving.log_tail import error_line, process_code
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.specs import fleet_specs
+from kvferry.tools.serving.temporary import compiled_code, temporary_for_engines
+
+__all__ = ["EngineProcess", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]
+
+_POLL_SECONDS = 0.2
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
+# Exit code of argument parsers that refuse an argument.
+_REFUSED_ARGUMENTS = 2
+
+Progress = Callable[[Sequence[EngineProcess]], None]
+
+
+class LaunchError(KVFerryError):
+    """Raised if an engine does not start. If the engine ran, the message has the path of its log."""
+
+
+class Fleet:
+    """Several engines, as a context manager that starts them on entry and stops them on exit.
+
+    Args:
+        log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
+        startup_timeout_seconds: longest time from the start of an engine until it is ready.
+        stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
+        clock: function that returns monotonic seconds, for the age of engines.
+
+    Attributes:
+        engines: started engines in the order of their specifications; empty before `start`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        log_dir: Path,
+        *,
+        startup_timeout_seconds: float = 600.0,
+        stop_timeout_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._specs = tuple(specs)
+        self._log_dir = log_dir
+        self._startup_timeout_seconds = startup_timeout_seconds
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self.engines: tuple[EngineProcess, ...] = ()
+        self._restarts = Counter[str]()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start every engine, and return before the engines are ready.
+
+        Raises:
+            ConfigError: the umask takes permissions from the owner of new files; the log folder or the
+                temporary folder cannot be created; or the path of the temporary folder is too long.
+            LaunchError: a log file or a process cannot be created.
+        """
+        check_umask()
+        make_log_dir(self._log_dir)
+        try:
+            self._start()
+        except OSError as error:
+            raise LaunchError(
+                f"the engines cannot be started: {error.strerror} ({error.filename}); free space or "
+                "memory, or name another --log-dir"
+            ) from error
+
+    def _start(self) -> None:
+        # vLLM leaves sockets and files in TMPDIR, so the engines get a TMPDIR that is removed with them.
+        self._temporary = temporary_for_engines()
+        # torch takes long to compile code for the first requests. Keep that code in torch's default folder,
+        # because it would be lost in the temporary one.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code()
+        own = {
+            "TMPDIR": self._temporary.name,
+            "TORCHINDUCTOR_CACHE_DIR": compiled,
+            "PYTHONFAULTHANDLER": "1",  # a process that a signal such as SIGILL ends says so in its log
+        }
+        for spec in self._specs:
+            log_path = self._log_dir / f"{spec.name}.log"
+            placed = replace(spec, environment={**own, **spec.environment})
+            self.engines = (
+                *self.engines,
+                EngineProcess(placed, log_path, self._stop_timeout_seconds, self._clock),
+            )
+
+    def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
+        """Wait until every engine is ready.
+
+        If this raises, the other engines keep running until the ``with`` block ends.
+
+        Args:
+            on_progress: function that is called about five times a second with `engines`, after their states
+                were updated.
+
+        Raises:
+            LaunchError: an engine ended, or was not ready in time.
+            ConfigError: an engine ended because vLLM refused an argument.
+        """
+        while True:
+            states = [engine.poll() for engine in self.engines]
+            on_progress(self.engines)
+            if all(state is EngineState.READY for state in states):
+                return
+            for engine in self.engines:
+                if engine.state is EngineState.DEAD:
+                    refused = engine.exit_code == _REFUSED_ARGUMENTS
+                    raise (ConfigError if refused else LaunchError)(death_notice(engine))
+                if self.is_late(engine):
+                    raise LaunchError(
+                        f"{engine.spec.name} is not ready after {self._startup_timeout_seconds:g} s; raise "
+                        f"the startup timeout, or see {engine.log_path}"
+                    )
+            time.sleep(_POLL_SECONDS)
+
+    def is_late(self, engine: EngineProcess) -> bool:
+        late = engine.seconds > self._startup_timeout_seconds
+        return late and engine.state is EngineState.STARTING
+
+    def restart(self, engine: EngineProcess) -> None:
+        """Start an engine that has ended again, with a new log. Replaces the engine in `engines`.
+
+        Raises:
+            LaunchError: the log file or the process cannot be created.
+        """
+        engine.finish_stop()
+        name = engine.spec.name
+        self._restarts[name] += 1
+        log_path = self._log_dir / f"{name}.restart-{self._restarts[name]}.log"
+        try:
+            again = EngineProcess(engine.spec, log_path, self._stop_timeout_seconds, self._clock)
+        except OSError as error:
+            raise LaunchError(
+                f"{name} cannot be started again: {error.strerror} ({error.filename}); free space or memory"
+            ) from error
+        self.engines = tuple(again if one is engine else one for one in self.engines)
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        return [engine.spec.url for engine in self.engines if engine.spec.role is Role.PREFILL]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """Base URLs of the engines that answer: decode engines, and engines with both roles."""
+        return [engine.spec.url for engine in self.engines if engine.spec.role is not Role.PREFILL]
+
+    def stop(self) -> None:
+        """Stop every engine, and wait until all their processes have ended.
+
+        A KeyboardInterrupt during the wait kills all engines, and is raised again afterwards.
+        """
+        for engine in self.engines:
+            engine.begin_stop()
+        try:
+            for engine in self.engines:
+                engine.finish_stop()
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+        self._clean()
+
+    def kill(self) -> None:
+        for engine in self.engines:
+            engine.kill()
+        for engine in self.engines:
+            engine.finish_stop()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._temporary is not None:
+            # Ranks on a CPU share memory that is named after a file here. vLLM does not remove it.
+            for meeting in Path(self._temporary.name).glob("vllm_dist_*"):
+                for segment in _SHARED_MEMORY.glob(f"{meeting.name}-*"):
+                    segment.unlink(missing_ok=True)
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def make_log_dir(path: Path) -> None:
+    """Create the folder of the engines' logs, which only this user may enter, if it does not exist.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {path} for the engines' logs: {error.strerror}; name another with "
+            "--log-dir"
+        ) from error
+
+
+def death_notice(engine: EngineProcess) -> str:
+    """Return a message about an engine that has ended: how, its last error, and the path of its log file."""
+    # vLLM's API server ends with 0 when a process behind it has died.
+    code = engine.exit_code or process_code(engine.log_path)
+    error = error_line(engine.log_path)
+    if not code:
+        how = "" if error else ", because a process of it had ended"
+    else:
+        how = f" with {signal_text(-code)}" if code < 0 else f" with exit code {code}"
+    why = f": {error}" if error else ""
+    advice = f"; {REMEDY}" if "SIGILL" in how or error == "Illegal instruction" else ""
+    return f"{engine.spec.name} ended{how}{why} (log: {engine.log_path}){advice}"

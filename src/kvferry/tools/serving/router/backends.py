@@ -1,0 +1,228 @@
+"""The state of a router's engines, and the choice of the engine for the next request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+from kvferry.tools.serving.router.sessions import score
+from kvferry.tools.serving.router.streaming import StreamSource
+from kvferry.tools.serving.router.waits import Waits
+
+_log = logging.getLogger("kvferry.router")
+
+_FIRST_REST_SECONDS = 0.5
+_LONGEST_REST_SECONDS = 16.0
+# An engine accepts no more names of unwanted KV in one request. Leases of dropped ones expire.
+_MAX_UNWANTED = 256
+
+
+class BackendState(StrEnum):
+    """State of an engine as it is named in metrics. A draining engine was removed, and still works."""
+
+    UP = "up"
+    RESTING = "resting"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+class Backend:
+    """An engine to which the router sends requests, and the engine's state as the router knows it.
+
+    Attributes:
+        url: base URL without a trailing slash.
+        proven: True once the engine has been up.
+        probed: True once a probe of the engine has ended.
+        unwanted: names of KV in this prefill engine that no decode engine will read, until a request to the
+            engine takes them along.
+        outstanding: number of this router's requests that the engine is working on.
+        losses: number of times that the engine was marked as down. What it had in its cache may be lost.
+        last_used: number of the last request to the engine, of those to its pool; 0 if there was none.
+    """
+
+    def __init__(self, role: str, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.role = role
+        self._clock = clock
+        self.url = url
+        self.proven = False
+        self.draining = False
+        self.probed = False
+        self.unwanted: deque[str] = deque(maxlen=_MAX_UNWANTED)
+        self.waits = Waits()
+        self.outstanding = 0
+        self.losses = 0
+        self.last_used = 0
+        self._fault: str | None = None
+        self._rests, self._rests_until = 0, 0.0
+        self._hands_over = True
+        self._source: StreamSource | None = None
+        self._same, self._varies = 0, False
+
+    @property
+    def up(self) -> bool:
+        """True if the router may send requests to the engine. An engine is not up before a good probe."""
+        return self.proven and self._fault is None
+
+    @property
+    def reason(self) -> str | None:
+        return self._fault or (None if self.proven else "it has not answered /health yet")
+
+    @property
+    def stream_source(self) -> StreamSource | None:
+        """The engine behind this URL, if its KV can be read while it computes a prompt; None otherwise."""
+        # A load balancer may stand behind the URL. Two equal answers, and never a different one, say that the
+        # engine that answers next is known.
+        return self._source if self._same > 1 and not self._varies else None
+
+    @property
+    def resting(self) -> bool:
+        """True if the engine refused its last request so recently that other engines are preferred."""
+        return self._clock() < self._rests_until
+
+    @property
+    def state(self) -> BackendState:
+        if self.draining:
+            return BackendState.DRAINING
+        if not self.up:
+            return BackendState.DOWN
+        return BackendState.RESTING if self.resting else BackendState.UP
+
+    def back_off(self) -> None:
+        """Prefer other engines for half a second, doubled with each further refusal, up to 16 s.
+
+        The engine stays up: only probes and broken connections mark it as down.
+        """
+        seconds = min(_FIRST_REST_SECONDS * 2**self._rests, _LONGEST_REST_SECONDS)
+        self._rests += 1
+        self._rests_until = self._clock() + seconds
+
+    def take_unwanted(self) -> tuple[str, ...]:
+        names = tuple(self.unwanted)
+        self.unwanted.clear()
+        return names
+
+    def note_success(self) -> None:
+        """Record that the engine has answered a request, so that it need not rest."""
+        self._rests, self._rests_until = 0, 0.0
+
+    def mark_down(self, reason: str) -> None:
+        """Stop sending requests to the engine until `mark_up` is called."""
+        if self._fault is None:
+            _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+            self.losses += 1
+        self._fault = reason
+        self._source, self._same, self._varies = None, 0, False  # it may return as another engine
+
+    def mark_up(self) -> None:
+        """Send requests to the engine, which has answered."""
+        if self._fault is not None:
+            _log.warning("%s engine %s is up%s", self.role, self.url, " again" if self.proven else "")
+        self.proven, self._fault = True, None
+        self.waits.note_alive()
+
+    def note_hand_over(self, params: dict[str, Any] | None) -> bool:
+        """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
+
+        A warning is logged when the engine stops offering KV, and when it starts again.
+
+        Args:
+            params: ``kv_transfer_params`` of the answer; None if it had none.
+
+        Returns:
+            True if a decode engine can read the KV.
+        """
+        done, offers = params is not None, False
+        if params is not None and params.get("do_remote_prefill"):
+            offers = True
+            source = StreamSource.of(params)
+            self._varies |= self._same > 0 and source != self._source
+            self._source, self._same = source, self._same + 1
+        else:
+            self._source, self._same = None, 0
+        # An operator drains it, so it will not change its mind soon.
+        if params is not None and params.get("remote_stopped"):
+            self._rests_until = self._clock() + _LONGEST_REST_SECONDS
+        if done != self._hands_over:
+            if done:
+                _log.warning("prefill engine %s hands over KV again", self.url)
+            else:
+                _log.warning(
+                    "prefill engine %s answered without kv_transfer_params; is it started with a "
+                    "--kv-transfer-config (see kvferry config)?",
+                    self.url,
+                )
+        self._hands_over = done
+        return offers
+
+
+class Pool:
+    """The engines of one role, from which the router chooses one for each request."""
+
+    def __init__(self, role: str, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._role, self._clock = role, clock
+        self.backends = tuple(Backend(role, url, clock) for url in urls)
+        self._removed: tuple[Backend, ...] = ()
+        self._requests = 0
+
+    @property
+    def draining(self) -> tuple[Backend, ...]:
+        self._removed = tuple(backend for backend in self._removed if backend.outstanding)
+        return self._removed
+
+    @property
+    def known(self) -> tuple[Backend, ...]:
+        return (*self.backends, *self.draining)
+
+    def replace(self, urls: Sequence[str]) -> None:
+        """Replace the engines. Engines that stay keep their state, and removed ones end their requests."""
+        known = {backend.url: backend for backend in self.known}
+        before, self.backends = (
+            self.backends,
+            tuple(known.get(url) or Backend(self._role, url, self._clock) for url in urls),
+        )
+        for backend in self.backends:
+            backend.draining = False
+            if backend not in before:
+                _log.warning("%s engine %s is added", self._role, backend.url)
+        for backend in before:
+            if backend not in self.backends:
+                backend.draining = True
+                _log.warning("%s engine %s is removed", self._role, backend.url)
+        self._removed = tuple(backend for backend in known.values() if backend.draining)
+
+    def next(
+        self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
+    ) -> Backend | None:
+        """Choose the engine for a request: that of its session, or else the one with the fewest requests.
+
+        Return None if there is no engine to choose from.
+
+        Args:
+            tried: engines to skip, because this request was already sent to them.
+            last_resort: True to choose from the engines that rest, and then from those that are down, if no
+                other engine is left. An engine that has never been up gets no requests.
+        """
+        left = [backend for backend in self.backends if backend.proven and backend not in tried]
+        up = [backend for backend in left if backend.up]
+        choice = [backend for backend in up if not backend.resting] or ((up or left) if last_resort else [])
+        if session is not None:
+            return max(choice, key=lambda backend: score(session, backend.url), default=None)
+        # Of equals, take the one that was idle longest: an idle router would else send everything to the
+        # first.
+        return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
+
+    @contextmanager
+    def count_request(self, backend: Backend) -> Iterator[None]:
+        """Count a request to an engine as outstanding until the ``with`` block ends."""
+        self._requests += 1
+        backend.last_used = self._requests
+        backend.outstanding += 1
+        try:
+            yield
+        finally:
+            backend.outstanding -= 1

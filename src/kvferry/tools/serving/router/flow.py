@@ -1,0 +1,440 @@
+"""Serve one completion: prefill on one engine, decode on another, and retries after failures.
+
+    prefill engine ── kv_transfer_params ──→ decode engine ──→ client
+         │ dead, silent, busy, or no kv_transfer_params
+         └→ the next prefill engine; without one, the decode engine computes the prompt
+
+If a prefill engine refuses the request, the decode engine answers it alone.
+
+If a long prompt finds an idle prefill engine that can hand over KV while it computes, both engines are asked
+at once (`streaming`). If the prefill engine then fails before the client got any data, the decode engine's
+request is cancelled, and the next prefill engine is asked as above.
+
+The request itself may make an engine fail. After a failure it is therefore retried on only one further engine
+(`failures`).
+
+Cancelling the task that runs `complete` closes the connection to the engine, which then aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import anyio
+from starlette.types import Send
+
+from kvferry.limited_log import LimitedLog
+from kvferry.tools.serving.router.backends import Backend, Pool
+from kvferry.tools.serving.router.bodies import (
+    COMPLETIONS,
+    DECODE_ONLY,
+    api_of,
+    decode_body,
+    decodes_alone,
+    kv_params_of,
+    prefill_body,
+    prefill_headers,
+    wants_stream,
+    withdrawal_body,
+    withdrawal_headers,
+)
+from kvferry.tools.serving.router.endpoint import Call
+from kvferry.tools.serving.router.events import is_events, relay_events
+from kvferry.tools.serving.router.failures import Failures, failure_of, is_busy, is_failure
+from kvferry.tools.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.tools.serving.router.metrics import AloneReason
+from kvferry.tools.serving.router.probe import probe
+from kvferry.tools.serving.router.prompts import Turns, estimated_tokens, has_media
+from kvferry.tools.serving.router.refusals import Refusals
+from kvferry.tools.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
+from kvferry.tools.serving.router.responses import not_found, previous_response, with_response_id
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.router.streaming import StreamSource, new_ticket
+from kvferry.tools.serving.router.suspects import Suspects
+from kvferry.tools.serving.router.upstream import (
+    BROKEN,
+    NOT_CONNECTED,
+    BrokenBeforeFirst,
+    EngineAnswer,
+    EngineClient,
+    describe_error,
+    note_unreachable,
+    read_whole,
+)
+
+_log = logging.getLogger("kvferry.router")
+
+
+@dataclass(slots=True)
+class Completion:
+    """A completion request of a client, and what has happened to it.
+
+    Attributes:
+        call: request of the client.
+        body: its body, parsed.
+        send: ASGI function that sends to the client.
+        session: session of the request, as `session_of` returns it; None if it has none.
+        keeper: decode engine that keeps the response which the request continues; None if any may answer.
+        failures: failures of engines during this request, and deaths during equal ones.
+        held: prefill engines that may hold KV for this request, by the name of that KV.
+        refusals: prefill engines that have refused this request, each with a description of its answer.
+    """
+
+    call: Call
+    body: dict[str, Any]
+    send: Send
+    session: int | None = None
+    keeper: Backend | None = None
+    failures: Failures = field(default_factory=Failures)
+    held: dict[str, Backend] = field(default_factory=dict)
+    refusals: list[tuple[Backend, str]] = field(default_factory=list)
+
+    @property
+    def without_kv(self) -> AloneReason:
+        """Reason why prefill engines were asked, but the decode engine computes the prompt."""
+        return AloneReason.REFUSED if self.refusals else AloneReason.NO_KV
+
+    async def reply(self, reply: Reply) -> None:
+        """Send the client a complete answer."""
+        await reply.send(self.send, self.call.reply_headers)
+
+    def failure(self) -> Reply:
+        """Return the error that lists the failures, and log it."""
+        return self.failures.reply(self.call.path, self.call.reply_headers)
+
+
+class CompletionFlow:
+    """Handler of completion requests."""
+
+    def __init__(self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient) -> None:
+        self._settings, self._prefill, self._decode, self._client = settings, prefill, decode, client
+        self._suspects = Suspects(settings.clock)
+        self._turns = Turns()
+        self._mismatches = LimitedLog(_log)
+        self._refusals = Refusals()
+        self._withdrawals: dict[Backend, asyncio.Task[None]] = {}
+
+    async def complete(self, completion: Completion) -> None:
+        """Serve a completion, and send the client an answer or an error."""
+        path, body = completion.call.path, completion.body
+        completion.failures = self._suspects.begin(path, body)
+        try:
+            if completion.failures.exhausted:
+                await completion.reply(completion.failure())
+            else:
+                await self._complete(completion)
+        finally:
+            self._suspects.end(path, body, completion.failures)
+            # Nobody will read this KV: the client has left, or the request failed before a decode engine
+            # answered. Without word of that, it would fill the prefill engine until its lease expires.
+            for name, backend in completion.held.items():
+                backend.unwanted.append(name)
+                if backend not in self._withdrawals:
+                    headers = withdrawal_headers(completion.call.headers)
+                    task = asyncio.create_task(self._withdraw(backend, headers, body.get("model")))
+                    self._withdrawals[backend] = task
+
+    async def _withdraw(self, backend: Backend, headers: Headers, model: Any) -> None:
+        """Tell a prefill engine which KV is unwanted. If it cannot be reached or refuses, leases expire."""
+        # The next prompt for this engine, if there is one by then, takes the names along at no cost.
+        await asyncio.sleep(self._settings.probe_seconds)
+        del self._withdrawals[backend]  # later names wait for another task
+        if not backend.up or not (names := backend.take_unwanted()):
+            return
+        body = withdrawal_body(model, names)
+        with suppress(*BROKEN):
+            async with self._client.opened("POST", backend, COMPLETIONS, headers, body) as response:
+                await read_whole(response)
+
+    async def close(self) -> None:
+        """Stop telling prefill engines which KV is unwanted."""
+        tasks = [*self._withdrawals.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _complete(self, completion: Completion) -> None:
+        tried, params = list[Backend](), None
+        alone = self._goes_alone(completion)
+        if alone is None:
+            backend = self._prefill.next(tried, completion.session)
+            if backend is not None and (source := _stream_source(backend, completion)) is not None:
+                tried.append(backend)
+                if await self._streamed(completion, backend, source):
+                    return
+            params = await self._kv_of_prompt(completion, tried)
+            if completion.failures.exhausted:
+                await completion.reply(completion.failure())
+                return
+            alone = completion.without_kv if params is None else None
+        completion.call.record.note_decode(alone)
+        await self._answer(completion, params)
+
+    def _goes_alone(self, completion: Completion) -> AloneReason | None:
+        path, body = completion.call.path, completion.body
+        if alone := decodes_alone(path, body) or self._adds_little(completion):
+            return alone
+        return AloneReason.INVALID if self._refusals.includes(path, body) else None
+
+    def _adds_little(self, completion: Completion) -> AloneReason | None:
+        """Return the reason why a hand-over would cost more than it saves; None if it is worth it."""
+        limit, body, session = self._settings.min_prefill_tokens, completion.body, completion.session
+        if not limit or has_media(body):
+            return None
+        if estimated_tokens(body) < limit:
+            return AloneReason.SHORT
+        backend = self._decode.next([], session, last_resort=True)
+        if session is None or backend is None:
+            return None
+        added = self._turns.new_tokens(session, backend, completion.call.path, body)
+        return AloneReason.KNOWN if added is not None and added < limit else None
+
+    def _remembers(self, completion: Completion) -> bool:
+        return bool(self._settings.min_prefill_tokens) and (
+            api_of(completion.call.path, completion.body) not in DECODE_ONLY
+        )
+
+    def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
+        """Record that a decode engine has begun to answer a request."""
+        if status == LOOP_DETECTED:
+            backend.mark_down(LOOP_REASON)
+            return
+        backend.mark_up()
+        if status == 200 and with_kv:
+            completion.held.clear()  # a decode engine that has read KV ends the lease itself
+        self._note_verdict(completion, backend, status)
+        if status == 200 and completion.session is not None and self._remembers(completion):
+            self._turns.remember(completion.session, backend, completion.call.path, completion.body)
+
+    def _note_verdict(self, completion: Completion, backend: Backend, status: int) -> None:
+        """Compare a decode engine's verdict on a request with that of the prefill engines that were asked."""
+        path, body, record = completion.call.path, completion.body, completion.call.record
+        if status == 200 and record.alone is AloneReason.INVALID:
+            self._refusals.discard(path, body)
+        elif status == 200 and record.alone is AloneReason.REFUSED:
+            refusing, answer = completion.refusals[-1]
+            self._mismatches.say(
+                refusing.url,
+                f"prefill engine {refusing.url} refuses requests that decode engine {backend.url} accepts "
+                f"({answer}); start both with the same model and limits",
+            )
+        elif 400 <= status < 500 and not is_busy(status) and record.prefill_seconds is not None:
+            self._refusals.add(path, body)
+
+    async def _streamed(self, completion: Completion, backend: Backend, source: StreamSource) -> bool:
+        """Ask a prefill and a decode engine at once, and relay the decode engine's answer to the client.
+
+        If the prefill engine refuses the request, or computes the prompt but offers no KV, the decode engine
+        is asked again without a ticket, unless the client has got data.
+
+        Returns:
+            False if the prefill engine failed before the client got any data, so that another may be asked.
+        """
+        ticket, record = new_ticket(), completion.call.record
+        begun, over, failed = False, False, False
+
+        async def send_noted(message: Any) -> None:
+            nonlocal begun
+            if over:
+                await anyio.sleep_forever()  # it is being cancelled, and the client gets another answer
+            begun = True
+            await completion.send(message)
+
+        async def prefill() -> None:
+            nonlocal over, failed
+            reply = await self._prefilled(backend, completion, ticket)
+            if reply is not None and reply.status == 200 and backend.note_hand_over(kv_params_of(reply.body)):
+                return
+            if begun:
+                # The decode engine has begun its answer without this KV, so it computes the prompt itself.
+                record.note_decode(completion.without_kv)
+                return
+            over, failed = True, reply is None
+            group.cancel_scope.cancel()
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(prefill)
+                record.note_decode(None)
+                await self._answer(replace(completion, send=send_noted), source.offer(ticket))
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
+        if over and not failed:
+            record.note_decode(completion.without_kv)
+            await self._answer(completion, None)
+        return not failed
+
+    async def _kv_of_prompt(self, completion: Completion, tried: list[Backend]) -> dict[str, Any] | None:
+        """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
+
+        Return None if no prefill engine offers KV, if one refuses the request, or if too many engines failed.
+        In the first two cases the decode engine answers the request.
+
+        Args:
+            completion: request to serve.
+            tried: prefill engines that have failed already. Further ones are added.
+        """
+        while not completion.failures.exhausted and (
+            backend := self._prefill.next(tried, completion.session)
+        ):
+            tried.append(backend)
+            reply = await self._prefilled(backend, completion, None)
+            if reply is None:
+                continue
+            if reply.status != 200:
+                return None  # the decode engine has the last word, in case that their settings differ
+            params = kv_params_of(reply.body)
+            if backend.note_hand_over(params):
+                return params
+            if params is not None and not params.get("remote_stopped"):
+                return None  # it offers no KV of this prompt, and no other engine will
+        return None
+
+    async def _prefilled(self, backend: Backend, completion: Completion, ticket: str | None) -> Reply | None:
+        """Send a request to a prefill engine, and return the engine's answer.
+
+        Return None in these cases:
+
+        - The engine is unreachable. It is marked as down.
+        - The engine is busy. It rests for a while.
+        - The connection breaks later, or the engine is silent. The engine is marked as down, and the failure
+          is added to the completion's.
+        - The engine answers with a server error. This is added, too, and the engine rests.
+
+        Args:
+            backend: prefill engine.
+            completion: request of the client.
+            ticket: ticket for the KV; None if the engine draws it.
+        """
+        call, failures, begun = completion.call, completion.failures, time.monotonic()
+        # Known before the request is sent, because the engine may keep KV even if its answer is lost.
+        completion.held[name := new_ticket()] = backend
+        unwanted = backend.take_unwanted()
+        body = prefill_body(completion.body, ticket, name, unwanted)
+        try:
+            with self._prefill.count_request(backend):
+                async with self._client.opened(
+                    "POST", backend, call.path, prefill_headers(call.headers), body
+                ) as response:
+                    reply = await read_whole(response)
+        except BROKEN as error:
+            note_unreachable(backend, error)
+            if not isinstance(error, NOT_CONNECTED):
+                failures.add(backend, describe_error(error))
+            return None
+        if is_busy(reply.status) or is_failure(reply.status):
+            backend.back_off()
+            if is_failure(reply.status):
+                failures.add(backend, failure_of(reply))
+                await self._if_up(backend, reply)
+            return None
+        if reply.status != 200 or not (kv_params_of(reply.body) or {}).get("do_remote_prefill"):
+            completion.held.pop(name, None)  # it keeps no KV
+        backend.note_success()
+        if reply.status == 200:
+            call.record.prefill_seconds = time.monotonic() - begun
+        else:
+            completion.refusals.append((backend, failure_of(reply)))
+            backend.unwanted.extend(unwanted)  # the API server has not told the engine
+        return reply
+
+    async def _if_up(self, backend: Backend, reply: Reply) -> Reply | None:
+        """Probe an engine, and return its server error; None if the engine is dying or being stopped."""
+        # A dying engine's error says nothing about the request, so the client should not get it.
+        await probe(self._client, backend)
+        return reply if backend.up else None
+
+    def _next_decode(self, tried: list[Backend], completion: Completion) -> Backend | None:
+        if completion.keeper is None:
+            return self._decode.next(tried, completion.session, last_resort=True)
+        return None if completion.keeper in tried else completion.keeper
+
+    async def _answer(self, completion: Completion, params: dict[str, Any] | None) -> None:
+        """Send a request to a decode engine, and relay its answer to the client.
+
+        If the engine is unreachable, is busy, or fails before the client got any data, try another engine.
+        After two failures, send an error to the client instead.
+
+        Args:
+            completion: request to serve.
+            params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
+        """
+        call, failures = completion.call, completion.failures
+        tried: list[Backend] = []
+        last: Reply | None = _no_engine(completion)
+        while backend := self._next_decode(tried, completion):
+            tried.append(backend)
+            if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
+                body = call.body
+            else:
+                # Encoded anew, so that the engine reads only fields that were checked. A response also gets
+                # an id that names the engine.
+                body = decode_body(with_response_id(call.path, completion.body, backend), params)
+            try:
+                with self._decode.count_request(backend):
+                    async with self._client.opened(
+                        "POST", backend, call.path, call.headers, body
+                    ) as response:
+                        self._note_answer(completion, backend, response.status, with_kv=params is not None)
+                        if wants_stream(completion.body) and is_events(response):
+                            await self._relay(completion, backend, response)
+                            return
+                        reply = await read_whole(response)
+            except NOT_CONNECTED as error:
+                note_unreachable(backend, error)
+                continue
+            except (*BROKEN, BrokenBeforeFirst) as error:
+                note_unreachable(backend, error)
+                failures.add(backend, describe_error(error))
+                last = None
+            else:
+                if not is_busy(reply.status) and not is_failure(reply.status):
+                    backend.note_success()
+                    failures.answered = True
+                    await completion.reply(reply)
+                    return
+                last = reply
+                backend.back_off()
+                if not is_failure(reply.status):
+                    continue  # it did not take the request, so the prefill engine still has the KV
+                failures.add(backend, failure_of(reply))
+                last = await self._if_up(backend, reply)
+            # The failed engine may have read the KV, and then the prefill engine has freed it.
+            call.record.note_ticket_lost()
+            params = None
+            if failures.exhausted:
+                last = None
+                break
+        await completion.reply(last or completion.failure())
+
+    async def _relay(self, completion: Completion, backend: Backend, response: EngineAnswer) -> None:
+        call = completion.call
+        if fault := await relay_events(response, completion.send, call.reply_headers, call.path):
+            backend.mark_down(fault)
+            completion.failures.add(backend, fault)
+            call.record.broken = True
+        else:
+            completion.failures.answered = True
+
+
+def _no_engine(completion: Completion) -> Reply:
+    path = completion.call.path
+    if completion.keeper is None:
+        return NO_DECODE_ENGINE.reply(path)
+    return not_found(previous_response(path, completion.body) or "", [completion.keeper])
+
+
+def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:
+    """Return the engine to read from while it computes the prompt; None to ask the engines one by one."""
+    source = backend.stream_source
+    # A prompt that would queue at the prefill engine is not begun soon, and the decode engine does not wait
+    # for it longer than its patience. A prompt of one step gains nothing.
+    if source is None or backend.outstanding or estimated_tokens(completion.body) <= source.step_tokens:
+        return None
+    return source

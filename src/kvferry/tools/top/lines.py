@@ -1,0 +1,194 @@
+"""Render all engines as lines of text: first their figures together, then one line per engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+
+from kvferry.table import Column, fit_table, shortened
+from kvferry.tools.top.addresses import EngineRow, FleetView
+from kvferry.tools.top.detail import detail, extra
+from kvferry.tools.top.figures import Figures
+from kvferry.tools.top.layout import TextLine, TextStyle, broken, fit
+from kvferry.tools.top.units import number, percent
+from kvferry.units import format_age, format_bytes, format_seconds
+
+# The column with engines' names keeps this width, in cells, if its longest name needs it.
+_NAME = 22
+# So many engines keep their lines if the screen is low.
+_FEW = 3
+# Lines about misses at most, if not all lines fit on the screen.
+_MISSES = 2
+COLUMNS = (
+    Column("engine", left=True, least=_NAME),
+    Column("running", rank=1, minimum=6),
+    Column("waiting", rank=2, minimum=6),
+    Column("prompt/s", rank=4, minimum=7),
+    Column("cached", rank=5, minimum=5),
+    Column("loaded/s", rank=6, minimum=8),
+    Column("p99", rank=7, minimum=7),
+    Column("failed", rank=3, minimum=6),
+    Column("answer/s", rank=8, minimum=7),
+    Column("cached in all", rank=9, minimum=6),
+    Column("tier full", rank=10, minimum=5),
+    Column("expired", rank=11, minimum=6),
+    Column("uptime", rank=12, minimum=8),
+)
+
+
+def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, every: float) -> list[TextLine]:
+    """Return the lines of the live view. Less important lines are left out if they do not fit on the screen.
+
+    Args:
+        width, height: size of the screen, in terminal cells.
+        chosen: index of the engine to show in detail; None to show all engines combined.
+        every: seconds between two readings of the metrics.
+    """
+    engines = engine_list(fleet, width, chosen)
+    about = fleet.together if chosen is None else fleet.engines[chosen].figures
+    top = [title(fleet, width, every), about_line(fleet, chosen, width)]
+    room = height - len(top) - 1
+    # With the heading.
+    least = min(len(engines), _FEW + 1)
+    body = [] if about is None else _body(about, width, max(0, room - least))
+    room -= len(body)
+    shown = _cut(engines, max(room, 2))
+    room -= len(shown)
+    more = [] if about is None else list(extra(about, width))[: max(0, room)]
+    return [*top, *body, *more, TextLine(""), *shown][:height]
+
+
+def _body(about: Figures, width: int, room: int) -> list[TextLine]:
+    whole = list(detail(about, width))
+    return whole if len(whole) <= room else list(detail(about, width, misses=_MISSES))[:room]
+
+
+def text(fleet: FleetView, width: int | None, every: float) -> str:
+    """Return the state of all engines as text, for output without a live view.
+
+    Args:
+        width: maximum width of a line, in terminal cells; None for one line per heading and engine.
+    """
+    lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
+    if fleet.together is not None:
+        lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
+    lines += [TextLine(""), *engine_list(fleet, width, None, whole=True)]
+    return "".join(f"{line.text.rstrip()}\n" for line in lines)
+
+
+def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
+    """Return the title line, with the number of engines, the time between readings and a clock."""
+    answering = f"engines answering: {fleet.answering} of {len(fleet.engines)}"
+    clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
+    whole = f"kvferry top  {answering}, read every {every:g} s"
+    if width is None:
+        return TextLine(f"{whole}  {clock}", TextStyle.TITLE)
+    room = width - len(clock) - 1
+    heading = next(
+        (each for each in (whole, f"kvferry top  {answering}", answering) if len(each) <= room), ""
+    )
+    return TextLine(fit(f"{heading:<{max(0, room)}} {clock}", width), TextStyle.TITLE)
+
+
+def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
+    """Return the line that says what is shown in detail: one engine, or all, and the models."""
+    return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
+
+
+def _about(fleet: FleetView, chosen: int | None) -> str:
+    if chosen is not None:
+        engine = fleet.engines[chosen]
+        return f"{_named(engine)}{', ' if engine.model else ''}{engine.model}"
+    models = sorted({engine.model for engine in fleet.engines if engine.model})
+    return f"all engines{': ' if models else ''}{', '.join(models)}"
+
+
+def engine_list(
+    fleet: FleetView, width: int | None, chosen: int | None, *, whole: bool = False
+) -> list[TextLine]:
+    """Return the list of engines: a heading and one line per engine.
+
+    Args:
+        chosen: index of the engine to highlight; None to highlight none.
+        whole: True to show errors in full, in several lines if needed.
+    """
+    rows = [
+        (_named(engine), *_cells(engine.figures), *_more(engine.figures, engine.started, fleet.at))
+        for engine in fleet.engines
+        if engine.figures is not None
+    ]
+    fitted = fit_table(COLUMNS, rows, width, tall=False)
+    lines = [TextLine(line, TextStyle.HEAD) for line in fitted.head]
+    # Engines that do not answer have no figures, but keep their place in the list.
+    numbers = iter(fitted.rows)
+    for place, engine in enumerate(fleet.engines):
+        if engine.figures is None:
+            lines += [TextLine(line, TextStyle.BAD) for line in _silent(engine, fleet.at, width, whole=whole)]
+        else:
+            look = TextStyle.CHOSEN if place == chosen else TextStyle.PLAIN
+            lines += [TextLine(line, look) for line in next(numbers)]
+    return lines
+
+
+def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
+    """Shorten the list of engines to `room` lines, at least 2. A last line counts those that are left out."""
+    if len(lines) <= room:
+        return lines
+    head, *engines = lines
+    # The user's choice stays, and then engines that do not answer.
+    urgent = sorted(
+        engines, key=lambda line: (line.look is not TextStyle.CHOSEN, line.look is not TextStyle.BAD)
+    )
+    left_out = urgent[max(0, room - 2) :]
+    kept = [line for line in engines if not any(line is each for each in left_out)]
+    return [head, *kept, TextLine(f"and {len(left_out)} more", TextStyle.HEAD)]
+
+
+def _named(engine: EngineRow) -> str:
+    role = f" {engine.role}" if engine.role else ""
+    return f"{engine.name}{role}{'' if engine.ferry or engine.figures is None else ' (no kvferry)'}"
+
+
+def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> list[str]:
+    """Return the lines about an engine that does not answer: its name, time of first failure, and error."""
+    if engine.silence is None:
+        status = "asked, has not answered yet"
+    else:
+        since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
+        status = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
+    if whole or width is None:
+        return broken(f"{_named(engine)}  {status}", width)
+    return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(status) - 2))}  {status}", width)]
+
+
+def cached_share(tokens: dict[str, float] | None) -> float | None:
+    """Return the share of prompt tokens, from 0 to 1, that were not computed; None without tokens.
+
+    Args:
+        tokens: prompt tokens by the origin of their KV: ``computed``, or where it was found.
+    """
+    total = sum((tokens or {}).values())
+    return 1 - (tokens or {}).get("computed", 0.0) / total if total else None
+
+
+def _cells(of: Figures) -> Iterator[str]:
+    rates, totals, levels = of.rates, of.totals, of.levels
+    yield number(levels.running)
+    yield number(levels.waiting)
+    yield number(None if rates is None else rates.prompt_tokens)
+    yield percent(None if rates is None else cached_share(dict(rates.tokens)))
+    yield "-" if rates is None else format_bytes(sum(source.load_bytes for source in rates.sources.values()))
+    slowest = [source.load_seconds.p99 for source in totals.sources.values()]
+    yield format_seconds(max(seen)) if (seen := [each for each in slowest if each is not None]) else "-"
+    yield number(sum(totals.failed.values()))
+
+
+def _more(of: Figures, started: float | None, at: float) -> Iterator[str]:
+    fullest = max((usage.share for usage in of.levels.tiers.values()), default=None)
+    yield number(None if of.rates is None else of.rates.generated_tokens)
+    yield percent(cached_share(dict(of.totals.tokens)))
+    yield percent(fullest)
+    yield number(of.totals.leases_expired)
+    yield "-" if started is None else format_age(at - started)
