@@ -26,7 +26,7 @@ from benchmarks.storage.command import storage
 from benchmarks.streaming.command import streaming
 from benchmarks.turns.command import turns
 from kvferry.tools.cli.main import run
-from kvferry.tools.cli.output import check_output
+from kvferry.tools.cli.options import check_output
 from kvferry.tools.cli.usage import HELP_OPTIONS
 
 app = typer.Typer(

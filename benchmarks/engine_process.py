@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from kvferry.errors import KVFerryError, TransferError
+from kvferry.common.errors import KVFerryError, TransferError
 
 _START_SECONDS, _ANSWER_SECONDS, _END_SECONDS = 240.0, 600.0, 30.0
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import ConfigError, TransferError
-from kvferry.orphans import die_with_parent
+from kvferry.common.errors import ConfigError, TransferError
+from kvferry.common.machine import die_with_parent
 
 BUCKET = "kvferry"
 _END_SECONDS = 10.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_seconds
+from kvferry.common.units import format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 PLACES = {"host": "in host memory", "file": "in files"}
 """Descriptions of the place of a prompt's chunks, by tier."""

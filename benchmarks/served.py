@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.without_amx import turn_amx_off
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 if TYPE_CHECKING:
     from kvferry.cache.chunk_cache import ChunkCache

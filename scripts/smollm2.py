@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
 from kvferry.tools.serving.smollm2 import TITLE, smollm2_checkpoint
-from kvferry.tools.serving.tiny.publish import publish
+from kvferry.tools.serving.tiny.tokenizer import publish
 
 _INSTALL = Path(__file__).with_name("install.py")
 _LOCK = Path(__file__).parents[1] / "requirements" / "smollm2.lock"

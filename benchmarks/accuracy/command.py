@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.common.errors import ConfigError, KVFerryError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,8 +143,7 @@ def accuracy(
 @contextmanager
 def _log_folder(log_dir: Path | None, console: Console) -> Iterator[Path]:
     """Yield the folder for logs and results. It is kept if it was named, and after a failure."""
-    from kvferry.tools.serving.signals import StopRequested
-    from kvferry.tools.serving.temporary import temporary_folder
+    from kvferry.tools.serving.processes import StopRequested, temporary_folder
 
     folder, kept = log_dir or temporary_folder("kvferry-accuracy-"), log_dir is not None
     try:
@@ -169,7 +168,7 @@ def _measure(
     from benchmarks.accuracy.harness import find_harness
     from benchmarks.accuracy.measure import Run
     from benchmarks.accuracy.ways import read_ways
-    from kvferry.tools.serving.signals import StopSignals
+    from kvferry.tools.serving.processes import StopSignals
 
     ways, harness = read_ways(options.ways), find_harness(options.lm_eval)
     found = []

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.questions import EXAMPLES, GSM8K, write_task
-from kvferry.errors import ConfigError, KVFerryError
-from kvferry.tools.serving.log_tail import error_line
+from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.tools.serving.engine import error_line
 
 _GSM8K_FILE = "lib/python*/site-packages/lm_eval/tasks/gsm8k/gsm8k.yaml"
 _DOWNLOAD = "import datasets; datasets.load_dataset('openai/gsm8k', 'main')"

@@ -17,9 +17,8 @@ from benchmarks.accuracy.harness import Harness, Task, log_path
 from benchmarks.accuracy.moved import check_moved, read_moved
 from benchmarks.accuracy.systems import System, running
 from benchmarks.accuracy.ways import MakeFleet, Way, alone
-from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.log_tail import last_line
-from kvferry.tools.serving.signals import StopSignals
+from kvferry.tools.serving.engine import EngineSpec, last_line
+from kvferry.tools.serving.processes import StopSignals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

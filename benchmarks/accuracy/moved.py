@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
 
 _SETTLE_SECONDS = 10.0
 _POLL_SECONDS = 0.2

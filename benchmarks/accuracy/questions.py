@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 GSM8K = "gsm8k"
 """Name of lm-eval's own task."""

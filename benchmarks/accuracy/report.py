@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.accuracy.comparison import RULE, Comparison, Results
 from benchmarks.accuracy.evaluation import Evaluation, Score
-from kvferry.units import format_bytes, format_count
+from kvferry.common.units import format_bytes, format_count
 
 
 def show(results: Results, console: Console) -> None:

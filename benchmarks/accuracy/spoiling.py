@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvferry.connector.load import Load
-from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
+from kvferry.engines.vllm.compat.connectors import KVConnectorTransferResults
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.meta import WorkerCard
+from kvferry.engines.vllm.messages import WorkerCard
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.select import blocks_needed
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from kvferry.errors import KVFerryError
-from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.common.errors import KVFerryError
+from kvferry.tools.serving.demo.client import routed
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.tools.serving.launch import Fleet, LaunchError, death_notice
-from kvferry.tools.serving.progress import startup_progress
-from kvferry.tools.serving.signals import StopSignals
+from kvferry.tools.serving.launch import Fleet, LaunchError, death_notice, startup_progress
+from kvferry.tools.serving.processes import StopSignals
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
+from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.kv_config import kv_transfer_config
-from kvferry.tools.serving.ports import free_ports
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.kv_config import Role, kv_transfer_config
 
 PEER = "peer"
 _TIERS = "tiers"

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import progress_line
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import progress_line
 
 _KERNEL_BLOCK_TOKENS = 32
 

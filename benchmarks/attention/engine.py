@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.handover.engine import HandoverEngine
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 
 class LayoutEngine(HandoverEngine):

@@ -21,7 +21,7 @@ from benchmarks.handover.in_process import EnginePair, engine_pair
 from benchmarks.handover.measure import draw_prompt, meet
 from benchmarks.handover.model import HandoverModel, write_model
 from benchmarks.order import rotated
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _LAYERS, _KV_HEADS, _HEAD_DIM, _ELEMENT_BYTES = 8, 2, 128, 4
 _MODEL = HandoverModel(

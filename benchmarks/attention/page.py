@@ -9,7 +9,7 @@ from benchmarks.attention.measure import DECODE, HANDOVER, MEASURES, PREFILL, TR
 from benchmarks.attention.report import ratio
 from benchmarks.cpu_layouts import CPU_LAYOUTS, PER_LAYER
 from benchmarks.page.figures import Comparison, Summary
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _BEST = "BHLNC"
 _CROSS_LAYER = tuple(layout for layout in CPU_LAYOUTS if layout != PER_LAYER)

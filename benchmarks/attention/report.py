@@ -11,8 +11,8 @@ from rich.table import Table
 
 from benchmarks.attention.measure import MEASURES, TOKEN_BYTES, AttentionJob, Found
 from benchmarks.cpu_layouts import CPU_LAYOUTS, PER_LAYER
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.rounds import Spread
 
 
 def show(job: AttentionJob, found: Found, console: Console) -> None:

@@ -30,16 +30,21 @@ from benchmarks.choice.policy_engine import FAR, PolicyEngine, ReplayAnswer, Set
 from benchmarks.choice.workload import Workload
 from benchmarks.object_server import BUCKET, ObjectServer, object_server
 from benchmarks.served import side_by_side, tiered
-from kvferry.tools.bench.movers import CallMover
-from kvferry.tools.bench.rank_chunks import chunk_group
-from kvferry.tools.bench.storage_chunks import RandomChunks, bench_namespace, load_mover, open_queue, store_all
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tools.measuring.machine import MachineFacts, machine_facts
-from kvferry.tools.measuring.simulated import read_geometry
-from kvferry.tools.measuring.spread import Spread
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tools.bench.movers import CallMover
+from kvferry.tools.bench.rank_chunks import chunk_group
+from kvferry.tools.bench.storage_chunks import (
+    RandomChunks,
+    bench_namespace,
+    load_mover,
+    open_queue,
+    store_all,
+)
+from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
+from kvferry.tools.measuring.simulated import read_geometry
 
 POLICIES = ("weight", "first", "cost")
 CONNECTORS, TIERS = "connectors", "tiers"

@@ -11,8 +11,8 @@ from rich.table import Table
 from benchmarks.choice.measure import CONNECTORS, POLICIES, TARGET_RATIO, MeasuredChoice, Replay
 from benchmarks.choice.policy_engine import FAR
 from benchmarks.phrases import seconds, verdict
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.rounds import Spread
 
 _OTHERS = tuple(policy for policy in POLICIES if policy != "cost")
 _TITLES = {"file": "near, files", "object": "far, objects", f"{FAR}object": "far, objects"}

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 RECORDED_BLOCK = 512
 """Number of tokens per block in a recorded trace."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import Region
-from kvferry.tools.measuring.spread import Spread
 from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.host_copy import copy_cells
@@ -19,6 +18,7 @@ from kvferry.memory.pool_cells import CopyView, PoolCells
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strided_copy import Loop, StridedCopy
+from kvferry.tools.measuring.rounds import Spread
 
 _HEADS, _HEAD_ELEMENTS = 8, 128
 _POOL_COPIES = 8

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import parse_names, progress_line
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import parse_names, progress_line
 
 
 def gpu_check(
@@ -30,7 +30,7 @@ def gpu_check(
     from benchmarks.gpu_check import report
     from benchmarks.gpu_check.job import SMALL, GpuCheckJob
     from benchmarks.gpu_check.measure import CHECKS, measure
-    from kvferry.tools.measuring.gpus import source_and_destination
+    from kvferry.tools.measuring.rounds import source_and_destination
 
     source_and_destination(device)
     if device not in ("cpu", "cuda"):

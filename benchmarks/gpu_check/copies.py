@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_check.job import DeviceSpace, GpuCheckJob, seconds_of
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.memory import device_kernel
 from kvferry.memory.address_space import AddressSpace, region_over
 from kvferry.memory.pool_cells import PoolCells

@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.gpu_check.job import GpuCheckJob, seconds_of
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.host_copies import HostCopy
-from kvferry.units import format_bytes
+from kvferry.common.errors import TransferError
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.raw_reads import HostCopy
 
 LEAST_OF_PINNED = 0.9
 _BY_KERNEL, _BY_ENGINE = 1 << 40, 1

@@ -15,7 +15,7 @@ from benchmarks.handover.engine import Setup
 from benchmarks.handover.in_process import EnginePair, engine_pair
 from benchmarks.handover.measure import Load, draw_prompt, measure_load, meet
 from benchmarks.handover.model import MODELS, write_model
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 NAME = "pair of vLLM engines"
 PROMPTS = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _JSON = {"Content-Type": "application/json"}
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.handover.model import MODELS
-from kvferry.tools.cli.bench_options import parse_names, progress_line
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import parse_names, progress_line
 
 if TYPE_CHECKING:
     from benchmarks.handover.measure import Load, Start

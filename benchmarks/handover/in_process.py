@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.engine_process import EngineProcess, resumed
 from benchmarks.handover.engine import HandoverEngine, Setup
 from benchmarks.handover.measure import Handover, Result
-from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.devices import free_ports
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.handover.engine import Setup, Stamps
 from benchmarks.handover.model import HandoverModel, write_model
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _MEET_TOKENS, _MEET_TRIES = 300, 10
 _SPARE_TOKENS = 256

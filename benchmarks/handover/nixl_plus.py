@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.geometry import Region
-from kvferry.memory.huge_pages import request_huge_pages
+from kvferry.memory.shared_memory import request_huge_pages
 
 
 def favour_nixl() -> None:
@@ -15,7 +15,7 @@ def favour_nixl() -> None:
         NixlBaseConnector,
     )
 
-    from kvferry.transport.nixl_agent import sleeping_bindings  # noqa: PLC0415
+    from kvferry.transport.agent import sleeping_bindings  # noqa: PLC0415
 
     names = _api.nixl_agent.__init__.__globals__
     names["nixlBind"] = sleeping_bindings(names["nixlBind"])

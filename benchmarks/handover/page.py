@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.measure import Handover
 from benchmarks.page.figures import Comparison, Summary, format_range
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _PEERS = {"nixl+": "nixl+", "nixl": "NixlConnector"}
 """Names of the peers on the page, by name of the connector. The closest peer is first."""

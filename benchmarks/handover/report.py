@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.measure import Handover, Load
 from benchmarks.handover.model import HandoverModel
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 Found = Mapping[Load, Mapping[str, Sequence[Handover]]]
 """Hand-overs by load and by connector."""

@@ -16,13 +16,13 @@ from benchmarks.handover.measure import Handover, Result
 from benchmarks.handover.server import Server, log_end, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
-from kvferry.errors import ConfigError, KVFerryError, TransferError
+from kvferry.common.errors import ConfigError, KVFerryError, TransferError
+from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec, EngineState
+from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet, LaunchError
-from kvferry.tools.serving.ports import free_ports
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.processes import temporary_folder
 from kvferry.tools.serving.router.bodies import decode_body, kv_params_of, prefill_body
-from kvferry.tools.serving.temporary import temporary_folder
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import REPEATS_HELP, TRANSPORTS_HELP, parse_layouts, progress_line
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import REPEATS_HELP, TRANSPORTS_HELP, parse_layouts, progress_line
 from kvferry.tools.cli.options import write_file
-from kvferry.errors import ConfigError
 
 _MODELS = "Llama-3.1-8B,Qwen3-0.6B,Qwen3-Next-80B-A3B"
 
@@ -50,7 +50,7 @@ def layout(
     from benchmarks.layout import report
     from benchmarks.layout.measure import LayoutJob, measure
     from benchmarks.layout.plot import picture
-    from kvferry.tools.measuring.machine import machine_facts
+    from kvferry.tools.measuring.rounds import machine_facts
     from kvferry.tools.measuring.simulated import read_geometry
 
     if plot is not None and plot.suffix != ".svg":

@@ -16,21 +16,21 @@ import numpy as np
 
 from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, runs_of
 from benchmarks.overhead import planning
-from kvferry.tools.bench.movers import KVFerryMover, Mover, raw_nixl
-from kvferry.tools.bench.rounds import MoverRounds
-from kvferry.errors import ConfigError, GeometryError
+from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import ModelReading
+from kvferry.planning.select import needed_tokens
+from kvferry.planning.strategy import Strategy
+from kvferry.tools.bench.movers import KVFerryMover, Mover, raw_nixl
+from kvferry.tools.bench.rounds import MoverRounds
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine, span_of
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.planning.select import needed_tokens
-from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs_file import load_costs
-from kvferry.transport.settings import TransferSettings
+from kvferry.transport.costs import load_costs
+from kvferry.transport.staging import TransferSettings
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BHLNC")
 PARALLEL = ((1, 1), (2, 1), (1, 2), (4, 2))

@@ -11,9 +11,8 @@ from rich.table import Table as RichTable
 
 from benchmarks.layout.cells import CHOSEN, READS, LayoutRow, LayoutTable
 from benchmarks.layout.verdicts import verdicts
-from kvferry.tools.measuring.machine import MachineFacts
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
 
 
 def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, console: Console) -> None:

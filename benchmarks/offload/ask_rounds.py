@@ -24,12 +24,12 @@ import numpy as np
 
 from benchmarks.offload.asking import SHARES, AskResults, AskTimes, CallTimes
 from benchmarks.offload.sources import SLOW, AskingScheduler, KnownChunks, chunks_of, model
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 
 LAYERS = {
     "attention": (GroupKind.FULL,),

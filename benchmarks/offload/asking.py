@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.tools.measuring.spread import percentile
+from kvferry.tools.measuring.rounds import percentile
 
 TARGET_SECONDS = 1e-3
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.tier_hooks import TARGET_SHARE, HookCost
 from benchmarks.phrases import PLACES, seconds, verdict
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 _MOST_HOOKS = 3
 

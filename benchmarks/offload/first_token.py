@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import SteppedEngine
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.spread import Spread
+from kvferry.common.errors import TransferError
+from kvferry.tools.measuring.rounds import Spread
 
 _WARMING_TOKENS = 512
 

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.tools.bench.storage_chunks import open_queue
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.cache.writing import SlowTier
+from kvferry.cache.reading import SlowTier
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.tools.measuring.spread import Spread
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
+from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.storage_chunks import open_queue
+from kvferry.tools.measuring.rounds import Spread
 
 PLACES = ("host", "file", "nowhere")
 TARGET_SECONDS = 3e-3

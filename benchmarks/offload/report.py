@@ -13,7 +13,7 @@ from benchmarks.offload.asking import SHARES, AskResults
 from benchmarks.offload.lookup import TARGET_SECONDS, LookUpResults, LookUpTimes
 from benchmarks.offload.measure import MeasuredOffload
 from benchmarks.phrases import PLACES, seconds, verdict
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
 
 
 def show(measured: MeasuredOffload, console: Console) -> None:

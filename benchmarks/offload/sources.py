@@ -14,25 +14,20 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import SlowTier
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import PlaceTokens
+from kvferry.common.errors import TransferError
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.content import Adapters, TurnNames, content_of
+from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest
+from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.load import PlaceTokens
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.plain import PlainRequest
-from kvferry.connector.prompt_content import content_of
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
@@ -40,9 +35,8 @@ from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.settings import FileSettings
-from kvferry.tiers.files.tier import FileTier
-from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.files.tier import FileSettings, FileTier
+from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import HOST, PEER, tier_name
@@ -50,6 +44,8 @@ from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.paths import chunk_path
 from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import PeerInfo

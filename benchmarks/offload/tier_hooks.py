@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.checkpoint import VOCABULARY
 from benchmarks.served import SteppedEngine
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.spread import Spread, percentile
+from kvferry.common.errors import TransferError
+from kvferry.tools.measuring.rounds import Spread, percentile
 
 REQUESTS = 16
 PROMPT_TOKENS = 520

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from kvferry.tools.cli.bench_options import TRANSPORTS_HELP, MovedModel, progress_line
+from kvferry.tools.cli.bench import TRANSPORTS_HELP, MovedModel, progress_line
 from kvferry.tools.cli.options import command, flag, option
 
 

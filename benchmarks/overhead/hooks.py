@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.reader import Reader
+from kvferry.common.errors import TransferError
+from kvferry.tools.measuring.reader import LoadRequest, Reader
+from kvferry.tools.measuring.rounds import percentile
 from kvferry.tools.measuring.simulated import SimulatedEngine, span_of
-from kvferry.tools.measuring.spread import percentile
-from kvferry.tools.measuring.worker_steps import LoadRequest
 
 IN_FLIGHT = 4
 STEPS = 1500

@@ -22,25 +22,22 @@ from kvferry.geometry import GroupKind, Region
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.tools.measuring.producer_process import ProducerProcess
-from kvferry.tools.measuring.raw_reads import RawReads
-from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
-from kvferry.tools.measuring.spread import Spread
-from kvferry.tools.measuring.worker_steps import as_arrays
-from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES
+from kvferry.tools.measuring.producer_process import ProducerProcess
+from kvferry.tools.measuring.raw_reads import RawReads
+from kvferry.tools.measuring.reader import Reader, as_arrays
+from kvferry.tools.measuring.rounds import Spread
+from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.agent import Agent
-from kvferry.transport.connected_peer import ConnectedPeer
-from kvferry.transport.costs_file import load_costs
-from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.costs import load_costs
+from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.packed_read import segments_of
-from kvferry.transport.read_order import ReadOrder, Share
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import StagingArea
+from kvferry.transport.read_plan import ReadOrder, Share
+from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
 
 _WORDS = Region(1 << 30, 4096)
 _TICKET = LeaseWord(0, 0, 1)

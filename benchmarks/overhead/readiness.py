@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.overhead.planning import PlannedPeer
+from kvferry.tools.measuring.rounds import Spread
 from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
-from kvferry.tools.measuring.spread import Spread
 from kvferry.tools.plan.side import EngineSide, resolve_layout
 
 PAIRS = (

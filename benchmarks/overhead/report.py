@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.overhead.measure import MeasuredOverhead
 from benchmarks.overhead.readiness import Readiness
 from benchmarks.phrases import verdict
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 TARGET_PLANNING_SECONDS = 5e-3
 TARGET_READY_SECONDS = 0.2

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import parse_names
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import parse_names
 
 
 def page(
@@ -36,7 +36,7 @@ def page(
     """
     from benchmarks.page.measure import measure_page
     from benchmarks.page.sections import SECTIONS
-    from kvferry.user_cache import user_cache
+    from kvferry.common.files import user_cache
 
     if out.suffix != ".md":
         raise ConfigError(f"--out {out} is not an .md file; name one")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 CLEARLY_BEHIND = 1.1
 """A median that is worse than 1 by more than this factor is behind, however wide its range is."""

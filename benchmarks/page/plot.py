@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
 from benchmarks.svg import LINE, svg
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _GOOD, _BEHIND = "#5b8e7d", "#c8553d"
 _WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 8.0, 0.24, 1.1

@@ -11,9 +11,9 @@ import msgspec
 import psutil
 
 from kvferry import __version__
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.version import installed, nixl_version, vllm_version
-from kvferry.errors import ConfigError
-from kvferry.tools.measuring.machine import machine_facts
+from kvferry.tools.measuring.rounds import machine_facts
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

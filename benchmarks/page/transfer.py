@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
-from kvferry.tools.bench.transfer_report import SAME_DESCRIPTORS
-from kvferry.tools.measuring.spread import Spread
-from kvferry.transport.settings import TransferSettings
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
+from kvferry.tools.bench.transfer import SAME_DESCRIPTORS
+from kvferry.tools.measuring.rounds import Spread
+from kvferry.transport.staging import TransferSettings
 
 
 def summary(document: Any) -> Summary:

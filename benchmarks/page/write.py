@@ -12,9 +12,9 @@ from benchmarks.page.figures import CLEARLY_BEHIND, Summary, format_ratio
 from benchmarks.page.plot import draw
 from benchmarks.page.results import Result
 from benchmarks.page.sections import Section
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import format_age
 from kvferry.tools.cli.options import write_file
-from kvferry.errors import ConfigError
-from kvferry.units import format_age
 
 UNEXPLAINED = "no reason known yet"
 

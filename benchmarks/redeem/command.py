@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import progress_line
+from kvferry.tools.cli.bench import progress_line
 
 
 def redeem(

@@ -18,12 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from kvferry.common.errors import TransferError
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
-from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.tools.measuring.spread import Spread, percentile
+from kvferry.tools.measuring.rounds import Spread, percentile
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Pending

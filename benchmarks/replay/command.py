@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import progress_line, work_folder
-from kvferry.extras import BENCH, require
+from kvferry.common.extras import BENCH, require
+from kvferry.tools.cli.bench import progress_line, work_folder
 
 
 def replay(
@@ -36,7 +36,7 @@ def replay(
     from benchmarks.replay import report
     from benchmarks.replay.measure import measure
     from benchmarks.replay.trace import write_trace
-    from kvferry.report import Report
+    from kvferry.common.text import Report
 
     with work_folder(path) as folder, progress_line() as progress:
         if trace is None:

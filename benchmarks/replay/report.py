@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.replay.cases import READING, Measured
-from kvferry.tools.measuring.spread import Spread
-from kvferry.report import Report
-from kvferry.table import Column
+from kvferry.common.text import Column, Report
+from kvferry.tools.measuring.rounds import Spread
 
 _MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from urllib.parse import urlsplit
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
 
 
 class BadAnswer(KVFerryError):

@@ -17,8 +17,8 @@ from typing import IO
 import psutil
 
 from benchmarks.router.load import request, run_load
-from kvferry.errors import KVFerryError
-from kvferry.tools.serving.ports import free_ports, listen, url_of
+from kvferry.common.errors import KVFerryError
+from kvferry.tools.serving.devices import free_ports, listen, url_of
 
 _START_SECONDS = 60.0
 _CHARACTERS_PER_TOKEN = 4

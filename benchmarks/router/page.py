@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _KINDS = {"whole": "an answer as a whole", "stream": "a streamed answer"}
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.phrases import verdict
 from benchmarks.router.measure import Cpu
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _MOST = 2.0
 """Largest wanted ratio of kvferry's CPU time to that of the other router."""

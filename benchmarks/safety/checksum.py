@@ -20,10 +20,10 @@ import numpy as np
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, chunk_group
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.files import chunk_file
 from kvferry.tiers.format.chunk import Chunk
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 
 TARGET = 0.15
 """Largest allowed share of a load's time."""

@@ -20,16 +20,16 @@ from typing import Any
 import zmq
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
+from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import KVFerryMover
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.simulated import simulate_engine
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.strategy import Strategy
 from kvferry.transport import security
-from kvferry.transport.allowed_peers import ANY_PEER
-from kvferry.transport.authenticator import Authenticator
-from kvferry.transport.gather_messages import Done, Gather, Gathered, encode
+from kvferry.transport.addresses import ANY_PEER
+from kvferry.transport.gather_client import Done, Gather, Gathered, encode
+from kvferry.transport.listener import Authenticator
 from kvferry.transport.messages import Release, encode as encode_control
 from kvferry.transport.packed_read import segments_of
 from kvferry.transport.read_plan import ReadPlan

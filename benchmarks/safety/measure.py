@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
-from kvferry.tools.measuring.machine import MachineFacts, machine_facts
+from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
 
 PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[ProtectionCost]]] = {
     "lease": lease_cost.measure,

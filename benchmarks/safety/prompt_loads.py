@@ -14,29 +14,25 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
-from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import Fetch, WantedChunk
+from kvferry.cache.reading import Fetch, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import SlowTier
-from kvferry.connector.bids import Bid
-from kvferry.connector.load import Load
+from kvferry.common.errors import TransferError
+from kvferry.connector.load import Bid, Load
+from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOrder
-from kvferry.errors import TransferError
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.models import ModelReading
-from kvferry.tools.plan.side import EngineSide
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.settings import FileSettings
-from kvferry.tiers.files.tier import FileTier
-from kvferry.tiers.format.body import chunk_group
+from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.names import TIERS
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import TIERS, GetOutcome, PutOutcome
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
+from kvferry.tools.bench.storage_chunks import bench_namespace
+from kvferry.tools.plan.side import EngineSide
 
 _POLL_SECONDS = 200e-6
 _PATIENCE_SECONDS = 60.0

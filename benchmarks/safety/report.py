@@ -10,8 +10,8 @@ from rich.table import Table
 
 from benchmarks.safety.cost import ProtectionCost
 from benchmarks.safety.measure import MeasuredSafety
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_seconds
+from kvferry.common.units import format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 
 def show(measured: MeasuredSafety, console: Console) -> None:

@@ -25,7 +25,6 @@ from benchmarks.offload.sources import chunks_of, model
 from benchmarks.scale.case import Case, Figures
 from benchmarks.scale.memory import traced_bytes
 from benchmarks.scale.result import Measure
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry import GroupKind
@@ -34,6 +33,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 
 _PROMPT_CHUNKS, _LOOK_UPS, _REPLACED = 128, 256, 20_000
 _SLOT_BYTES = 4096

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import parse_names, progress_line
+from kvferry.tools.cli.bench import parse_names, progress_line
 
 
 def scale(

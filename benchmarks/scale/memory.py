@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _PATIENCE_SECONDS = 120.0
 

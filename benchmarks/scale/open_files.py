@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 def allow_open_files(count: int, limits: tuple[int, int] | None = None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary
 from benchmarks.scale.result import figure_text
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _GROWS = 2.0
 """Ratio above which a figure per unit counts as growing."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.connector.adapters import Adapters
+from kvferry.common.errors import TransferError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.content import Adapters, TurnNames, content_of
+from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import Offer, read_offer
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.plain import PlainRequest, PlainStep
-from kvferry.connector.prompt_content import content_of
-from kvferry.connector.stream import EventStream
-from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard

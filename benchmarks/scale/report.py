@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scale.result import MeasuredCase, MeasuredSizes, figure_text
-from kvferry.tools.measuring.machine import machine_facts
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread, machine_facts
 
 
 def show(found: Sequence[MeasuredCase], rounds: int, console: Console) -> None:

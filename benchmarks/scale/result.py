@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.rounds import Spread
 
 Unit = Literal["seconds", "bytes"]
 _BYTES_WITH_UNIT = 10_000

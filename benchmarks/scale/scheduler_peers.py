@@ -15,20 +15,16 @@ import numpy as np
 from benchmarks.no_blocks import NoBlocks
 from benchmarks.offload.sources import model
 from benchmarks.scale.producer import BLOCK_TOKENS
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding
+from kvferry.common.errors import TransferError
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import CacheGroup, EngineFacts
-from kvferry.connector.load import Load
+from kvferry.connector.content import Adapters, TurnNames, content_of
+from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest
+from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.load import Bid, Bidding, Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.plain import PlainRequest
-from kvferry.connector.prompt_content import content_of
 from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream, Refusals
-from kvferry.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tools.measuring.simulated import span_of

@@ -21,15 +21,15 @@ from benchmarks.overhead.planning import PlannedPeer
 from benchmarks.scale.case import Case, Figures
 from benchmarks.scale.producer import BLOCK_TOKENS, RetainingProducer
 from benchmarks.scale.result import Measure
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.measuring.reader import as_arrays
 from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
-from kvferry.tools.measuring.worker_steps import as_arrays
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import encode
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Redeemed
 
 MODEL = "Llama-3.1-8B"

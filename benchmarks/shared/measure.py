@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import KVFerryMover
-from kvferry.tools.measuring.machine import MachineFacts, machine_facts
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.rounds import run_rounds
+from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts, run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine, plain_engine
-from kvferry.tools.measuring.spread import Spread
-from kvferry.planning.strategy import Strategy
 
 LAYOUTS = ("BLHNC", "LBNHC")
 """Layouts of the engines that are read from. The reader has the first."""

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shared.measure import COMPARED, MeasuredSharing
-from kvferry.tools.measuring.spread import Spread
+from kvferry.common.units import format_bytes
 from kvferry.planning.strategy import Strategy
-from kvferry.units import format_bytes
+from kvferry.tools.measuring.rounds import Spread
 
 
 def show(found: MeasuredSharing, console: Console) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.handover.model import MODELS
-from kvferry.tools.cli.bench_options import parse_names, progress_line, work_folder
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import parse_names, progress_line, work_folder
 
 _FAMILIES = [one.name for one in MODELS]
 

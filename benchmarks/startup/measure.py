@@ -17,7 +17,7 @@ from benchmarks.handover.model import HandoverModel, write_model
 from benchmarks.order import rotated
 from benchmarks.startup.engine import ReadyEngine, StartedEngine, StartSetup
 from benchmarks.startup.variants import VARIANTS
-from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.devices import free_ports
 
 _LONGEST = 4096
 T = TypeVar("T")

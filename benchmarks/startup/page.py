@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary
 from benchmarks.startup.variants import NIXL, NONE, PEERS, TIERS
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _LABELS = {PEERS: "start with kvferry, peers only", TIERS: "start with kvferry, host and file tier"}
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.startup.measure import Round, Start
 from benchmarks.startup.variants import NIXL, NONE, VARIANTS
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread
 
 _MIB = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from kvferry.engines.vllm.compat.connectors import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 
 class EmptyConnector(KVConnectorBase_V1, SupportsHMA):

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.checkpoint import VOCABULARY, write_checkpoint
 from benchmarks.engine_process import EngineProcess
 from benchmarks.served import prepare_process
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _KVFERRY = {
     "kv_connector": "KVFerryConnector",

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_ratio
 from benchmarks.steps.report import medians, own_seconds
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_seconds
+from kvferry.common.units import format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 
 def summary(document: Any) -> Summary:

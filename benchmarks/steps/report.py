@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.tools.measuring.spread import Spread, percentile
+from kvferry.tools.measuring.rounds import Spread, percentile
 
 
 def medians(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import progress_line, work_folder
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.bench import progress_line, work_folder
 
 _STEP = 512  # half of it is a chunk, the least that kvferry finds of a longer prompt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.served import FirstAnswer, SteppedEngine, tiered
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 COMPUTE, EXAMPLE, FILE, HOST = VARIANTS = ("compute", "example", "file", "host")
 """Names of the variants: no connector, vLLM's ExampleConnector, kvferry's file tier, and its host tier."""

@@ -23,7 +23,7 @@ from benchmarks.storage.answers import agree
 from benchmarks.storage.engine import COMPUTE, EXAMPLE, FILE, HOST, VARIANTS, Setup, StorageEngine
 from benchmarks.storage.peers import try_peers
 from benchmarks.storage.rounds import Measured, PromptRounds, VariantRound
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 SPARE_TOKENS = 2
 MODEL = {"num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.1}

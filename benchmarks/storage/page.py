@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_seconds
+from kvferry.common.units import format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 _WORK = {
     "new": "first token of a new prompt",

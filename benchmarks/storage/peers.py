@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.checkpoint import VOCABULARY, write_checkpoint
 from benchmarks.engine_process import EngineProcess
 from benchmarks.served import SteppedEngine
-from kvferry.errors import ConfigError, TransferError
+from kvferry.common.errors import ConfigError, TransferError
 
 PEERS: Mapping[str, Mapping[str, Any]] = {
     "OffloadingConnector": {

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from benchmarks.storage.engine import COMPUTE, EXAMPLE, FILE, HOST
 from benchmarks.storage.rounds import Measured, PromptRounds
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
+from kvferry.tools.measuring.rounds import Spread
 
 NAMES: Mapping[str, str] = {
     COMPUTE: "computing",

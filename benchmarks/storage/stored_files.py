@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.tiers.files.direct_io import set_direct
+from kvferry.tiers.files.chunk_file import set_direct
 
 
 def flush(folder: Path) -> float:

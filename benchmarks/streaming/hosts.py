@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 _QUEUE_MILLISECONDS = 50
 _BURST_BYTES = 1 << 20

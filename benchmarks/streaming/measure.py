@@ -17,10 +17,10 @@ import httpx
 
 from benchmarks.checkpoint import VOCABULARY, token_bytes, write_checkpoint
 from benchmarks.streaming.hosts import LinkedHost, linked_hosts
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.tools.serving.launch import EngineSpec, Fleet, Role, fleet_specs
+from kvferry.tools.serving.router.backends import StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import COMPLETIONS, decode_body, kv_params_of, prefill_body
-from kvferry.tools.serving.router.streaming import StreamSource, new_ticket
 
 CHUNK_TOKENS = 2048
 """Tokens that a step of the engines computes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.page.figures import Comparison, Summary, format_range
-from kvferry.tools.measuring.spread import Spread
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
+from kvferry.tools.measuring.rounds import Spread
 
 
 def summary(document: Any) -> Summary:

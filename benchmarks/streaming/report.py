@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.streaming.measure import CHUNK_TOKENS, KV_BYTES, FirstToken
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
 
 
 def show(found: Sequence[FirstToken], console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.cli.bench_options import parse_names, progress_line, work_folder
+from kvferry.tools.cli.bench import parse_names, progress_line, work_folder
 
 
 def turns(

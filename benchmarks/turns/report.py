@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.phrases import verdict
 from benchmarks.turns.measure import FamilyTurns, TurnLoad
-from kvferry.units import format_bytes
+from kvferry.common.units import format_bytes
 
 
 def show(found: Sequence[FamilyTurns], console: Console) -> None:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.common.errors import KVFerryError
 from kvferry.connector.engine import Block, BlockIds, CacheGroup
-from kvferry.errors import KVFerryError
 from kvferry.planning.select import first_attended
 
 

@@ -16,14 +16,12 @@ from transformers import AutoModelForCausalLM
 from examples.transformers_engine.blocks import Pool, Tables
 from examples.transformers_engine.identity import facts_of
 from examples.transformers_engine.pages import Pages
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.agreement import namespace_of_facts
 from kvferry.connector.config import parse_config
-from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.content import Adapters, namespace_of_facts
+from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
+from kvferry.connector.events import EventStream, Listener
 from kvferry.connector.messages import EndedRequests
-from kvferry.connector.plain import PlainRequest, PlainStep
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.stream import EventStream, Listener
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.transport.messages import Facts
 

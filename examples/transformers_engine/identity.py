@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cache.weights import weights_of
-from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS
-from kvferry.errors import ConfigError
-from kvferry.keys.settings_text import settings_of
+from kvferry.common.errors import ConfigError
+from kvferry.connector.content import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS
+from kvferry.keys.namespace import settings_of
 from kvferry.transport.messages import Fact
 
 

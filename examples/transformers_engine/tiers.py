@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from examples.transformers_engine.engine import Answer, Engine, Request
-from kvferry.tools.serving.corpus import passages
+from kvferry.tools.serving.tiny.tokenizer import passages
 
 CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 300, 16
 

@@ -63,8 +63,8 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
     )
 
     from kvferry.engines.vllm.connector import KVFerryConnector
-    from kvferry.engines.vllm.stats import FerryStats
-    from kvferry.observe.metrics_delta import MetricsDelta
+    from kvferry.engines.vllm.messages import FerryStats
+    from kvferry.observe.metrics import MetricsDelta
 
     counted = MetricsDelta()
     counted.count("loads", "peer", "failed")
@@ -103,10 +103,9 @@ def test_requests_report_features_that_leave_their_content_without_a_certain_nam
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvferry.connector.adapters import Adapters
-    from kvferry.connector.prompt_content import keys_of
+    from kvferry.common.errors import Unnameable
+    from kvferry.connector.content import Adapters, keys_of
     from kvferry.engines.vllm.compat.requests import VLLMRequest
-    from kvferry.errors import Unnameable
 
     def named(tokens: list[int] | None = None, **how: Any) -> Any:
         one = Request("r", tokens, SamplingParams(max_tokens=8), None, **how)
@@ -269,7 +268,7 @@ def test_a_request_has_its_trace_headers_and_an_id_that_callers_know_without_its
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.request import Request
 
-    from kvferry.engines.vllm.compat.request_ids import external_id
+    from kvferry.engines.vllm.compat.requests import external_id
 
     given = {"arrival_time": 0.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None}
     sent = EngineCoreRequest(

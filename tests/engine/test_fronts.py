@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.launch import Fleet, fleet_specs
-from kvferry.tools.serving.ports import free_ports
 from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies, front

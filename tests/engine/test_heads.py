@@ -59,7 +59,7 @@ def heads_loaded(module: Any, total: int) -> list[int]:
 def test_each_layer_has_its_own_number_of_heads_as_its_weights_are_loaded(
     ranks: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.engines.vllm.heads import shards
+    from kvferry.engines.vllm.geometry import shards
     from support.played_worker import PlayedWorker
 
     model = tiny_checkpoint("gemma4", checkpoints)
@@ -79,7 +79,7 @@ def test_each_layer_has_its_own_number_of_heads_as_its_weights_are_loaded(
 
 def test_a_layer_that_has_no_projection_is_said_to_be_uncertain_rather_than_wrong() -> None:
     from kvferry.engines.vllm.content import Shard
-    from kvferry.engines.vllm.heads import projections, shards
+    from kvferry.engines.vllm.geometry import projections, shards
     from support.played_worker import PlayedWorker
 
     class Parts(torch.nn.Module):

@@ -14,15 +14,14 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvferry.observe.exposed_names import CONNECTOR, EXPOSED
+from kvferry.observe.metrics import CONNECTOR, EXPOSED
+from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec
+from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet
-from kvferry.tools.serving.ports import free_ports
-from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
-from kvferry.tools.top.derive import compute_figures
-from kvferry.tools.top.exposition import parse_page
-from kvferry.tools.top.window import window
+from kvferry.tools.top.exposition import parse_page, window
+from kvferry.tools.top.figures import compute_figures
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import prompt

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.devices import free_ports
 from support.vllm_engine.inside import distance
 from support.vllm_engine.multi import child, multi
 from support.vllm_engine.pair import SOON, Pair, Setup, prompt

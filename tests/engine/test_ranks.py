@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.tools.serving.demo.client import StreamedAnswer, ask
-from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.tools.serving.demo.client import StreamedAnswer, ask, routed
 from kvferry.tools.serving.demo.pair import family_model
-from kvferry.tools.serving.demo.transfers import Transfer, read_transfer
+from kvferry.tools.serving.demo.report import Transfer, read_transfer
 from kvferry.tools.serving.launch import Fleet, fleet_specs
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tools.serving.tiny import tiny_checkpoint

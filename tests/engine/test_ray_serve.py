@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.tools.serving.ports import free_ports
+from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.tiny import tiny_checkpoint
 from support.apart import apart, needs
 from support.fronts import Engines, answer, answers, bodies

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.transfer_config import TransferCheck
-from kvferry.errors import ConfigError
 from kvferry.tools.serving.machine_checks import check_machine
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.transfer_configs import CORPUS, mutations

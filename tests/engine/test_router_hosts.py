@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.tools.serving.demo.client import StreamedAnswer, ask
 from kvferry.tools.serving.demo.pair import family_model
-from kvferry.tools.serving.demo.transfers import Transfer, read_transfer
+from kvferry.tools.serving.demo.report import Transfer, read_transfer
 from kvferry.tools.serving.devices import Devices
 from kvferry.tools.serving.engine import EngineSpec
 from kvferry.tools.serving.launch import Fleet, Role

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from kvferry.observe.exposed_names import COMMON, CONNECTOR, EXPOSED
+from kvferry.common.units import format_bytes
+from kvferry.observe.metrics import COMMON, CONNECTOR, EXPOSED
+from kvferry.tools.serving.router.backends import StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import prefill_body, withdrawal_body
-from kvferry.tools.serving.router.streaming import StreamSource, new_ticket
 from kvferry.tools.serving.tiny import tiny_checkpoint
-from kvferry.units import format_bytes
 from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes

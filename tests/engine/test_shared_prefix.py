@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.planning.snapshots import first_snapshot, snapshot_positions
+from kvferry.planning.retention import first_snapshot, snapshot_positions
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import prompt

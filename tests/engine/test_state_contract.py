@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm.state import Rank, fields_of
-from kvferry.engines.vllm.state_format import (
+from kvferry.engines.vllm.state import (
     FORMATS,
+    Rank,
     StateFormat,
+    fields_of,
+    find_mismatch,
     gated_delta,
     linear,
     mamba1,
     mamba2,
     short_conv,
 )
-from kvferry.engines.vllm.state_proof import find_mismatch
 
 pytestmark = pytest.mark.engine
 

@@ -10,10 +10,10 @@ from typing import Self
 
 import pytest
 
-from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
+from kvferry.tiers.admin import verify_all
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import Ledger, LockTimeout
-from kvferry.tiers.survey import verify_all
+from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.faulty import Case, Plain
 from support.vllm_engine.pair import connector, prompt
 from support.vllm_engine.process import Engine

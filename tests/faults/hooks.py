@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from kvferry.transport.gather_messages import Gathered
+from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine import parts

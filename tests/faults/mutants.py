@@ -14,7 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.listed_keys import ListedKeys
+from kvferry.tiers.index.tier_keys import ListedKeys
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half
@@ -59,7 +59,7 @@ def _no_image_words(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_peers(engine: Any) -> Iterator[None]:
-    from kvferry.transport.allowed_peers import AllowedPeers
+    from kvferry.transport.addresses import AllowedPeers
 
     with mock.patch.object(AllowedPeers, "allows", return_value=True):
         yield
@@ -68,7 +68,7 @@ def _no_peers(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_weights(engine: Any) -> Iterator[None]:
     """The engine does not notice that its weights change."""
-    from kvferry.connector.worker.stale import StaleEpochs
+    from kvferry.connector.worker.loads import StaleEpochs
 
     with (
         mock.patch.object(StaleEpochs, "on_weights_changed", return_value=None),
@@ -80,7 +80,7 @@ def _no_weights(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_adapter(engine: Any) -> Iterator[None]:
     """Prompts are named as if they had no adapter."""
-    from kvferry.connector.adapters import Adapters
+    from kvferry.connector.content import Adapters
 
     with mock.patch.object(Adapters, "name", return_value=""):
         yield
@@ -88,7 +88,7 @@ def _no_adapter(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_digest(engine: Any) -> Iterator[None]:
-    from kvferry.transport.tickets import _OpenTicket
+    from kvferry.transport.redeem import _OpenTicket
 
     with mock.patch.object(_OpenTicket, "refusal", return_value=None):
         yield
@@ -142,7 +142,7 @@ def _no_checksum(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_key(engine: Any) -> Iterator[None]:
-    from kvferry.transport.authenticator import Authenticator
+    from kvferry.transport.listener import Authenticator
 
     with mock.patch.object(Authenticator, "_verdict", return_value=(b"200", b"OK")):
         yield
@@ -150,7 +150,7 @@ def _no_key(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_salt(engine: Any) -> Iterator[None]:
-    from kvferry.connector import prompt_content
+    from kvferry.connector import content as prompt_content
 
     inner = prompt_content.ChunkKeys
 

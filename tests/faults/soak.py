@@ -27,7 +27,7 @@ from faults.soak_pair import Pair, pair, single
 from faults.soak_rest import counted, held_at_rest
 from faults.soak_values import Answered, Soak, problems
 from faults.traffic import Ask, NoAnswer, answer, conversations, is_right, single_asks
-from kvferry.tools.serving.signals import StopRequested, StopSignals
+from kvferry.tools.serving.processes import StopRequested, StopSignals
 from kvferry.tools.serving.tiny import tiny_checkpoint
 
 TOGETHER = 6

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvferry.tools.serving.devices import visible_devices
+from kvferry.tools.serving.devices import free_ports, visible_devices
 from kvferry.tools.serving.engine import EngineSpec, EngineState
+from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet, death_notice, fleet_specs
-from kvferry.tools.serving.ports import free_ports
-from kvferry.tools.serving.role import Role
 
 _ENGINE = (
     "--enforce-eager",
@@ -110,7 +109,14 @@ def pair(model: str, folder: Path) -> Iterator[Pair]:
 
 @contextmanager
 def _router(prefill: str, decode: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    command = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "router", "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kvferry.tools.cli.main import main; main()",
+        "router",
+        "--port",
+        "0",
+    ]
     command += ["--min-prefill-tokens", "0"]  # every request tests a hand-over
     with log.open("wb") as output:
         process = subprocess.Popen(

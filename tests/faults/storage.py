@@ -15,7 +15,7 @@ from faults.kinds import kind
 from faults.served import Served
 from faults.stage import DEADLINE, LATE, Stage
 from faults.values import Area, Trial
-from kvferry.tiers.outcome import PutOutcome
+from kvferry.tiers.names import PutOutcome
 from support.vllm_engine.tiered import spoil
 
 STORAGE = Area.STORAGE

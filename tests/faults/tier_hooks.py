@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.paths import chunk_path
 from support.chunk_files import verify_bytes
@@ -42,8 +42,8 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
 
 def _chunks_of(engine: Any, text: list[int], salt: str, adapter: str) -> Any:
     from kvferry.cache.prompt_chunks import PromptChunks
-    from kvferry.connector.plain import PlainRequest
-    from kvferry.connector.prompt_content import keys_of
+    from kvferry.connector.content import keys_of
+    from kvferry.connector.engine import PlainRequest
     from support.vllm_engine.inside import lora_of
 
     prompts = parts.prompts(engine)

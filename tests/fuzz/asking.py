@@ -15,8 +15,7 @@ from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, TOKENS, gather_replie
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import GatherRoute
+from kvferry.transport.gather_client import GatherClient, GatherRoute
 from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import MAX_TURNS

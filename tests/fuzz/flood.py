@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.judge import descriptors, memory
 from fuzz.rigs import HOST, Rig, meet
 from fuzz.seeds import requests
-from kvferry.connector.stream import EventStream, Refusals
+from kvferry.connector.events import EventStream, Refusals
 from kvferry.observe.traces import TraceBuffer
 from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Heartbeat, encode
 

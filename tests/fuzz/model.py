@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, LEASES, TOKENS, TURNS
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
 from kvferry.transport.messages import (
     AskTurn,
@@ -17,8 +17,7 @@ from kvferry.transport.messages import (
     decode_reply,
     decode_request,
 )
-from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
-from kvferry.transport.tickets import MAX_CONSUMERS
+from kvferry.transport.redeem import MAX_CONSUMERS, NotRedeemed, Redeem, Redeemed, Unchanged
 from kvferry.transport.turns import TurnContent
 from transport.cards import ticket
 

@@ -22,8 +22,7 @@ from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import Redeemed
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import UNIT_BYTES, StagingArea
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
 from support.memory import memory
 from support.waiting import wait_for
 from transport.cards import cards, facts, ticket

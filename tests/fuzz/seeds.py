@@ -7,8 +7,8 @@ from msgspec import structs
 
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport import gather_messages, messages
-from kvferry.transport.gather_messages import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, NotGathered
+from kvferry.transport import gather_client as gather_messages, messages
+from kvferry.transport.gather_client import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, NotGathered
 from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,

@@ -26,18 +26,29 @@ from fuzz.seeds import (
 )
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
-from kvferry.transport import check_ranks, gather_messages, gather_server, messages, turns
+from kvferry.transport import (
+    gather_client as gather_messages,
+    gather_server,
+    messages,
+    messages as check_ranks,
+    turns,
+)
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
-from kvferry.transport.fair_queue import FairQueue
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, encode
+from kvferry.transport.control_server import ControlServer, FairQueue, ProducerCard
+from kvferry.transport.gather_client import (
+    AnnounceRoutes,
+    Done,
+    Gather,
+    GatherClient,
+    Gathered,
+    GatherRoute,
+    encode,
+)
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import Handshakes
 from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.redeem import PromptContent
+from kvferry.transport.redeem import PromptContent, TicketBook
 from kvferry.transport.redemptions import Redemptions
-from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.waiting import wait_for
 

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
+from kvferry.planning.strategy import Costs
 from kvferry.tools.bench.rounds import MoverRounds, TransferComparison
 from kvferry.tools.bench.tier_cases import TierSpeed
 from kvferry.tools.bench.tiers import MeasuredTiers, TiersJob
 from kvferry.tools.bench.transfer import MeasuredTransfer, TransferJob
-from kvferry.tools.measuring.calibrate import CalibrationResult
-from kvferry.tools.measuring.fit import Fit
-from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.calibrate import CalibrationResult, Fit
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from kvferry.tools.measuring.simulated import read_geometry
-from kvferry.tools.measuring.spread import Spread
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.strategy import Costs
 
 BYTES = 512 << 20
 _PROCESSOR = "Some Long-named Processor 9654P 96-Core @ 3.70GHz"

@@ -8,11 +8,9 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from kvferry.tiers.files.chunk_file import read
-from kvferry.tiers.files.direct_io import set_direct, whole_pages
-from kvferry.tiers.format.body import make_header, zero_padding
+from kvferry.tiers.files.chunk_file import read, set_direct, whole_pages
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
-from kvferry.tiers.format.decode import ChunkHeader, verify
+from kvferry.tiers.format.decode import ChunkHeader, make_header, verify, zero_padding
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(ChunkSection, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))

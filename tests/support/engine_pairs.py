@@ -10,21 +10,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.connector.local_prefix import LocalPrefix
+from kvferry.connector.room import LocalPrefix
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.tools.plan.blocks import SnapshotSteps
 from kvferry.tools.plan.kept import StoredForm, _group
-from kvferry.tools.plan.snapshots import SnapshotSteps
 from kvferry.tools.replay.content import RequestKeys, keys_of, keys_of_each
-from kvferry.tools.replay.engine import Hit
-from kvferry.tools.replay.engine_cache import NO_PREFIX
+from kvferry.tools.replay.engine import NO_PREFIX, Hit
 from kvferry.tools.replay.model import BlockGroup, ServedModel
 from kvferry.tools.replay.settings import ReplaySettings, TierSetting
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.request import TraceRequest
+from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
 from support.served_engine import BLOCKS, ServedEngine, served_engine
 

@@ -12,19 +12,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.admission import Admission
-from kvferry.connector.bids import Bid, Bidding
-from kvferry.connector.engine import BlockIds, CacheGroup
-from kvferry.connector.events import Event
-from kvferry.connector.load import Load
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import BlockIds, CacheGroup, PlainStep
+from kvferry.connector.events import Event, EventStream
+from kvferry.connector.load import Bid, Bidding, Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.plain import PlainStep
 from kvferry.connector.source import Feed, Source
-from kvferry.connector.stream import EventStream
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing

@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.engines.vllm.multi.completions import Completions
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.engines.vllm.multi.meta import MultiWorkerMeta
+from kvferry.engines.vllm.multi.stats import MultiWorkerMeta
 from support.clock import Clock
 from support.vllm_scheduler import VllmScheduler, WithoutWorkers
 

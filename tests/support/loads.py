@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.connector.bids import Bid
-from kvferry.connector.load import Load
+from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import LoadPart
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.read_order import ReadOrder
+from kvferry.transport.read_plan import ReadOrder
 
 
 def made_up_load(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.transport.agent import ReadState
 from kvferry.transport.messages import RankCard

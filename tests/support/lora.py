@@ -14,8 +14,8 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvferry.connector import adapters as module
-from kvferry.errors import NotYetNamed
+from kvferry.common.errors import NotYetNamed
+from kvferry.connector import content as module
 from support.waiting import wait_for
 
 

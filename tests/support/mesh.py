@@ -16,24 +16,22 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry.connector import scheduler
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.events import Event
+from kvferry.connector.content import Adapters
+from kvferry.connector.events import Event, EventStream
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.stream import EventStream
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
-from kvferry.engines.vllm.info import engine_info
-from kvferry.engines.vllm.meta import SchedulerMeta
+from kvferry.engines.vllm.messages import SchedulerMeta
+from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased, ProducerCard
-from kvferry.transport.fair_queue import FairQueue
+from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import AskTurn, Facts, RankCard
+from kvferry.transport.redeem import TicketBook
 from kvferry.transport.redemptions import Redemptions
-from kvferry.transport.tickets import TicketBook
 from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.clock import Clock
 from support.models import attention, model

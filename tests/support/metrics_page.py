@@ -10,9 +10,18 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.observe.exposed_names import COMMON, EXPOSED, VLLM_PREFIX, exposed_name
-from kvferry.observe.metrics import METRICS, MULTI, SECONDS, Metric, MetricKind
-from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics import (
+    COMMON,
+    EXPOSED,
+    METRICS,
+    MULTI,
+    SECONDS,
+    VLLM_PREFIX,
+    Metric,
+    MetricKind,
+    MetricsDelta,
+    exposed_name,
+)
 
 _OF = {**METRICS, **MULTI}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.tier import ObjectTier
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.object_server import Server
 from support.stores import GROUP, NAMESPACE, body, sections

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from hypothesis import strategies as st
 
-from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.choosing import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import Speeds
 from support.clock import Clock
 

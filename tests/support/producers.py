@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import TurnNames
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.peers.producer import LEASE_SLOTS, Producer
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.transport.tickets import TicketBook
+from kvferry.transport.redeem import TicketBook
 from kvferry.transport.turns import TurnIndex
 from support.engine_info import FULL_GROUP
 from support.fake_engine import FakeEngine, PartialHalf

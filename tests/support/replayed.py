@@ -9,14 +9,11 @@ from pathlib import Path
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
-from kvferry.tools.replay.engine_cache import EngineCache
-from kvferry.tools.replay.model import ServedModel, served_model
-from kvferry.tools.replay.pool import BlockPool
-from kvferry.tools.replay.recorded_engine import recorded_engine, with_blocks
-from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.engine import EngineCache
+from kvferry.tools.replay.model import BlockPool, ServedModel, served_model
+from kvferry.tools.replay.settings import ReplaySettings, parse_tier, recorded_engine, with_blocks
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.base import Trace
-from kvferry.tools.replay.trace.request import TraceRequest
+from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 Found = tuple[int, dict[str, int]]
 """Tokens of a prompt that an engine had itself, and those that it loaded from each tier."""

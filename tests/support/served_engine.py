@@ -8,26 +8,24 @@ from dataclasses import dataclass
 from itertools import count
 from unittest.mock import patch
 
+from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.cache.writing import SlowTier
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.block_runs import DescribeBlocks
 from kvferry.connector.config import parse_config
-from kvferry.connector.engine import CacheGroup
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import CacheGroup, DescribeBlocks, PlainRequest, PlainStep
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import LoadFigures
-from kvferry.connector.local_prefix import LocalPrefix
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
-from kvferry.connector.plain import PlainRequest, PlainStep
+from kvferry.connector.room import LocalPrefix
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.stream import EventStream
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
-from kvferry.tools.replay.engine_cache import NO_PREFIX
-from kvferry.tools.replay.model import ServedModel
-from kvferry.tiers.eviction.lru import LRU
+from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tools.replay.engine import NO_PREFIX
+from kvferry.tools.replay.model import ServedModel
 from kvferry.transport.messages import Facts
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up

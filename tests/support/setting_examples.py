@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.config import AdminConfig, ConnectorConfig
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings
 

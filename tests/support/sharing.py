@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvferry.tiers.files import direct_io
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.files import chunk_file as direct_io
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import fetch, keep, open_store
 

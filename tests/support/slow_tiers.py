@@ -10,7 +10,7 @@ from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.outcome import GetOutcome, PutOutcome, TierStats
+from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 
 GARBAGE = 0xEE

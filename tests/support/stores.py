@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from kvferry.keys import Namespace
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import body_of, key
 
 

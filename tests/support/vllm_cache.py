@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.info import cache_group
+from kvferry.engines.vllm.scheduler import cache_group
 
 BLOCK, STEP = 16, 64
 

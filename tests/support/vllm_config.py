@@ -59,7 +59,7 @@ def configured(
 
 def scheduler_connector(vllm_config: Any, kv_cache_config: Any, config: Any) -> Any:
     """Return the connector of a scheduler, without the checks and patches of an engine's start."""
-    from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, KVConnectorRole
+    from kvferry.engines.vllm.compat.connectors import KVConnectorBase_V1, KVConnectorRole
     from kvferry.engines.vllm.connector import KVFerryConnector
 
     made = KVFerryConnector.__new__(KVFerryConnector)

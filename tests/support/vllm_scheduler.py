@@ -42,30 +42,26 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.events import LeaseEnded, LeaseGranted, MissReason, SourceMiss
-from kvferry.connector.load import Load
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, Refusals, SourceMiss
+from kvferry.connector.load import Bid, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.source import Answer
-from kvferry.connector.stream import EventStream, Refusals
 from kvferry.connector.tiers.source import TierSource
-from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
 from kvferry.engines.vllm.compat.requests import request_wrapper
-from kvferry.engines.vllm.compat.scheduler import defer_frees
+from kvferry.engines.vllm.compat.scheduler import VLLMPrefixCache, defer_frees
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.info import engine_info
-from kvferry.engines.vllm.meta import SchedulerMeta, WorkerMeta
+from kvferry.engines.vllm.messages import SchedulerMeta, WorkerMeta
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
+from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.geometry import Group
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
-from kvferry.transport.tickets import TicketBook
+from kvferry.transport.redeem import TicketBook
 from kvferry.transport.turns import TurnIndex
 from support.vllm_cache import BLOCK, KINDS, STEP
 from support.vllm_config import inspect_models_here

@@ -26,8 +26,8 @@ from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import SandboxValidator
-from kvferry.transport.read_order import ReadOrder, ReadResult
-from kvferry.transport.settings import TransferSettings
+from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS
 from support.waiting import wait_for

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.settings import TransferSettings
+from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, ranks
 from support.keys import KEYS

@@ -22,20 +22,20 @@ from benchmarks.layout.cells import METHODS
 from benchmarks.overhead.measure import OverheadJob, measure as measure_overhead
 from benchmarks.safety import measure as safety, report as safety_report
 from benchmarks.safety.cost import SafetyJob
-from kvferry.tools.bench import transfer_report
+from kvferry.common.errors import TransferError
+from kvferry.planning.strategy import Strategy
+from kvferry.tools.bench import transfer as transfer_report
 from kvferry.tools.bench.movers import KVFerryMover
 from kvferry.tools.bench.transfer import TransferJob, measure
 from kvferry.tools.cli.main import app
-from kvferry.tools.doctor.calibrate import calibrate
-from kvferry.errors import TransferError
+from kvferry.tools.doctor.reads import calibrate
 from kvferry.tools.measuring.calibrate import CalibrationJob, calibrate as measure_costs
-from kvferry.tools.measuring.machine import machine_facts
 from kvferry.tools.measuring.producer_process import ProducerProcess
 from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.rounds import machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs_file import default_costs_path, read_costs
+from kvferry.transport.costs import default_costs_path, read_costs
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.transport

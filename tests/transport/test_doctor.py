@@ -2,9 +2,9 @@
 
 import pytest
 
+from kvferry.engines.vllm.version import nixl_version
 from kvferry.tools.doctor import nixl, reads
 from kvferry.tools.doctor.finding import State
-from kvferry.engines.vllm.version import nixl_version
 
 pytestmark = pytest.mark.transport
 

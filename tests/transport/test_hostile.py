@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.tools.doctor.ports import listening_ports
 from kvferry.geometry import Region
+from kvferry.tools.doctor.identity import listening_ports
+from kvferry.transport.agent import VARIABLE, addresses
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import SandboxValidator
-from kvferry.transport.network_devices import VARIABLE, addresses
 from support.metadata import mutations, value
 from support.waiting import wait_for
 from transport import large

@@ -24,5 +24,5 @@ def test_a_limit_of_files_under_which_ucx_does_not_start_is_named() -> None:
         [sys.executable, "-c", LINES], capture_output=True, text=True, check=False, env=environment
     )
     last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvferry.errors.ConfigError: NIXL does not start here (")
+    assert last.startswith("kvferry.common.errors.ConfigError: NIXL does not start here (")
     assert "files may have 1,048,576 bytes (ulimit -f unlimited)" in last

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvferry.transport.nixl_agent import LIBRARY, preload
+from kvferry.transport.agent import LIBRARY, preload
 
 pytestmark = pytest.mark.transport
 

@@ -4,9 +4,8 @@ import logging
 
 import pytest
 
-from kvferry.connector.events import SourceRefused
-from kvferry.connector.stream import EventStream, Refusals
-from kvferry.limited_log import LimitedLog
+from kvferry.common.limited_log import LimitedLog
+from kvferry.connector.events import EventStream, Refusals, SourceRefused
 from support.clock import Clock
 
 

@@ -12,28 +12,23 @@ from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvferry.tools.bench import tiers_report, transfer_report
-from kvferry.errors import Incompatible
+from kvferry.common.errors import Incompatible
+from kvferry.common.text import Column, Report, fit_table, wrap
 from kvferry.geometry.models import read_model
+from kvferry.planning.strategy import Costs
+from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
 from kvferry.tools.plan import show as plan_show
 from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import entries, find_config
 from kvferry.tools.plan.forecast import Forecast, RefusedTransfer, forecast, refusal
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
-from kvferry.tools.plan.show_kept import show_kept
+from kvferry.tools.plan.show import show_kept
 from kvferry.tools.plan.side import EngineSide, resolve_layout
-from kvferry.planning.strategy import Costs
-from kvferry.report import Report
 from kvferry.tools.serving.demo import report as demo_report
-from kvferry.tools.serving.demo.report import RequestRow
-from kvferry.tools.serving.demo.screen import Screen
-from kvferry.tools.serving.demo.transfers import Transfer
-from kvferry.tools.serving.demo.verdict import AnswerVerdict
-from kvferry.table import Column, fit_table
-from kvferry.terminal import wrap
+from kvferry.tools.serving.demo.report import AnswerVerdict, RequestRow, Screen, Transfer
 from kvferry.tools.top import detail as top_detail, lines as top_lines
-from kvferry.tools.top.addresses import PolledAddress, Unreachable, fleet_view
 from kvferry.tools.top.exposition import parse_page
+from kvferry.tools.top.poller import PolledAddress, Unreachable, fleet_view
 from support import bench_results
 from support.examples import examples
 from support.metrics_page import Page, busy, several

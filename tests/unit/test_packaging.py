@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvferry
-from kvferry.tools.doctor import nixl
+from kvferry.common.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
-from kvferry.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
+from kvferry.tools.doctor import nixl
 from support.long.run import RELEASES
 
 ROOT = Path(__file__).parents[2]
@@ -160,8 +160,10 @@ def test_routers_of_other_projects_are_pinned_without_the_engine() -> None:
 
 
 def test_commands_import_neither_an_engine_nor_torch() -> None:
-    modules = "kvferry.tools.cli.main, kvferry.tools.doctor.examine, kvferry.tools.serving.tiny, kvferry.tools.serving.demo"
-    code = f"import sys, {modules}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
+    modules = (
+        f"kvferry.tools.{name}" for name in ("cli.main", "doctor.examine", "serving.tiny", "serving.demo")
+    )
+    code = f"import sys, {', '.join(modules)}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

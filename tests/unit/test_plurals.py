@@ -43,10 +43,10 @@ def test_a_number_before_a_noun_is_counted(package):
         for line, text in sentences(path)
         if COUNTED.match(text)
     ]
-    assert not wrong, "write the number and its noun with kvferry.units.counted or plural"
+    assert not wrong, "write the number and its noun with kvferry.common.units.counted or plural"
 
 
 def test_no_noun_has_its_plural_in_brackets():
     texts = {path: path.read_text() for path in ROOT.rglob("*.py")}
     wrong = [path for path, text in texts.items() if re.search(rf"\b({NOUNS})\(s\)", text)]
-    assert not wrong, "write the number and its noun with kvferry.units.counted"
+    assert not wrong, "write the number and its noun with kvferry.common.units.counted"

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.corpus import corpus, passages
+from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint, trained_tokenizer
-from kvferry.tools.serving.tiny.publish import publish
-from kvferry.tools.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY
+from kvferry.tools.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY, corpus, passages, publish
 
 pytestmark = pytest.mark.slow
 

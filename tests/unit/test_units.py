@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.units import format_bytes, format_seconds
+from kvferry.common.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ import pytest
 
 import kvferry
 import kvferry.cache.weights
+import kvferry.planning.strategy
+import kvferry.tiers.paths
 import kvferry.tools.doctor.costs
 import kvferry.tools.plan.find
-import kvferry.planning.strategy
+import kvferry.tools.serving.processes
 import kvferry.tools.serving.specs
-import kvferry.tools.serving.temporary
-import kvferry.tiers.paths
-import kvferry.transport.costs_file
-import kvferry.transport.key_file
-from kvferry.user_cache import user_cache
+import kvferry.transport.costs
+import kvferry.transport.security
+from kvferry.common.files import user_cache
 
 NOBODY = 54321
 """A number without an entry in the table of users, as containers run as."""
@@ -71,7 +71,7 @@ def test_an_error_names_the_variable_to_set_for_a_user_without_a_home():
 
 @pytest.mark.parametrize("environment", [{}, {"HOME": "/root"}, {"XDG_CACHE_HOME": "/root/cache"}], ids=str)
 def test_built_in_costs_and_no_digests_are_used_if_the_cache_cannot_be_read(environment):
-    costs = "kvferry.transport.costs_file.load_costs() == kvferry.planning.strategy.Costs()"
+    costs = "kvferry.transport.costs.load_costs() == kvferry.planning.strategy.Costs()"
     assert said(f"{costs}, kvferry.cache.weights.cached_digests()[1]", **environment) == "(True, 0)"
 
 
@@ -83,7 +83,7 @@ def test_the_doctor_reports_built_in_costs(environment):
 
 def test_a_home_that_the_user_may_not_enter_is_named_in_the_error_about_the_key(tmp_path):
     closed(tmp_path)
-    assert said("kvferry.transport.key_file.read_keys(None)", HOME=str(tmp_path)) == (
+    assert said("kvferry.transport.security.read_keys(None)", HOME=str(tmp_path)) == (
         f"{REFUSED}no secret_file is set, and {tmp_path}/.local/state/kvferry cannot hold the "
         "key of this user's engines: Permission denied; set secret_file to a file with the engines' secret "
         "(kvferry keygen FILE makes one)"
@@ -109,7 +109,7 @@ def test_the_home_of_an_unknown_user_is_a_missing_path(path):
 
 
 def test_the_folder_of_compiled_code_has_the_number_of_a_user_without_a_name():
-    assert Path(said("kvferry.tools.serving.temporary.compiled_code()")).name == f"torchinductor_uid_{NOBODY}"
+    assert Path(said("kvferry.tools.serving.processes.compiled_code()")).name == f"torchinductor_uid_{NOBODY}"
 
 
 def closed(folder: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.cli.options import write_file
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.common.files import create_private_file, replace_file
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs_file import write_costs
-from kvferry.transport.key_file import read_keys, write_secret
-from kvferry.whole_file import create_private_file, replace_file
+from kvferry.tools.cli.options import write_file
+from kvferry.transport.costs import write_costs
+from kvferry.transport.security import read_keys, write_secret
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import Medium
-from kvferry.tiers.storage_settings import Location, StorageSettings, TrialResult
+from kvferry.tiers.storage_tier import Location, StorageSettings, TrialResult
 
 from .tier import SqliteTier
 

@@ -7,15 +7,13 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.body import check_body, check_size, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import read_header
+from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header, zero_padding
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.listed_keys import ListedKeys
-from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
+from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 
 _TABLE = "CREATE TABLE IF NOT EXISTS chunks (namespace, key, file BLOB, PRIMARY KEY (namespace, key))"

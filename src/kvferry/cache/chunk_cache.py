@@ -18,18 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.counts import CacheCounts, TransferTimes
-from kvferry.cache.reading import Reading
+from kvferry.cache.reading import CacheCounts, Reading, SlowTier, TransferTimes, Writing
 from kvferry.cache.tier_queue import ReadEnded
-from kvferry.cache.writing import SlowTier, Writing
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NO_TIER
-from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.host.counters import HostMissReason
+from kvferry.tiers.format.decode import chunk_group
+from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 
 
 class ChunkCache:

@@ -8,20 +8,170 @@ A chunk that several loads want is read once.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.cache.counts import CacheCounts
-from kvferry.cache.fetch import Fetch, WantedChunk
-from kvferry.cache.writing import Writing
+from kvferry.cache.tier_queue import TierQueue
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import MAX_TIERS, Tags, tags_of
-from kvferry.tiers.names import HOST
-from kvferry.tiers.outcome import GetOutcome
+from kvferry.tiers.names import HOST, GetOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChunk:
+    """A chunk that a load needs."""
+
+    group: int  # index of the KV cache group
+    number: int  # index of the chunk in the prompt
+    key: bytes  # key of the chunk in this group
+    tokens: int  # number of tokens in the chunk; 0 for a snapshot
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The chunks of one load on their way from the tiers to host memory.
+
+    `reading.Reading` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to
+    `ready`. The load takes ready chunks with `take`.
+    """
+
+    # Chunks that are neither held nor being read.
+    remaining: deque[WantedChunk] = field(default_factory=deque)
+    without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
+    reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
+    # Chunks in host memory, held until the load closes the slot.
+    ready: deque[tuple[WantedChunk, Slot]] = field(default_factory=deque)
+    # Names of the tiers, host memory included, that have provided chunks of this load so far.
+    tiers: set[str] = field(default_factory=set)
+    # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
+    # chunk is not included.
+    failed: set[str] = field(default_factory=set)
+    # Reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
+    failure: str | None = None
+    # Outcome for the chunk that caused the failure, such as ABSENT if no tier has it any more; None if there
+    # is no failure, or if the cache was reset.
+    miss: GetOutcome | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the load has no chunk left to wait for: all are ready or taken, or it has failed."""
+        return self.failure is not None or not (self.remaining or self.reading)
+
+    def take(self) -> list[tuple[WantedChunk, Slot]]:
+        """Remove and return all ready chunks. The caller must close the slots."""
+        found = list(self.ready)
+        self.ready.clear()
+        return found
+
+
+# Share of host memory in use above which write-back starts to write.
+WRITE_BACK_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SlowTier:
+    """A storage tier behind host memory, whose write mode is write-back or write-through."""
+
+    queue: TierQueue
+    write_back: bool = False
+
+
+@dataclass(slots=True)
+class Writing:
+    """Writes chunks from host memory to one slow tier. Only the engine's thread may use it."""
+
+    slow_tier: SlowTier
+    host: HostTier
+    slot_memory: Callable[[Slot], memoryview]
+    lost: int = 0  # number of queued chunks that host memory evicted before their write started
+    # Chunks still to be written, the oldest first: (description, cold) by key.
+    queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
+    # Slots of the chunks that are being written, by key.
+    held: dict[bytes, Slot] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of chunks that are queued or being written."""
+        return len(self.queued) + len(self.held)
+
+    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
+        """Queue a chunk in host memory for writing, unless the tier has the chunk or is writing it."""
+        if key not in self.held and not self.slow_tier.queue.tier.contains([key])[0]:
+            self.queued[key] = group, cold
+
+    @property
+    def due(self) -> bool:
+        """Whether chunks are queued and should be written as soon as the tier accepts a write.
+
+        It is False in write-back mode while host memory has room, and while the tier's writes hang.
+        """
+        return bool(self.queued) and self._may_write and not self.slow_tier.queue.writes.stuck
+
+    @property
+    def under_way(self) -> bool:
+        """Whether chunks are being written. It is False while the tier's writes hang."""
+        return bool(self.held) and not self.slow_tier.queue.writes.stuck
+
+    def pump(self) -> int:
+        """Start as many writes as tier and write mode allow; return how many chunks left the queue."""
+        if not (before := len(self.queued)):
+            return 0
+        while self.queued and self._may_write and self.slow_tier.queue.can_write:
+            self._write_next()
+        return before - len(self.queued)
+
+    def on_write_ended(self, key: bytes) -> None:
+        """Release the slot of a chunk whose write has ended, whatever the outcome."""
+        self.host.close(self.held.pop(key))
+
+    def flush(self) -> None:
+        """Start the writes of all queued chunks now. Ignore the write mode and the tier's limit on writes."""
+        while self.queued:
+            self._write_next()
+
+    def drop_queued(self) -> None:
+        """Drop all queued chunks. Writes in flight continue."""
+        self.queued.clear()
+
+    @property
+    def _may_write(self) -> bool:
+        full = self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
+        return full or not self.slow_tier.write_back
+
+    def _write_next(self) -> None:
+        """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
+        key, (group, cold) = self.queued.popitem(last=False)
+        slot = self.host.hold(key)
+        if slot is None:
+            self.lost += 1
+            return
+        self.held[key] = slot
+        self.slow_tier.queue.write(key, group, self.slot_memory(slot), cold=cold)
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Counts of chunks of a tiered cache since its start."""
+
+    # Chunks that ranks have copied, or failed to copy, to host memory.
+    stored: int = 0
+    failed: int = 0
+    # Chunks made ready for a load, by name of the tier that they came from.
+    fetched: Counter[str] = field(default_factory=Counter)
+    # Reads that did not return the chunk although the tier listed it, by name of the tier and outcome.
+    missed: Counter[tuple[str, GetOutcome]] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class TransferTimes:
+    """Seconds that each successful read and write took, by name of the tier."""
+
+    reads: dict[str, list[float]] = field(default_factory=dict)
+    writes: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

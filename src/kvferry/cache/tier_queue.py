@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 
 logger = logging.getLogger(__name__)

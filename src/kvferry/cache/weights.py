@@ -22,8 +22,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvferry.errors import ConfigError
-from kvferry.user_cache import user_cache
+from kvferry.common.errors import ConfigError
+from kvferry.common.files import user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -21,19 +21,16 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
-from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import CacheGroup, PrefixCache, Request, RequestBlocks
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.load_plans import LoadPlan, common_alignment, load_plans
-from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before, must_compute
+from kvferry.connector.events import EventStream
+from kvferry.connector.load import Bid, Bidding
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
-from kvferry.connector.running_loads import RunningLoad, RunningLoads
-from kvferry.connector.source import Answer, Source
-from kvferry.connector.stream import EventStream
-from kvferry.connector.transfer import TransferBook
+from kvferry.connector.room import Headroom, LocalPrefix, last_boundary_before, must_compute
+from kvferry.connector.source import Answer, LoadPlan, Source, common_alignment, load_plans
+from kvferry.connector.transfer import RunningLoad, RunningLoads, TransferBook
 from kvferry.planning.select import LoadSpan
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from kvferry.connector.bids import Bid, Bidding
+from kvferry.connector.choosing import Policy
 from kvferry.connector.engine import Request
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
+    EventStream,
     Finished,
     LateBlocks,
     LoadEnded,
@@ -21,15 +22,14 @@ from kvferry.connector.events import (
     SourceMiss,
     SourcesAsked,
     ValuedBid,
+    log_errors,
 )
-from kvferry.connector.load import LoadOutcome
-from kvferry.connector.local_prefix import LocalPrefix
+from kvferry.connector.load import Bid, Bidding, LoadOutcome
 from kvferry.connector.messages import Report
 from kvferry.connector.peers.offer import has_offer
-from kvferry.connector.policies import Policy
-from kvferry.connector.running_loads import RunningLoad
+from kvferry.connector.room import LocalPrefix
 from kvferry.connector.source import Answer, Source
-from kvferry.connector.stream import EventStream, log_errors
+from kvferry.connector.transfer import RunningLoad
 
 OTHER_PART = "another part of the prefix has failed"
 """Reason for dropping a load when another load of the same attempt has failed."""

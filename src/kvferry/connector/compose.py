@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.adapters import Adapters
+from kvferry.common.errors import ConfigError
 from kvferry.connector.admission import Admission
-from kvferry.connector.answer_times import AnswerTimes
-from kvferry.connector.block_runs import DescribeBlocks
-from kvferry.connector.choosing import BidChooser
+from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockPool, EngineFacts, PrefixCache
-from kvferry.connector.headroom import Headroom
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.engine import BlockPool, DescribeBlocks, EngineFacts, PrefixCache
+from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.peers.connections import TurnFinder
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_finder import TurnFinder
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.policies import policy_named
-from kvferry.connector.running_loads import RunningLoad
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
-from kvferry.connector.speeds import Speeds
-from kvferry.connector.stream import EventStream, Refusals
+from kvferry.connector.speeds import AnswerTimes, Speeds
 from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.transfer import TransferBook
+from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import PEER
+from kvferry.tiers.paths import boot_id
+from kvferry.transport.addresses import AllowedPeers, is_loopback, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address
+from kvferry.transport.security import Keys, key_location, read_keys
 
 
 class Composition:
@@ -191,3 +192,85 @@ class Composition:
             prefix_cache=self._prefix_cache,
             clock=self._clock,
         )
+
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_keys(config: ConnectorConfig) -> Keys | None:
+    """Return the secret keys that protect the control channels between this engine and other engines.
+
+    Return None if the engine exchanges no KV and has no admin API, whose token derives from the keys. Log the
+    location and the fingerprint of the keys. Log a warning if engines on other machines may connect but the
+    setting ``secret_file`` is not set: such engines are refused until the user gives them the same secret.
+
+    Args:
+        config: settings of the connector.
+
+    Raises:
+        ConfigError: the key file cannot be read, or a missing one cannot be created.
+    """
+    if not config.transfers and config.admin is None:
+        return None
+    keys, place = read_keys(config.secret_file), key_location(config.secret_file)
+    logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
+    if config.transfers and not place.configured and not is_loopback(config.host):
+        logger.warning(
+            "host is %s and secret_file is not set, so only this user's engines on this machine have "
+            "the key: others are refused until they have it too; copy %s to their machines, or make a file "
+            "with kvferry keygen FILE, and set secret_file everywhere",
+            config.host, place.path,
+        )  # fmt: skip
+    return keys
+
+
+def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
+    """Return the machines whose engines may exchange KV with this engine.
+
+    Args:
+        config: settings of the connector, with the list of these machines in ``peers``.
+
+    Raises:
+        ConfigError: the setting ``peers`` has a malformed entry, no entry, or too many entries.
+    """
+    return parse_allowed_peers(config.peers, config.host, config.advertise_host)
+
+
+def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
+    """Check that all ranks of the engine have the same key as its scheduler.
+
+    Args:
+        keys: secret keys of the scheduler.
+        workers: descriptions of all workers, each with the fingerprint of the worker's key.
+
+    Raises:
+        ConfigError: the key of a rank differs from the scheduler's. This happens if the rank runs on another
+            machine and that machine has a key of its own.
+    """
+    for worker in workers:
+        if worker.key not in (None, keys.fingerprint):
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {worker.key}, "
+                f"the engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
+                "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )
+
+
+def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
+    """Check that all ranks of an engine with tiers run on the machine of its scheduler.
+
+    Args:
+        workers: descriptions of all workers.
+
+    Raises:
+        ConfigError: a rank runs on another machine, where it cannot use the scheduler's host memory.
+    """
+    for worker in workers:
+        if worker.machine != boot_id():
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} runs on another machine than the engine's "
+                "scheduler, but the ranks of an engine with tiers share host memory; leave tiers out, or "
+                "start the engine on one machine"
+            )

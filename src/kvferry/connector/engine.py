@@ -38,8 +38,8 @@ returns that they are kept. The connector holds references to blocks that are st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from kvferry.geometry import GroupKind
@@ -410,3 +410,145 @@ class EngineFacts:
             tokens: number of tokens of the request.
         """
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainRequest:
+    """A plain data class that implements `Request`. The attributes are explained there.
+
+    >>> request = PlainRequest(request_id="r", prompt_token_ids=[1, 2, 3])
+    >>> request.num_tokens, request.trim_prompt(), request.num_tokens
+    (3, True, 2)
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    answer_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    adapter: LoraAdapter | None = None
+    items: Sequence[PromptItem] = ()
+    cache_salt: str | None = None
+    arrives_in_parts: bool = False
+    kv_transfer_params: Any = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    own_hit: int | None = None
+    cached_tokens: int | None = None
+    is_complete: bool = False
+    needs_blocks: bool = False
+    was_rejected: bool = False
+    snapshot_at: int = 0
+    cache_refusal: str | None = None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Token ids of prompt and answer."""
+        return [*(self.prompt_token_ids or ()), *self.answer_token_ids]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt_token_ids or ())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and answer."""
+        return self.num_prompt_tokens + len(self.answer_token_ids)
+
+    def report_cached_tokens(self, tokens: int) -> None:
+        """Set `cached_tokens`."""
+        self.cached_tokens = min(tokens, self.num_prompt_tokens)
+
+    def take_snapshot_at(self, tokens: int) -> None:
+        """Set `snapshot_at`."""
+        self.snapshot_at = tokens
+
+    def trim_prompt(self) -> bool:
+        """Drop the last prompt token if there are two or more; return whether it was dropped."""
+        if self.prompt_token_ids is None or len(self.prompt_token_ids) < 2:
+            return False
+        self.prompt_token_ids = self.prompt_token_ids[:-1]
+        return True
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainStep:
+    """An engine step as a data class. It implements `Step`, which documents the other attributes.
+
+    Attributes:
+        tables: block tables, per KV cache group, of each request that the step computes, by request id.
+    """
+
+    tokens: Mapping[str, int]
+    tables: Mapping[str, BlockIds] = field(default_factory=dict)
+    snapshots: Mapping[str, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes, of all requests."""
+        return sum(self.tokens.values())
+
+    def block_ids(self, request_id: str) -> BlockIds:
+        """Return the block tables of a request, per KV cache group."""
+        return self.tables[request_id]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of a prompt in one KV cache group.
+
+    >>> run = BlockRun(0, (b"a", b"b"), parent=None, tokens=(1, 2, 3, 4), block_tokens=2)
+    >>> run.part(1, 2)
+    BlockRun(group=0, hashes=(b'b',), parent=b'a', tokens=(3, 4), block_tokens=2, adapter=None, extra_keys=())
+
+    Attributes:
+        group: index of the engine's KV cache group.
+        hashes: the engine's hash of each block. It covers all tokens up to the end of the block.
+        parent: hash of the block before the first one; None at the start of a prompt.
+        tokens: token ids of all blocks.
+        block_tokens: number of tokens per block.
+        adapter: (id, name) of the request's LoRA adapter; None without one.
+        extra_keys: for each block, what else the engine hashes with its tokens; empty if there is nothing.
+    """
+
+    group: int
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: Sequence[int]
+    block_tokens: int
+    adapter: tuple[int, str] | None = None
+    extra_keys: tuple[tuple[object, ...] | None, ...] = ()
+
+    def part(self, first: int, last: int) -> BlockRun:
+        """Return the blocks with indices from `first` to `last`, half-open, of this run."""
+        size = self.block_tokens
+        return BlockRun(
+            self.group,
+            self.hashes[first:last],
+            self.hashes[first - 1] if first else self.parent,
+            self.tokens[first * size : last * size],
+            size,
+            self.adapter,
+            self.extra_keys[first:last],
+        )
+
+    def parts(self, wanted: Sequence[bool]) -> Iterator[BlockRun]:
+        """Yield the wanted blocks as the fewest runs.
+
+        Args:
+            wanted: whether each block of this run is wanted.
+        """
+        first = 0
+        for at, is_wanted in enumerate([*wanted, False]):
+            if not is_wanted:
+                if first < at:
+                    yield self.part(first, at)
+                first = at + 1
+
+
+DescribeBlocks: TypeAlias = Callable[[Request, int, range], BlockRun | None]
+"""Function of a request, the index of a KV cache group, and a range of the request's tokens.
+
+It returns the engine's blocks that end in the range. The first one may begin before it. It returns None if
+there is no such block, or if the engine has no hash of them.
+"""

@@ -2,12 +2,178 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.connector.bids import Bid
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTokens:
+    """The number of tokens whose KV a source offers to load from one place.
+
+    Attributes:
+        place: ``peer``, or the name of a tier.
+    """
+
+    place: str
+    tokens: int
+
+
+def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, ...]:
+    """Return the places of the first `tokens` tokens of an offer.
+
+    >>> trim_parts((PlaceTokens("host", 300), PlaceTokens("file", 200), PlaceTokens("object", 100)), 400)
+    (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
+
+    Args:
+        parts: tokens from each place, in the order of the prompt.
+        tokens: at most the sum of the parts.
+    """
+    found = []
+    for part in parts:
+        taken = min(part.tokens, tokens)
+        if taken > 0:
+            found.append(PlaceTokens(part.place, taken))
+        tokens -= taken
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """A source's offer to load KV for a request: the KV of tokens that the engine does not have.
+
+    Attributes:
+        source: a peer's name, or ``tiers``.
+        parts: number of offered tokens from each place, including the tokens of `head`.
+        looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
+            upper bounds.
+        promised: True if the source is still looking, but the request came with a peer's ticket for the
+            tokens. The numbers in `parts` are then what the ticket says.
+        head: bid of another source for the start of the prefix, if two sources load one prefix together.
+            `parts` begins with the parts of that bid. None if `source` loads everything.
+        tail: bid of `source` for the rest of the prefix, if there is a `head`; else None.
+        growing: True if the place still computes some of the tokens. The time of the load then tells nothing
+            about the speed of the place.
+    """
+
+    source: str
+    parts: tuple[PlaceTokens, ...]
+    looking: bool = False
+    promised: bool = False
+    head: Bid | None = None
+    tail: Bid | None = None
+    growing: bool = False
+
+    @classmethod
+    def composed(cls, head: Bid, tail: Bid) -> Bid:
+        """Return one bid that combines the bids of two sources for the two parts of a prefix."""
+        looking = [bid for bid in (head, tail) if bid.looking]
+        return cls(
+            tail.source,
+            head.parts + tail.parts,
+            looking=bool(looking),
+            promised=bool(looking) and all(bid.promised for bid in looking),
+            head=head,
+            tail=tail,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def places(self) -> frozenset[str]:
+        return frozenset(part.place for part in self.parts)
+
+    @property
+    def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
+        """The parts of each source. The source that loads the start of the prompt comes first."""
+        return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources that make this bid. The source that loads the prompt's start comes first."""
+        return (self.source,) if self.head is None else (*self.head.sources, self.source)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Names of the answers that this bid waits for; empty if its sources have answered."""
+        if self.head is not None and self.tail is not None:
+            return self.head.unanswered | self.tail.unanswered
+        if not self.looking:
+            return frozenset()
+        # A peer that still computes the prompt answers much later, so its answers are timed apart.
+        return frozenset((f"{self.source}, computing" if self.growing else self.source,))
+
+    def has_same_sources(self, other: Bid | None) -> bool:
+        """Return whether a bid has the same sources and places; False for None."""
+        return other is not None and (self.sources, self.places) == (other.sources, other.places)
+
+
+def saves_computation(missing_tokens: int) -> bool:
+    """Return whether a load could save the engine the computation of at least one token.
+
+    Args:
+        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+    """
+    # The engine always computes the last token, to sample from it.
+    return missing_tokens > 1
+
+
+class Bidding:
+    """The excluded sources of one request, and its remaining attempts to load KV."""
+
+    def __init__(self, attempts: int) -> None:
+        self._left = attempts
+        self._excluded: dict[str, str] = {}
+        self._succeeded = 0
+
+    def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
+        """Return the bids that may be taken.
+
+        Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
+        any computation.
+
+        Args:
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+        """
+        if self._left <= 0 or not saves_computation(missing_tokens):
+            return []
+        return [bid for bid in bids if bid.tokens > 0 and self._excluded.keys().isdisjoint(bid.sources)]
+
+    @property
+    def spent(self) -> bool:
+        """Whether no attempt to load the request's KV is left."""
+        return self._left <= 0
+
+    def use_attempt(self) -> int:
+        """Use up one attempt to load the request's KV; return the number of attempts left."""
+        self._left -= 1
+        return self._left
+
+    def on_succeeded(self) -> None:
+        """Record that an attempt to load KV has succeeded."""
+        # Given back only by `on_computed`: a load after which nothing is computed could repeat without end.
+        self._succeeded += 1
+
+    def on_computed(self) -> None:
+        """Give back the attempts that succeeded. Call this when the engine computes tokens of the request."""
+        # A request that is preempted later may have to load its KV again, and needs attempts for that.
+        self._left, self._succeeded = self._left + self._succeeded, 0
+
+    def exclude(self, source: str, reason: str) -> bool:
+        """Exclude a source for this request; return False if the source was excluded before."""
+        if source in self._excluded:
+            return False
+        self._excluded[source] = reason
+        return True
+
+    def exclusion_reason(self, source: str) -> str | None:
+        """Return the reason why a source was excluded for this request; None if it was not excluded."""
+        return self._excluded.get(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvferry.connector.answer_times import AwaitedAnswers, Waiting
-from kvferry.connector.bids import Bid, Bidding
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import Request
-from kvferry.connector.headroom import Headroom
+from kvferry.connector.load import Bid, Bidding
+from kvferry.connector.room import Headroom
+from kvferry.connector.speeds import AwaitedAnswers, Waiting
 
 
 class RequestPhase(Enum):

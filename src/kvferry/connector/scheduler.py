@@ -10,35 +10,43 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.connector.access import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.admin.actions import DRAINED, AdminActions
-from kvferry.connector.admin.calls import AdminCalls
-from kvferry.connector.admin.server import AdminServer
+from kvferry.common.errors import ConfigError
+from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
-from kvferry.connector.block_runs import DescribeBlocks
-from kvferry.connector.compose import Composition
-from kvferry.connector.config import AdminConfig, ConnectorConfig
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, PrefixCache, Request, Step
+from kvferry.connector.compose import (
+    Composition,
+    check_one_machine,
+    check_rank_keys,
+    peers_allowed,
+    scheduler_keys,
+)
+from kvferry.connector.config import AdminConfig, ConnectorConfig, read_tiers
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.engine import (
+    BlockIds,
+    BlockPool,
+    DescribeBlocks,
+    EngineFacts,
+    PrefixCache,
+    Request,
+    Step,
+)
+from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.connections import check_readable
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_names import TurnNames
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.stale_kv import StaleKV
-from kvferry.connector.stream import EventStream, Refusals
-from kvferry.connector.tier_config import read_tiers
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.errors import ConfigError
+from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
-from kvferry.transport.port_range import parse_port_range
 from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from kvferry.connector.messages import StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.tiers.tiering import Tiering
-from kvferry.connector.worker.stale import CHANGED, MOVED
+from kvferry.connector.worker.loads import CHANGED, MOVED
 
 logger = logging.getLogger(__name__)
 

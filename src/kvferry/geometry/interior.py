@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.geometry.pagemap import PageMap
-from kvferry.geometry.rank import GroupKind
+from kvferry.geometry.rank import GroupKind, PageMap
 from kvferry.geometry.store import LayerCache, StoredField
 
 HEAD = "head"

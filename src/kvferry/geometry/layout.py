@@ -22,10 +22,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry.interior import PageInterior, page_interior, round_up
-from kvferry.geometry.pagemap import LAYOUTS, PageMap, PoolRoom, is_compact, page_map
-from kvferry.geometry.rank import Group, Layer, RankGeometry, Region
+from kvferry.geometry.rank import (
+    LAYOUTS,
+    Group,
+    Layer,
+    PageMap,
+    PoolRoom,
+    RankGeometry,
+    Region,
+    is_compact,
+    page_map,
+)
 from kvferry.geometry.store import LayerCache, ModelCache
 
 __all__ = [

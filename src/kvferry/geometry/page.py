@@ -21,7 +21,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 
 TOKEN = "token"
 

@@ -1,8 +1,7 @@
 """Content keys: equal content has equal keys in every process, on every node and in every Python version."""
 
-from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item
+from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item, prompt_digest
 from kvferry.keys.namespace import Namespace, differences
-from kvferry.keys.prompt import prompt_digest
 
 __all__ = [
     "KEY_BYTES",

@@ -25,6 +25,7 @@ key of a chunk.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import Unnameable
+from kvferry.common.errors import Unnameable
 
 KEY_BYTES = 32
 
@@ -195,3 +196,23 @@ def _encode_array(tokens: npt.NDArray[np.integer]) -> bytes:
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < 1 << 32):
         raise Unnameable(f"token ids from {tokens.min()} to {tokens.max()} do not fit into 4 bytes")
     return tokens.astype("<u4").tobytes()
+
+
+def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
+    """Return the digest of token ids and of other inputs that determine the KV: BLAKE2b, 32 hex digits.
+
+    Args:
+        extras: the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
+
+    >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
+    True
+    >>> prompt_digest([1, 2, 3]) == prompt_digest([1, 2])
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
+    # Each part follows its length. So tokens cannot be read as an extra, nor two extras as one.
+    digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes())
+    for extra in extras:
+        data = extra.encode("utf-8", "surrogatepass")  # a cache salt from JSON may have a lone surrogate
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

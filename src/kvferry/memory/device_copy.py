@@ -15,13 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
+from kvferry.common.units import format_bytes
+from kvferry.geometry import Region
 from kvferry.memory import device_kernel
 from kvferry.memory.host_copy import check_bounds
 from kvferry.planning.descriptors import Int64s
 
 if TYPE_CHECKING:
     from kvferry.memory.pool_cells import CellViews, CopyView
+
 
 # Words that a program of the kernel copies at a time, and its warps.
 _TILE_WORDS, _WARPS = 2048, 8
@@ -149,3 +152,32 @@ def _programs(pool: torch.Tensor, packed: torch.Tensor) -> int:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+# Flags of cudaHostRegister: for all CUDA contexts of the process, and mapped into their addresses.
+_PORTABLE_AND_MAPPED = 3
+
+
+class HostRegistration:
+    """Host memory that is registered with CUDA until `close`, and must stay mapped until then.
+
+    `memory` begins at a page. TransferError is raised if CUDA cannot register it.
+    """
+
+    def __init__(self, memory: Region) -> None:
+        self._address = memory.address
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(memory.address, memory.length, _PORTABLE_AND_MAPPED).value
+        if code:
+            self._address = 0
+            raise TransferError(
+                f"CUDA cannot register {format_bytes(memory.length)} of host memory (error {code}); lower "
+                "the capacity of the host tier or staging_mib, or raise ulimit -l and the container's memory "
+                "limit"
+            )
+
+    def close(self) -> None:
+        """End the registration. No copy of the memory may be in progress. Idempotent."""
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.memory import copy_kernel
 from kvferry.planning.descriptors import Int64s
 

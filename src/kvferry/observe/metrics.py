@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 PREFIX = "kvferry_"
 
@@ -110,3 +112,139 @@ METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric
 """Metrics of one connector, by name."""
 MULTI: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _MULTI})
 """Metrics of the choice between several connectors, by name. `docs/multi.md` explains them."""
+
+
+Series: TypeAlias = tuple[str, tuple[str, ...]]
+"""Key of a series: name of a metric in `metrics.METRICS`, and the values of its labels."""
+
+
+@dataclass(slots=True)
+class MetricsDelta:
+    """Changes of metrics in one engine step, by series. Mutable.
+
+    Attributes:
+        counters: increments of the counters.
+        gauges: current values of the gauges.
+        samples: new observations of the histograms.
+    """
+
+    counters: Counter[Series] = field(default_factory=Counter)
+    gauges: dict[Series, float] = field(default_factory=dict)
+    samples: defaultdict[Series, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def __bool__(self) -> bool:
+        return bool(self.counters or self.gauges or self.samples)
+
+    def count(self, name: str, *labels: str, by: int = 1) -> None:
+        """Increment a counter of `METRICS`, with its labels in the order of `Metric.labels`."""
+        # A counter without increments would show up as a series of its own.
+        if by:
+            self.counters[name, labels] += by
+
+    def set(self, name: str, *labels: str, to: float) -> None:
+        """Set a gauge of `METRICS`, with its labels in the order of `Metric.labels`."""
+        self.gauges[name, labels] = to
+
+    def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
+        """Add observations to a histogram of `METRICS`, with its labels in the order of `Metric.labels`."""
+        if seen := list(of):
+            self.samples[name, labels] += seen
+
+    def add(self, other: MetricsDelta) -> None:
+        """Merge a later delta, which is not modified, into this one."""
+        self.counters.update(other.counters)
+        # The later value of a gauge is the current one.
+        self.gauges.update(other.gauges)
+        for series, seen in other.samples.items():
+            self.samples[series] += seen
+
+    def plain(self) -> dict[str, Any]:
+        """Return the delta as a JSON-serializable dict.
+
+        Returns:
+            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples
+            [name, label values, change]. The change is the increment of a counter, the current value of a
+            gauge, or the list of observations of a histogram.
+        """
+        return {
+            "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
+            "gauges": [[name, list(labels), n] for (name, labels), n in self.gauges.items()],
+            "samples": [[name, list(labels), seen] for (name, labels), seen in self.samples.items()],
+        }
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
+        """Create a delta from the result of `plain`."""
+        found = cls()
+        for name, labels, n in plain["counters"]:
+            found.count(name, *labels, by=n)
+        for name, labels, n in plain["gauges"]:
+            found.set(name, *labels, to=n)
+        for name, labels, seen in plain["samples"]:
+            found.sample(name, *labels, of=seen)
+        return found
+
+
+COMMON = ("model_name", "engine")
+"""Labels that vLLM adds to every metric, both its own and those of connectors."""
+CONNECTOR = "connector"
+"""Label that kvferry's metrics have in addition if an engine has several connectors."""
+
+VLLM_PREFIX = "vllm:"
+
+ROUTER_PREFIX = f"{PREFIX}router_"
+"""Start of the names of metrics of `kvferry router`, which are on the router's own `/metrics`."""
+
+_VLLM = (
+    Metric("num_requests_running", MetricKind.GAUGE, "Requests in the running batch."),
+    Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait to be scheduled."),
+    Metric("kv_cache_usage_perc", MetricKind.GAUGE, "Used share of the engine's KV cache, from 0 to 1."),
+    Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens."),
+    Metric("prompt_tokens_by_source", MetricKind.COUNTER, "Prompt tokens, by origin.", ("source",)),
+    Metric("generation_tokens", MetricKind.COUNTER, "Generated tokens."),
+    Metric(
+        "time_to_first_token_seconds",
+        MetricKind.HISTOGRAM,
+        "Time to first token, as the API server measures it.",
+    ),
+)
+
+
+def exposed_name(metric: Metric, prefix: str = PREFIX) -> str:
+    """Return the name that a metric has on `/metrics`, such as ``kvferry_loads_total``.
+
+    For a histogram, the name has no suffix such as ``_bucket``.
+    """
+    # Prometheus clients add the suffix of a counter.
+    return f"{prefix}{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}"
+
+
+EXPOSED: Mapping[str, Metric] = MappingProxyType(
+    {exposed_name(metric): metric for metric in (*METRICS.values(), *MULTI.values())}
+    | {exposed_name(metric, VLLM_PREFIX): metric for metric in _VLLM}
+)
+"""Definitions of kvferry's metrics and of vLLM's metrics that kvferry shows, by name on `/metrics`."""
+
+_ROUTER = (
+    Metric("requests", MetricKind.COUNTER, "Requests that have ended.", ("outcome", "reason")),
+    Metric("active_requests", MetricKind.GAUGE, "Requests under way."),
+    Metric("engine_state", MetricKind.GAUGE, "1 for the state of an engine.", ("role", "url", "state")),
+    Metric("engine_requests", MetricKind.GAUGE, "Requests that an engine works on.", ("role", "url")),
+    Metric("first_byte_seconds", MetricKind.HISTOGRAM, "Time to the first byte of an answer's body."),
+    Metric("request_seconds", MetricKind.HISTOGRAM, "Time to the last byte of an answer."),
+    Metric("prefill_seconds", MetricKind.HISTOGRAM, "Time until a prefill engine has answered."),
+    Metric("received_bytes", MetricKind.COUNTER, "Bytes of bodies from callers."),
+    Metric("sent_bytes", MetricKind.COUNTER, "Bytes of answers' bodies to callers."),
+)
+ROUTER: Mapping[str, Metric] = MappingProxyType(
+    {exposed_name(metric, ROUTER_PREFIX): metric for metric in _ROUTER}
+)
+"""Definitions of the metrics of `kvferry router`, by name on the router's `/metrics`."""
+
+SUFFIXES = ("_bucket", "_sum", "_count")
+"""Suffixes of the series of a histogram."""
+
+
+def series_names(name: str) -> tuple[str, ...]:
+    """Return the names that the series of a metric in `EXPOSED` have: one name, or three for a histogram."""
+    return tuple(name + each for each in SUFFIXES) if EXPOSED[name].kind is MetricKind.HISTOGRAM else (name,)

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.connector import events
 from kvferry.connector.events import DecisionReason, Event, MissReason, SourceMiss
 from kvferry.connector.load import LoadOutcome
-from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics import MetricsDelta
 from kvferry.tiers.names import HOST, PEER
 
 

@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.errors import ConfigError
-from kvferry.operating_system import require_posix
+from kvferry.common.errors import ConfigError
+from kvferry.common.machine import require_posix
 
 _SUFFIX, _UNFINISHED = ".sock", ".new"
 _UNFINISHED_SECONDS = 60.0

@@ -15,11 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 
+from kvferry.common.errors import Incompatible
+from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
 from kvferry.planning.descriptors import Descriptors, Int64s
-from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies
+from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies, strided_copies
 
 # Byte offset of every cell of a block, relative to the cell with the lowest address. All are at least 0.
 Offsets = tuple[int, ...]
@@ -142,3 +145,121 @@ def split_tokens(
             at.append(tuple((step - step.min()).tolist()))
             first.append(side[0, tokens] + step.min())
         yield at[0], at[1], first[0], first[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The copy from pages of one format to pages of another format.
+
+    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is
+    cell ``c % src_cells`` of block ``c // src_cells``, and likewise at the destination. A snapshot is one
+    cell, which fills a block on both sides.
+
+    Attributes:
+        cell_tokens: number of tokens per cell; 0 for a snapshot.
+        src_cells, dst_cells: number of cells per block on each side.
+        cell_copies: strided copies of a cell, with byte offsets from the start of the page on each side.
+    """
+
+    cell_tokens: int
+    src_cells: int
+    dst_cells: int
+    cell_copies: tuple[CellCopy, ...]
+
+
+def differences(src: PageFormat, dst: PageFormat) -> list[str]:
+    """Return the reasons why pages of `src` cannot be copied to pages of `dst`, one sentence each."""
+    if bool(src.block_tokens) != bool(dst.block_tokens):
+        return [f"{src.content} holds tokens on one side and a snapshot on the other ({dst.content})"]
+    ours, theirs = ({f.name: f for f in page.fields} for page in (dst, src))
+    if ours.keys() != theirs.keys():
+        here, there = _listed(ours), _listed(theirs)
+        return [f"the peer's pages hold {there} ({src.content}), ours hold {here} ({dst.content})"]
+    found = []
+    for name, field in ours.items():
+        other = theirs[name]
+        if field.item_bytes != other.item_bytes:
+            found.append(
+                f"field {name!r}: elements of {other.item_bytes} bytes there, {field.item_bytes} here"
+            )
+        here, there = (_listed(a.name for a in f.axes) for f in (field, other))
+        if here != there:
+            found.append(f"field {name!r}: axes {there} there, {here} here")
+            continue
+        if field.axis(TOKEN) is None and src.block_tokens != dst.block_tokens:
+            found.append(
+                f"field {name!r}: one value per block, which has {src.block_tokens} tokens there, "
+                f"{dst.block_tokens} here"
+            )
+        # Ranges of an axis such as heads may differ, because a transfer can reshard. Its total may not.
+        for axis in field.axes:
+            match = other.axis(axis.name)
+            if axis.name != TOKEN and match is not None and match.total != axis.total:
+                found.append(f"field {name!r}: axis {axis.name!r} is {match.total} there, {axis.total} here")
+    return found
+
+
+def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
+    """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
+
+    Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
+    element of 2 bytes.
+
+    >>> def page(tokens):
+    ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))
+    ...     return PageFormat("kv", tokens, 2 * tokens, (field,))
+    >>> moved = plan_page_copy(page(4), page(6))
+    >>> moved.cell_tokens, moved.src_cells, moved.dst_cells
+    (2, 2, 3)
+    >>> moved.cell_copies[0]
+    CellCopy(src_offsets=(0, 4), dst_offsets=(0, 4, 8), copies=(StridedCopy(src=0, dst=0, run=4, loops=()),))
+
+    Args:
+        fields: names of the fields to copy; None for all. A field of which the two sides hold disjoint parts
+            is left out.
+
+    Raises:
+        Incompatible: pages of `src` cannot be copied to pages of `dst`; lists all `differences`.
+    """
+    if found := differences(src, dst):
+        raise Incompatible(found)
+    pairs = [(src_f, f) for f in dst.fields for src_f in src.fields if src_f.name == f.name]
+    if fields is not None:
+        pairs = [(a, b) for a, b in pairs if b.name in fields]
+    # Both block sizes are whole multiples of the greatest common divisor, so no cell crosses a block's end.
+    cell = gcd(src.block_tokens, dst.block_tokens)
+    cell_copies = merge_cell_copies(cell_copy for pair in pairs for cell_copy in _field_copies(*pair, cell))
+    if not cell:
+        return PageCopy(0, 1, 1, cell_copies)
+    return PageCopy(cell, src.block_tokens // cell, dst.block_tokens // cell, cell_copies)
+
+
+def _field_copies(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
+    axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
+    here = dst.axis(TOKEN)
+    if here is None:
+        copies = strided_copies(dst.item_bytes, src.offset, dst.offset, axes)
+        yield CellCopy(ONE_CELL, ONE_CELL, tuple(copies))
+        return
+    for src_offsets, dst_offsets, *tokens in split_tokens(
+        _axis(src, TOKEN).offsets(), here.offsets(), cell_tokens
+    ):
+        found = strided_copies(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
+        yield CellCopy(src_offsets, dst_offsets, tuple(found))
+
+
+def _axis(field: Field, name: str) -> Axis:
+    return next(axis for axis in field.axes if axis.name == name)
+
+
+def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:
+    """Return the byte offsets at the source and at the destination of the elements that both sides hold."""
+    low, high = max(src.start, dst.start), min(src.stop, dst.stop)
+    # Without a common range, both slices must be empty. A negative length would wrap around.
+    high = max(low, high)
+    here, there = (side.offsets()[low - side.start : high - side.start] for side in (dst, src))
+    return there, here
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

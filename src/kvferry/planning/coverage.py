@@ -33,7 +33,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, attends_to_all, first_attended, needed_tokens

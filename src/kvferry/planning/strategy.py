@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Descriptors
 from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image

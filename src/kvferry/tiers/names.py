@@ -5,7 +5,10 @@ The first tier of a kind has the name of its kind, such as ``file``. Further one
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from threading import Lock
 
 PEER = "peer"  # other engines, as a tier and as a source of KV
 HOST = "host"
@@ -37,3 +40,85 @@ def tier_kind(name: str) -> str:
     ('file', 'file')
     """
     return name.partition(".")[0]
+
+
+class PutOutcome(StrEnum):
+    """The outcome of storing a chunk. After all but `STORED` and `PRESENT`, the chunk is *dropped*."""
+
+    STORED = "stored"
+    PRESENT = "present"  # the tier had it already
+    TOO_LARGE = "larger than the capacity"
+    FULL = "nothing left to evict"
+    NO_SPACE = "no space on the device"
+    BUSY = "ledger held by others"
+    IO_ERROR = "I/O error"
+
+    @property
+    def dropped(self) -> bool:
+        return self not in (PutOutcome.STORED, PutOutcome.PRESENT)
+
+
+class GetOutcome(StrEnum):
+    """The outcome of fetching a chunk. All outcomes except `HIT` are misses."""
+
+    HIT = "hit"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"  # moved to quarantine
+    OTHER_SHAPE = "other shape"  # a good chunk, but not of the requested group
+    IO_ERROR = "I/O error"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """The counts of one storage tier in one process, since the process opened the tier."""
+
+    # Numbers of attempts to store and to fetch a chunk, by outcome.
+    puts: dict[PutOutcome, int]
+    gets: dict[GetOutcome, int]
+    stored_bytes: int  # bytes of the stored files, including headers and padding
+    evicted: int  # number of files that this process evicted to make room
+    evicted_bytes: int
+    quarantined: int  # number of bad chunks moved to quarantine
+    swept: int  # number of removed temporary files of dead writers
+
+    @property
+    def dropped(self) -> dict[PutOutcome, int]:
+        return {reason: count for reason, count in self.puts.items() if reason.dropped}
+
+    @property
+    def misses(self) -> dict[GetOutcome, int]:
+        return {reason: count for reason, count in self.gets.items() if reason is not GetOutcome.HIT}
+
+
+@dataclass
+class OutcomeCounter:
+    """A thread-safe counter of everything that `TierStats` reports."""
+
+    _puts: Counter[PutOutcome] = field(default_factory=Counter)
+    _gets: Counter[GetOutcome] = field(default_factory=Counter)
+    _sums: Counter[str] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+
+    def count_put(self, what: PutOutcome, stored_bytes: int) -> bool:
+        """Count a store of a file of `stored_bytes`. Return whether to log it: the first of its outcome."""
+        with self._lock:
+            self._puts[what] += 1
+            self._sums["stored_bytes"] += stored_bytes if what is PutOutcome.STORED else 0
+            return self._puts[what] == 1
+
+    def count_get(self, what: GetOutcome) -> bool:
+        """Count a fetch. Return whether to log it: the first of its outcome."""
+        with self._lock:
+            self._gets[what] += 1
+            return self._gets[what] == 1
+
+    def add(self, **counts: int) -> None:
+        """Add to integer fields of `TierStats`, for example ``add(evicted=1)``."""
+        with self._lock:
+            self._sums.update(counts)
+
+    def stats(self) -> TierStats:
+        """Return a copy of all counts."""
+        names = ("stored_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
+        with self._lock:
+            return TierStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

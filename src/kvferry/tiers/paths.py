@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from kvferry.user_cache import user_cache
+from kvferry.common.files import user_cache
 
 # Version of the layout of a directory, which the marker contains.
 DIRECTORY_VERSION = 1

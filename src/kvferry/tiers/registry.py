@@ -12,11 +12,11 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
-from kvferry.errors import ConfigError
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.common.errors import ConfigError
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.names import HOST, PEER, Medium, tier_kind
 from kvferry.tiers.objects.settings import ObjectSettings
-from kvferry.tiers.storage_settings import StorageSettings
+from kvferry.tiers.storage_tier import StorageSettings
 
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
     {one.kind: one for one in (FileSettings, ObjectSettings)}

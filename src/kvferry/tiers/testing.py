@@ -11,15 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.errors import ChunkError, ConfigError, KVFerryError
+from kvferry.common.errors import ChunkError, ConfigError, KVFerryError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.names import Medium
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
-from kvferry.tiers.storage_settings import StorageSettings
-from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tiers.names import GetOutcome, Medium, PutOutcome
+from kvferry.tiers.storage_tier import StorageSettings, StorageTier
 
 _SECTIONS = (ChunkSection("k", 4, 7 << 10), ChunkSection("v", 4, 7 << 10))
 _GROUP, _OTHER_GROUP = ChunkGroup("full", 64, _SECTIONS), ChunkGroup("window", 64, _SECTIONS)

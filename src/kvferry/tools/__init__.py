@@ -1,1 +1,1 @@
-"""What people run around the connector: commands, checks, forecasts, the router. The core imports none of it."""
+"""What people run around the connector: commands, checks, forecasts, the router."""

@@ -9,23 +9,131 @@ the READ has ended, and keep the destination memory allocated until then.
 
 from __future__ import annotations
 
+import ctypes
+import ipaddress
 import logging
 import os
+import socket
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
-from kvferry.errors import ConfigError, ProtocolError, TransferError
+from kvferry.common.errors import ConfigError, ProtocolError, TransferError
+from kvferry.common.machine import resource
+from kvferry.common.units import format_bytes
 from kvferry.geometry import Region
+from kvferry.transport.addresses import IP, PortRange, is_every_address, is_loopback
 from kvferry.transport.metadata import parse_metadata
-from kvferry.transport.nixl_agent import make_nixl_agent
-from kvferry.transport.nixl_requirements import missing_requirements
 
 logger = logging.getLogger(__name__)
+
+# Maximum time that the progress thread sleeps. An event wakes the thread at once.
+WAIT_MICROSECONDS = 10_000
+
+
+# Library of the system that NIXL's EFA module links. It needs libibverbs, which needs libnl-route.
+LIBRARY = "libefa.so.1"
+
+
+@cache
+def preload() -> bool:
+    """Load the system's RDMA libraries, before NIXL is imported. Return whether the system has them."""
+    try:
+        ctypes.CDLL(LIBRARY, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError:
+        return False
+    return True
+
+
+def nixl_package() -> str:
+    """Return the package that implements NIXL here, such as ``nixl_cu12``, or raise ImportError."""
+    preload()
+    from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
+
+    return str(_api.nixl_agent.__module__).rpartition(".")[0]
+
+
+def sleeping_bindings(bindings: Any) -> Any:
+    """Return NIXL's bindings, changed so that progress threads of agents made with them sleep while idle."""
+
+    class _SleepingConfig(bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, field: str, value: Any) -> None:
+            super().__setattr__(field, WAIT_MICROSECONDS if field == "pthrDelay" else value)
+
+    return SimpleNamespace(**{**vars(bindings), "nixlAgentConfig": _SleepingConfig})
+
+
+def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
+    """Create a ``nixl_agent`` whose progress thread, if any, sleeps while idle, or raise ImportError."""
+    preload()
+    from nixl import _api  # noqa: PLC0415 - heavy, and may be missing
+
+    # Run the same constructor with other globals, so that other users of NIXL in this process are unaffected.
+    others = {**vars(_api), "nixlBind": sleeping_bindings(_api.nixlBind)}
+    make = FunctionType(_api.nixl_agent.__init__.__code__, others)
+    agent = _api.nixl_agent.__new__(_api.nixl_agent)
+    config = _api.nixl_agent_config(enable_prog_thread=progress, backends=backends)
+    try:
+        make(agent, name, config, False)  # noqa: FBT003
+    except (AttributeError, TypeError) as error:
+        logger.warning(
+            "this NIXL differs from 1.5.1 (%s), so its progress thread takes a core; install nixl 1.5.1",
+            error,
+        )
+        return _api.nixl_agent(name, config)
+    return agent
+
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
+
+# Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1).
+AGENT_BYTES = 5 << 20
+
+# Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM.
+LEAST_BYTES = 1 << 20
+
+# By the name of a resource limit: its least sufficient value, and a message with problem and remedy.
+_LIMITS = {
+    "RLIMIT_FSIZE": (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
+    "RLIMIT_NOFILE": (256, "{} files may be open (ulimit -n 65535)"),
+    "RLIMIT_AS": (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
+}
+
+
+def missing_requirements(
+    stat: Callable[[str], Any] | None = None, limits: Mapping[int, int] | None = None
+) -> Iterator[str]:
+    """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
+
+    Args:
+        stat: returns the free space of a file system; None for `os.statvfs`.
+        limits: value of each resource limit, negative if unlimited; None for those of this process.
+    """
+    try:
+        found = (stat or os.statvfs)(SHARED_MEMORY)
+    except OSError as error:
+        yield f"{SHARED_MEMORY} cannot be used: {os.strerror(error.errno or 0)} (mount a tmpfs there)"
+    else:
+        free = found.f_bavail * found.f_frsize
+        if found.f_flag & os.ST_RDONLY:
+            yield f"{SHARED_MEMORY} is mounted read-only (mount a tmpfs there for writing)"
+        elif free < LEAST_BYTES:
+            yield f"{SHARED_MEMORY} has {format_bytes(free)} free (docker: --shm-size=1g)"
+    for name, (least, text) in _LIMITS.items():
+        limit = getattr(resource, name)
+        allowed = resource.getrlimit(limit)[0] if limits is None else limits.get(limit, -1)
+        if 0 <= allowed < least:
+            yield text.format(f"{allowed:,}")
 
 
 class ReadState(Enum):
@@ -181,3 +289,92 @@ class Agent:
         self._registered.clear()
         # Some transports answer READs in the progress thread without looking up the registration.
         self._nixl = None
+
+
+VARIABLE = "UCX_NET_DEVICES"
+PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
+# UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times. With
+# 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
+# waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
+CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
+_INFINIBAND = Path("/sys/class/infiniband")
+_lock = threading.Lock()
+
+
+def devices_for(host: str, infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
+    """Return the network devices to which UCX is restricted; empty for no restriction.
+
+    For a loopback address, these are the loopback devices; for any other, the devices that have it, and all
+    RDMA devices. There is no restriction if `host` stands for every address, or no device has it.
+    """
+    if is_every_address(host):
+        return ()
+    if is_loopback(host):
+        devices = psutil.net_if_stats().items()
+        return tuple(name for name, has in devices if "loopback" in has.flags.split(","))
+    if not (found := _with_address(host)):
+        return ()
+    # As UCX spells RDMA devices: device:port.
+    ports = sorted(f"{port.parent.parent.name}:{port.name}" for port in infiniband.glob("*/ports/*"))
+    return (*found, *ports)
+
+
+def is_local_address(host: str) -> bool:
+    """Return whether an address, or a name that resolves to one, belongs to this machine."""
+    return is_loopback(host) or bool(_with_address(host))
+
+
+@contextmanager
+def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]:
+    """Restrict NIXL agents that are created inside the ``with`` statement to devices of a host, and to ports.
+
+    A value that the operator has set in the environment is kept.
+    """
+    with _lock:
+        if (given := os.environ.get(VARIABLE)) is not None:
+            logger.info("UCX listens on the devices of %s=%s, whatever host says (%s)", VARIABLE, given, host)
+        if ports is not None and (given := os.environ.get(PORTS_VARIABLE)) is not None:
+            logger.info(
+                "UCX listens on ports of %s=%s, whatever ports says (%s)", PORTS_VARIABLE, given, ports
+            )
+        chosen = ucx_environment(host, ports)
+        # UCX reads its settings when an agent is created, and only from the environment.
+        os.environ.update(chosen)
+        try:
+            yield
+        finally:
+            for name in chosen:
+                os.environ.pop(name, None)
+
+
+def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
+    """Return the environment variables that restrict UCX to devices and ports, and its waits (`CONNECTIONS`).
+
+    A variable without a restriction, or that the operator has set, is left out.
+    """
+    devices = devices_for(host)
+    wanted = {
+        VARIABLE: ",".join(devices),
+        PORTS_VARIABLE: "" if ports is None else str(ports),
+        **CONNECTIONS,
+    }
+    return {name: value for name, value in wanted.items() if value and name not in os.environ}
+
+
+def addresses() -> Iterator[tuple[str, IP]]:
+    """Yield (name of the device, address) for every IP address of this machine."""
+    for name, has in psutil.net_if_addrs().items():
+        for one in has:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                # A further address may have a label ("eth0:1"); a link-local address names its device
+                # ("%eth0").
+                yield name.partition(":")[0], ipaddress.ip_address(one.address.partition("%")[0])
+
+
+def _with_address(host: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    wanted = {ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found}
+    return tuple(sorted({name for name, address in addresses() if address in wanted}))

@@ -21,10 +21,9 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from kvferry.limited_log import LimitedLog
-from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers
-from kvferry.transport.control_socket import SOCKETS, ControlSocket
-from kvferry.transport.delay_monitor import DelayMonitor
+from kvferry.common.limited_log import LimitedLog
+from kvferry.common.units import counted
+from kvferry.transport.addresses import ANY_PEER, AllowedPeers
 from kvferry.transport.handshake import (
     MAX_HANDSHAKES,
     MAX_REMEMBERED,
@@ -51,9 +50,8 @@ from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.security import Keys
-from kvferry.transport.socket_poller import SocketPoller
+from kvferry.transport.sockets import SOCKETS, ControlSocket, DelayMonitor, SocketPoller
 from kvferry.transport.turns import TurnContent, TurnQueries
-from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 

@@ -7,28 +7,210 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import zmq
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
+from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
+from kvferry.planning.packed_image import ALIGNMENT
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport import security
-from kvferry.transport.address import zmq_endpoint
-from kvferry.transport.gather_messages import (
-    MAX_REPLY_BYTES,
-    AnnounceRoutes,
-    Done,
-    Gather,
-    Gathered,
-    GatherRoute,
-    NotGathered,
-    decode_reply,
-    encode,
-)
+from kvferry.transport.addresses import zmq_endpoint
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, as_protocol_error
+
+MAX_REQUEST_BYTES = 16 << 20
+MAX_REPLY_BYTES = 64 << 10
+MAX_ROUTES = 1024
+MAX_STRIDED_COPIES = 1 << 14
+MAX_LOOPS = 32
+MAX_CELLS = 1 << 20
+_MOST_BYTES = 1 << 40
+_NAMED = 8
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_HalfWord = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
+
+
+class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
+    """How the source must pack the cells of one route into images.
+
+    Attributes:
+        src_stride, src_blocks: bytes from one block of the source's KV cache to the next, and their number.
+        image_stride: bytes from one image to the next.
+        parts: strided copies from a block to an image. In each part, `nests` are the copies of the cell at
+            offset 0, and `at` has the offset of each cell in its block, which is added to the source
+            addresses.
+    """
+
+    src_stride: _Stride
+    src_blocks: _Count
+    image_stride: _Stride
+    parts: tuple[PoolCopies, ...]
+
+    @property
+    def cells(self) -> int:
+        return len(self.parts[0].at)
+
+
+class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
+    """Message without reply: replaces the routes to which the reader's `Gather` messages refer by index."""
+
+    protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    routes: list[GatherRoute]
+
+
+class Gather(msgspec.Struct, frozen=True, tag="gather"):
+    """Request to pack cells into staging memory.
+
+    Attributes:
+        segment: id of the request, repeated in the reply.
+        route: index in `AnnounceRoutes.routes`.
+        slot, generation: word of the lease on the blocks, and its low half while the lease is valid.
+        blocks: block of each cell, packed as int32 in native byte order. The cells are consecutive in the
+            order of tokens.
+        cell: index of the first cell within its block.
+        shared: True to pack into the memory file that the reader has mapped.
+    """
+
+    segment: _Count = msgspec.field(name="chunk")
+    route: _Count
+    slot: _Count
+    generation: _HalfWord
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
+    cell: _Count
+    shared: bool = False
+
+    def ids(self) -> Int64s:
+        """Return the block of each cell, int64 of shape (n,)."""
+        return np.frombuffer(self.blocks, np.int32).astype(np.int64)
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Message without reply: the reader no longer needs a segment."""
+
+    segment: _Count = msgspec.field(name="chunk")
+
+
+class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
+    """Reply: the cells of a segment have been packed.
+
+    Attributes:
+        position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
+        word: index of the word that changes before the images are overwritten.
+        generation: low half of the word while the images are valid.
+    """
+
+    segment: _Count = msgspec.field(name="chunk")
+    position: _Count
+    word: _Count
+    generation: _HalfWord
+
+
+class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
+    """Reply: the cells of a segment will not be packed.
+
+    Attributes:
+        unknown: True if the server does not know the reader's routes. The reader must announce them again.
+    """
+
+    segment: _Count = msgspec.field(name="chunk")
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+    unknown: bool = False
+
+
+Request: TypeAlias = AnnounceRoutes | Gather | Done
+Reply: TypeAlias = Gathered | NotGathered
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Encode a message of the gather channel as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Decode a reader's message. Raise ProtocolError if that fails, or a value is out of bounds."""
+    with as_protocol_error("a gather request"):
+        message: Request = _requests.decode(data)
+    if isinstance(message, AnnounceRoutes):
+        _check(message)
+    if isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
+        raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
+    return message
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Decode a server's reply. Raise ProtocolError if that fails."""
+    with as_protocol_error("an answer to a gather request"):
+        message: Reply = _replies.decode(data)
+    return message
+
+
+def _check(message: AnnounceRoutes) -> None:
+    if message.protocol != PROTOCOL:
+        raise ProtocolError(
+            f"protocol {message.protocol} there, {PROTOCOL} here; run the same release of kvferry on both"
+        )
+    parts = [part for route in message.routes for part in route.parts]
+    if len(message.routes) > MAX_ROUTES:
+        raise ProtocolError(f"{len(message.routes)} routes, at most {MAX_ROUTES}")
+    most = max(len(parts), sum(len(part.nests) for part in parts))
+    if most > MAX_STRIDED_COPIES:
+        raise ProtocolError(f"{most} planes or strided copies, at most {MAX_STRIDED_COPIES}")
+    if (cells := sum(len(part.at) for part in parts)) > MAX_CELLS:
+        raise ProtocolError(f"offsets of {cells} cells, at most {MAX_CELLS}")
+    for route in message.routes:
+        _check_route(route)
+
+
+def _check_route(route: GatherRoute) -> None:
+    stride = route.image_stride
+    if not (route.parts and route.src_blocks) or stride % ALIGNMENT:
+        raise ProtocolError(
+            f"a route of {len(route.parts)} planes and {route.src_blocks} blocks, packed cells every "
+            f"{stride} bytes; "
+            f"expected one or more of each, and cells at multiples of {ALIGNMENT} bytes"
+        )
+    for part in route.parts:
+        # Whether a copy reads inside the pool is checked where the pool is known, in `AddressSpace`.
+        if not part.at or len(part.at) != route.cells or min(part.at) < 0 or max(part.at) >= _MOST_BYTES:
+            raise ProtocolError(
+                f"offsets of {len(part.at)} cells, which begin with {list(part.at[:_NAMED])}; "
+                f"expected {route.cells} offsets, all inside the block"
+            )
+        for copy in part.nests:
+            _check_copy(copy, stride)
+    # This limit also bounds the work: loops cannot repeat the same bytes for hours.
+    if (size := sum(copy.bytes for part in route.parts for copy in part.nests)) > stride:
+        raise ProtocolError(
+            f"copies of {size} bytes into a packed cell of {stride}; expected no more than it has"
+        )
+
+
+def _check_copy(copy: StridedCopy, stride: int) -> None:
+    """Check that a copy writes only inside its image: the memory after it may be another reader's."""
+    regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in copy.loops)
+    if copy.run < 1 or len(copy.loops) > MAX_LOOPS or not regular:
+        raise ProtocolError(
+            f"a strided copy of runs of {copy.run} bytes in loops {copy.loops[: MAX_LOOPS + 1]}; "
+            "expected runs of 1 "
+            f"byte or more in at most {MAX_LOOPS} loops, each with 2 rounds or more and no negative stride"
+        )
+    high = copy.dst + sum((loop.count - 1) * loop.dst for loop in copy.loops) + copy.run
+    if copy.dst < 0 or high > stride:
+        raise ProtocolError(
+            f"a strided copy writes bytes [{copy.dst}, {high}) of a packed cell; expected them in [0, "
+            f"{stride})"
+        )
+
 
 # Maximum number of messages queued for a rank that does not read them; sending more fails.
 _QUEUED = 10_000

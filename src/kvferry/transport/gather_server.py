@@ -23,14 +23,14 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
+from kvferry.common.limited_log import LimitedLog
+from kvferry.common.text import shown
 from kvferry.geometry import RankGeometry
-from kvferry.limited_log import LimitedLog
 from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.device_stream import enter_stream
-from kvferry.memory.staging_copies import StagedImages, StagingCopies
-from kvferry.terminal import shown
-from kvferry.transport.gather_messages import (
+from kvferry.transport.gather_client import (
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
     Done,
@@ -43,8 +43,7 @@ from kvferry.transport.gather_messages import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
+from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea, TransferSettings
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.errors import Incompatible, KVFerryError, ProtocolError
-from kvferry.limited_log import LimitedLog
-from kvferry.terminal import shown
+from kvferry.common.errors import Incompatible, KVFerryError, ProtocolError
+from kvferry.common.limited_log import LimitedLog
+from kvferry.common.text import shown
+from kvferry.common.units import counted
 from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
@@ -34,7 +35,6 @@ from kvferry.transport.messages import (
     compare_facts,
     decode_reply,
 )
-from kvferry.units import counted
 
 logger = logging.getLogger(__name__)
 

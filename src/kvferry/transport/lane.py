@@ -33,16 +33,12 @@ import zmq
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.connected_peer import MAX_SOURCES, ConnectedPeer
-from kvferry.transport.lane_connections import LaneConnections, log_unexpected
-from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.lane_connections import MAX_SOURCES, ConnectedPeer, LaneConnections, log_unexpected
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.packed_read import PackedRead
-from kvferry.transport.read_order import ReadOrder, ReadResult
-from kvferry.transport.read_plan import ReadPlan
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import StagingArea
+from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
+from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,249 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from kvferry.errors import KVFerryError, TransferError
-from kvferry.transport.connected_peer import ConnectedPeer
-from kvferry.transport.messages import RankCard
+import numpy as np
+
+from kvferry.common.errors import KVFerryError, TransferError
+from kvferry.geometry import Region
+from kvferry.memory.copies import StagingCopies
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.prepared_lists import DescriptorIndices
+from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.template import Route, absent_layers, build_templates
+from kvferry.transport.costs import ReadSpeed
+from kvferry.transport.gather_client import GatherClient
+from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.metadata_validation import ValidationResult
+from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
+from kvferry.transport.read_plan import (
+    PackedCells,
+    RankRead,
+    ReadOrder,
+    ReadPlan,
+    SourceRank,
+    slowest,
+    sum_counts,
+)
+from kvferry.transport.staging import LaneResources, MappedArea
+
+MAX_SOURCES = 256  # maximum number of ranks of a peer
+
+
+class ConnectedPeer:
+    """A connection of a lane to a peer engine, with all that is prepared to read the peer's KV cache.
+
+    Attributes:
+        sources: all ranks of the peer, also those without KV for this rank, in the order of its cards.
+        src_groups: number of KV cache groups of the peer.
+    """
+
+    def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
+        """Load the peer's transport metadata, and prepare to read from its ranks.
+
+        Args:
+            cards: descriptions of all ranks of the peer.
+
+        Raises:
+            Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
+            TransferError: the peer has more than `MAX_SOURCES` ranks, the transport cannot reach it, a list
+                would have too many descriptors, or no transfer method can read some part of the KV.
+            ProtocolError: the transport metadata of a rank is malformed.
+        """
+        if len(cards) > MAX_SOURCES:
+            raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
+        self._lane = lane
+        templates = build_templates([card.geometry for card in cards], lane.geometry)
+        self._absent = page_clearings(absent_layers(templates, lane.geometry))
+        self.src_groups = len(cards[0].geometry.groups)
+        # Each step adds what undoes it, so that a peer that cannot be connected leaves nothing behind.
+        with ExitStack() as made:
+            self.sources = tuple(
+                self._prepare(made, card, template.routes)
+                for card, template in zip(cards, templates, strict=True)
+            )
+            self._made = made.pop_all()
+
+    def plan(self, order: ReadOrder) -> ReadPlan:
+        """Plan how to read the KV of one request from the peer.
+
+        Raises:
+            TransferError: the block tables do not match the KV cache groups, a block id is invalid, or the
+                peer does not have the lease slot that the order names.
+        """
+        started = time.perf_counter()
+        self._check(order)
+        own = self._lane.geometry
+        pinned = order.strategy or self._lane.settings.strategy
+        by_group = [0] * len(own.groups)
+        strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
+        ranks, counts = [], []
+        clears = self._absent_layer_clearings(order)
+        number = 0
+        for source in self.sources:
+            direct, packed = list[DescriptorIndices](), list[PackedCells]()
+            for prepared in source.routes:
+                route = prepared.route
+                group = own.groups[route.dst_group]
+                dst_table = order.dst_tables[route.dst_group]
+                cells = select_cells(
+                    route,
+                    group,
+                    span=order.span,
+                    src_table=order.src_tables[route.src_group],
+                    dst_table=dst_table,
+                )
+                cells = order.share.select(cells, route.cell_bytes, number)
+                number += 1
+                if not len(cells):
+                    continue
+                method = prepared.choose(len(cells), source.speed.costs, pinned)
+                counted = method.counts(route, cells)
+                by_group[route.dst_group] += counted.bytes
+                strategies[route.dst_group][method.method.strategy] = None
+                counts.append(counted)
+                if method.method.image is None:
+                    direct.append(prepared.direct_indices(cells))
+                else:
+                    packed.append(PackedCells(prepared, method, cells))
+                # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
+                left = partly_written_blocks(route, group, order.span, dst_table)
+                if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
+                    clears.append((prepared.clearing, left))
+            if direct or packed:
+                ranks.append(RankRead(source, _join_indices(direct), tuple(packed)))
+        return ReadPlan(
+            ranks=tuple(ranks),
+            clears=tuple(clears),
+            bytes_by_group=tuple(by_group),
+            strategy_by_group=tuple("+".join(found) for found in strategies),
+            counts=sum_counts(counts),
+            seconds=time.perf_counter() - started,
+            bytes_per_second=slowest(rank.source.speed.bytes_per_second for rank in ranks),
+            not_shared=next((rank.source.not_shared for rank in ranks if rank.source.not_shared), ""),
+        )
+
+    @property
+    def measuring(self) -> bool:
+        return any(source.speed.in_flight for source in self.sources)
+
+    @property
+    def measured(self) -> bool:
+        return all(source.speed.ended for source in self.sources)
+
+    @property
+    def speed_pending(self) -> bool:
+        """True while orders should wait until the speed of READs is known."""
+        return any(source.speed.pending for source in self.sources)
+
+    def measure(self) -> None:
+        """Go on measuring the speed of READs, one rank after the other, without waiting."""
+        for source in self.sources:
+            source.speed.advance()
+            if source.speed.pending:
+                break  # READs from several ranks at a time would slow each other down
+
+    def close(self) -> None:
+        """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
+        self._made.close()
+
+    def _prepare(self, made: ExitStack, card: RankCard, routes: Sequence[Route]) -> SourceRank:
+        """Prepare reads from one rank. Mutates `made`, the stack of callbacks that undo the preparation."""
+        lane, geometry, there = self._lane, self._lane.geometry, card.outgoing
+        shared, not_shared = _map(there, geometry.regions[0])
+        if shared is not None:
+            made.callback(shared.close)
+        preparation = RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
+        for route in routes:
+            preparation.add(route)
+        src, dst = preparation.src, preparation.dst
+        client = None
+        if preparation.gathers and there is not None:
+            client = GatherClient(
+                lane.context, there.host, there.port, preparation.gathers, lane.settings.keys
+            )
+            made.callback(client.close)
+        name = lane.agent.add_peer(card.agent)
+        made.callback(lane.agent.drop_peer, name)
+
+        def listed(owner: str | None, region: Region, rows: Int64s) -> Any:
+            handle = lane.agent.prepare(owner, region, rows)
+            made.callback(lane.agent.release_list, handle)
+            return handle
+
+        words = Region(card.words_address, card.words * WORD_BYTES)
+        memory = card.geometry.regions[0]
+        local = listed(None, geometry.regions[0], dst.table()) if dst.entries else None
+        remote = listed(name, memory, src.table()) if src.entries else None
+        local_words = listed(None, lane.words_region, _word_rows(lane.words_region))
+        remote_words = listed(name, words, _word_rows(words))
+        speed = ReadSpeed(lane, name, memory, lane.settings.timed_read_bytes if src.entries else 0)
+        made.callback(speed.close)
+        return SourceRank(
+            card=card,
+            agent=name,
+            routes=tuple(preparation.routes),
+            local=local,
+            remote=remote,
+            local_words=local_words,
+            remote_words=remote_words,
+            client=client,
+            speed=speed,
+            not_shared=not_shared,
+        )
+
+    def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
+        """List the blocks to zero in draft layers that this rank has and the peer lacks, with the copies.
+
+        No read fills these layers, and the old content of the blocks may be NaN.
+        """
+        if order.share.number:  # one lane is enough
+            return []
+        found = []
+        for number, copies in self._absent:
+            group = self._lane.geometry.groups[number]
+            table = order.dst_tables[number]
+            ids = unwritten_blocks_needed(group, order.span, table)
+            found.append((copies, ids))
+        return found
+
+    def _check(self, order: ReadOrder) -> None:
+        groups = len(self._lane.geometry.groups)
+        if len(order.src_tables) != self.src_groups or len(order.dst_tables) != groups:
+            raise TransferError(
+                f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
+                f"the engines have {self.src_groups} and {groups}"
+            )
+        fewest = min(source.card.leases for source in self.sources)
+        if not 0 <= order.lease.slot < fewest:
+            raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {fewest}")
+
+
+def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
+    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible."""
+    if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
+        return None, "the peer offers no memory that engines of its machine can map; its log says why"
+    try:
+        return MappedArea(outgoing.file, like), ""
+    except TransferError as error:
+        return None, str(error)
+
+
+def _word_rows(region: Region) -> Int64s:
+    return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
+
+
+def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
+
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 _GENERATIONS = 1 << 32
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Region
 from kvferry.transport.messages import MAX_AGENT_BYTES, RankCard
 

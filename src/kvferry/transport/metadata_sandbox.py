@@ -25,16 +25,13 @@ import msgspec
 import numpy as np
 
 import kvferry
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
+from kvferry.common.machine import die_with_parent, resource
 from kvferry.geometry import Region
-from kvferry.operating_system import resource
-from kvferry.orphans import die_with_parent
-from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.addresses import PortRange
+from kvferry.transport.agent import Agent, ReadState, nixl_package, ucx_environment
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import WORD_BYTES, parse_metadata
-from kvferry.transport.network_devices import ucx_environment
-from kvferry.transport.nixl_agent import nixl_package
-from kvferry.transport.port_range import PortRange
 
 # Timeout for the child to start. It is long, because other processes may use the cores.
 START_SECONDS = 60.0

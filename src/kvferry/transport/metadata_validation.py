@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import check_metadata
 from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial

@@ -27,14 +27,11 @@ import numpy as np
 from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import Cells
 from kvferry.transport.agent import ReadState
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import Gathered
-from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.gather_client import GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared_routes import PreparedMethod
 from kvferry.transport.read_plan import PackedCells, SourceRank
-from kvferry.transport.shared_area import MappedArea
-from kvferry.transport.staging import Allocation, StagingArea
+from kvferry.transport.staging import Allocation, LaneResources, MappedArea, StagingArea
 
 AHEAD = 4  # maximum number of segments of a route that are in progress at a time
 

@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import RankGeometry
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.staging_copies import StagingCopies
+from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import (
@@ -36,10 +36,9 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.gather_messages import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
+from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
 from kvferry.transport.messages import RankCard
-from kvferry.transport.shared_area import MappedArea
-from kvferry.transport.staging import StagingArea
+from kvferry.transport.staging import MappedArea, StagingArea
 
 # Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each.
 MAX_DESCRIPTORS = 1 << 26

@@ -23,11 +23,10 @@ from typing import TypeAlias
 
 from msgspec import structs
 
-from kvferry.errors import KVFerryError
-from kvferry.limited_log import LimitedLog
-from kvferry.terminal import shown
-from kvferry.transport.address import IP, parse_host, parse_ip
-from kvferry.transport.allowed_peers import AllowedPeers, normalize_name
+from kvferry.common.errors import KVFerryError
+from kvferry.common.limited_log import LimitedLog
+from kvferry.common.text import shown
+from kvferry.transport.addresses import IP, AllowedPeers, normalize_name, parse_host, parse_ip
 from kvferry.transport.messages import RankCard
 
 logger = logging.getLogger(__name__)

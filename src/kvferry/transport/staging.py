@@ -8,14 +8,29 @@ host memory that workers of the same machine map (`shared_area`). Areas are allo
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import zmq
 
-from kvferry.geometry import Region
+from kvferry.common.errors import KVFerryError, TransferError
+from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.staging_copies import StagedImages
+from kvferry.memory.copies import StagedImages
+from kvferry.memory.device_copy import HostRegistration
+from kvferry.memory.shared_memory import SharedFile, map_shared
+from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
+from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
+from kvferry.transport.agent import Agent
+from kvferry.transport.security import Keys, random_keys
 
 UNIT_BYTES = 1 << 20
 _ALIGNMENT = 4096
@@ -93,3 +108,154 @@ class StagingArea:
         """Free an allocation. No transfer may be using it."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Settings of a worker's KV transfers, the same for all peers.
+
+    Attributes:
+        strategy: None to choose the cheapest for each read, by `costs`.
+        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
+            measurement.
+        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
+            read from another, and peers of the same machine may map the third.
+        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
+        keys, peers: of the gather channel.
+        ports: ports that the gather channel and UCX may listen on; None for any.
+        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
+    """
+
+    strategy: Strategy | None = None
+    costs: Costs = field(default_factory=Costs)
+    timed_read_bytes: int = 2 << 20
+    staging_bytes: int = 64 << 20
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    keys: Keys = field(default_factory=random_keys)
+    peers: AllowedPeers = ANY_PEER
+    ports: PortRange | None = None
+    lanes: int = 2
+    lane_bytes: int = LANE_BYTES
+
+
+logger = logging.getLogger(__name__)
+
+_HOST = Region(0, 1)
+
+
+class OutgoingFile:
+    """A memory file into which this worker gathers cells.
+
+    Attributes:
+        file: what a reader needs to map the memory.
+        area: the memory as a staging area.
+    """
+
+    def __init__(self, size: int, like: Region) -> None:
+        """Create and map the file. No memory is allocated until it is used, except by CUDA.
+
+        Args:
+            size: multiple of `staging.UNIT_BYTES`.
+            like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
+
+        Raises:
+            ConfigError: this system has no sealed memory files.
+            TransferError: the memory cannot be mapped, or CUDA cannot register it.
+        """
+        self.file = SharedFile.create(size)
+        try:
+            self._memory = _Mapping(self.file.fd, size, like, writable=True)
+        except BaseException:
+            os.close(self.file.fd)
+            raise
+        self.area = StagingArea(size, _HOST, self._memory.tensor)
+
+    def close(self) -> None:
+        """Let no further reader map the file. Readers that have mapped it keep its memory."""
+        self._memory.close()
+        os.close(self.file.fd)
+
+
+class MappedArea:
+    """The outgoing file of another worker, mapped to be read."""
+
+    def __init__(self, file: SharedFile, like: Region) -> None:
+        """Map the file.
+
+        Args:
+            like: region of this worker's KV cache. If it is on a GPU, the memory is registered with CUDA.
+
+        Raises:
+            TransferError: it cannot be opened or mapped here. Its owner may run on another machine, or have
+                ended.
+        """
+        writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
+        fd = file.open(writable=writable)
+        try:
+            self._memory = _Mapping(fd, file.size, like, writable=writable)
+        finally:
+            os.close(fd)
+        self._space = AddressSpace([self._memory.region])
+
+    def images(self, stride: int) -> StagedImages:
+        """Return a view of the whole file as images, as `StagingArea.images`."""
+        return StagedImages(self._space, self._memory.region.address, stride)
+
+    def close(self) -> None:
+        """End the registration with CUDA. The memory stays mapped while it is in use."""
+        self._memory.close()
+
+
+class _Mapping:
+    """A mapped memory file, as the tensor `tensor` (uint8 of shape (size,)) and as the region `region`."""
+
+    def __init__(self, fd: int, size: int, like: Region, *, writable: bool) -> None:
+        try:
+            mapping, skip = map_shared(fd, size, writable=writable)
+        except OSError as error:
+            raise TransferError(f"shared memory cannot be mapped: {error.strerror}") from error
+        self.tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, size, skip))
+        self.region = Region(self.tensor.data_ptr(), size)
+        self._registration = None if like.memory == "DRAM" else HostRegistration(self.region)
+
+    def close(self) -> None:
+        if self._registration is not None:
+            self._registration.close()
+
+
+def make_outgoing_file(size: int, like: Region) -> OutgoingFile | None:
+    """Return a new `OutgoingFile`; None, with a line in the log, if this system does not allow it."""
+    try:
+        return OutgoingFile(size, like)
+    except KVFerryError as error:
+        logger.info("engines of this machine cannot map this engine's staging memory: %s", error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneResources:
+    """The agent, memory and settings of a lane. Only the lane's thread uses them.
+
+    Attributes:
+        agent: NIXL agent of the lane.
+        geometry: KV cache of this rank.
+        landing: staging area into which images are read. All lanes share it.
+        words: memory into which words of peers are read, uint64 of shape (n,). The lane registers it.
+        context: ZeroMQ context of the gather channels.
+        free_words: indices of the elements of `words` that packed reads may take. Mutated by them.
+        clock: current time in seconds.
+    """
+
+    agent: Agent
+    geometry: RankGeometry
+    landing: StagingArea
+    words: npt.NDArray[np.uint64]
+    context: zmq.Context[Any]
+    free_words: list[int] = field(default_factory=list)
+    settings: TransferSettings = field(default_factory=TransferSettings)
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def words_region(self) -> Region:
+        return Region(int(self.words.ctypes.data), self.words.nbytes)

@@ -31,8 +31,8 @@ def _cases() -> list[Any]:
 def found(case: Any) -> dict[str, Any]:
     """What the probe says of a case's pages, and which wrong adapters it believes."""
     from kvferry.engines.vllm.content import Shard, adapters, page_of_attention, probe
+    from kvferry.engines.vllm.content.probe import element_types
     from kvferry.engines.vllm.content.strides import strides_of
-    from kvferry.engines.vllm.content.values import element_types
     from support.backends.layers import BLOCKS, make
     from support.backends.mutants import mutants
 
@@ -74,7 +74,7 @@ def moved(case: Any) -> bool:
 
 def _copied(source: Any, target: Any, image: np.ndarray) -> np.ndarray:
     """The same tokens in pages of another format."""
-    from kvferry.planning.page_copy import plan_page_copy
+    from kvferry.planning.cell_copy import plan_page_copy
     from support.cells import runs
 
     plan, found = plan_page_copy(source, target), np.zeros_like(image)

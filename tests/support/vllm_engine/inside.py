@@ -13,9 +13,9 @@ from typing import Any
 from kvferry.connector.events import LoadBegan
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
-from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tiers.names import TIERS
-from kvferry.transport.read_order import ReadOrder
+from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Grant, Redeemed
 from support.vision import noise
 from support.vllm_engine import (
@@ -921,7 +921,7 @@ def contents(engine: Any) -> list[tuple[str, str, list[str]]]:
 
 def believed_if_it_were(engine: Any, adapter: str) -> list[str]:
     """Why attention layers' pages would not be believed under another adapter; empty where they would."""
-    from kvferry.engines.vllm.compat.layers import attention_layer
+    from kvferry.engines.vllm.compat.model import attention_layer
     from kvferry.engines.vllm.compat.specs import spec_of_layer
     from kvferry.engines.vllm.content import Shard, adapters, probe
     from kvferry.engines.vllm.content.strides import strides_of

@@ -68,7 +68,7 @@ class RankWitness:
 
 
 def _begun(half: Any, begin: Any, orders: Any) -> None:
-    from kvferry.transport.read_order import ReadOrder
+    from kvferry.transport.read_plan import ReadOrder
 
     half.unread_loads |= {load.key: load for load in orders.loads}
     # What comes from the tiers is not looked at.

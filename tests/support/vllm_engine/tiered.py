@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvferry.tiers.format.body import make_header
 from kvferry.tiers.format.chunk import encode_header
-from kvferry.tiers.format.decode import decode_header
+from kvferry.tiers.format.decode import decode_header, make_header
 from support.vllm_engine.checkpoints import checkpoint_of, family_of
 from support.vllm_engine.pair import connector
 from support.vllm_engine.process import Engine

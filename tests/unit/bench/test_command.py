@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.bench import app
-from kvferry.errors import ConfigError
 
 
 def _run(*arguments: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.bench import raw_files, tiers, tiers_report
+from kvferry.common.errors import ConfigError, TransferError
+from kvferry.tools.bench import movers as raw_files, tiers, tiers as tiers_report
 from kvferry.tools.bench.host_tier import tier_cases, verify_copies
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.tools.bench.storage_chunks import RandomChunks, load_mover, open_queue, store_all
-from kvferry.errors import ConfigError, TransferError
 from kvferry.tools.measuring.simulated import read_geometry
 from kvferry.tools.plan.side import EngineSide
 from support.stores import open_store

@@ -19,7 +19,7 @@ from benchmarks.attention.measure import (
     check_equal,
 )
 from benchmarks.attention.page import summary
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 JOB = AttentionJob(requests=32, context=1000, steps=20, prompt=2048, block_tokens=32, rounds=2)
 # The second round is ten times as slow as the first, which no ratio shows.

@@ -15,12 +15,9 @@ from benchmarks.choice import report as choice_report
 from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceSpeeds
 from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
-from kvferry.connector.bids import PlaceTokens
-from kvferry.connector.events import LoadBegan, LoadEnded
-from kvferry.connector.load import LoadOutcome
-from kvferry.connector.stream import EventStream
-from kvferry.tools.measuring.machine import MachineFacts
-from kvferry.tools.measuring.spread import Spread
+from kvferry.connector.events import EventStream, LoadBegan, LoadEnded
+from kvferry.connector.load import LoadOutcome, PlaceTokens
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from support.load_events import load_began, load_ended
 
 WORKLOAD = Workload("drawn conversations", 64, (Prompt((0, 1), 100), Prompt((0, 1, 2), 192)))

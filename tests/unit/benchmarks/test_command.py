@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import app
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

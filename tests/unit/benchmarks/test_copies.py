@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.copies import report
 from benchmarks.copies.measure import CASES, CopyCase, CopyTimes, measure
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.memory import copy_kernel
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.job import SMALL
 from benchmarks.gpu_check.pair import LEAST_RIGHT, NAME, PROMPTS, check_pair, compare
 from benchmarks.gpu_check.result import CheckState, judged
 from benchmarks.handover.measure import Handover, Result
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 
 
 @dataclass

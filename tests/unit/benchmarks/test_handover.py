@@ -15,7 +15,7 @@ from benchmarks.handover.engine import Stamps
 from benchmarks.handover.measure import Handover, Load, Result, measure_load, meet
 from benchmarks.handover.model import MODELS
 from benchmarks.steps import report as steps_report
-from kvferry.errors import ConfigError, TransferError
+from kvferry.common.errors import ConfigError, TransferError
 
 
 def stamps(shift: float = 0.0) -> Stamps:

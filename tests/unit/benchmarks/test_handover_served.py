@@ -19,7 +19,7 @@ from benchmarks.handover.served import ServerPair, server_pair
 from benchmarks.handover.server import Server, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
 from benchmarks.plugins import plugin_environment
-from kvferry.errors import ConfigError, TransferError
+from kvferry.common.errors import ConfigError, TransferError
 from kvferry.tools.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
 from support.ports import reserved_port
 from support.waiting import wait_for

@@ -15,11 +15,10 @@ from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
 from benchmarks.overhead.planning import PlanningTimes, measure
-from kvferry.tools.bench.rounds import MoverRounds
-from kvferry.tools.measuring.machine import MachineFacts
-from kvferry.tools.measuring.simulated import read_geometry
-from kvferry.tools.measuring.spread import Spread
 from kvferry.planning.strategy import Strategy
+from kvferry.tools.bench.rounds import MoverRounds
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
+from kvferry.tools.measuring.simulated import read_geometry
 
 MACHINE = MachineFacts(
     128, "Some Long-named Processor 9654P 96-Core @ 3.70GHz", "rc,cuda_copy,cuda_ipc,sm,self"

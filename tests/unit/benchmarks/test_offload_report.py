@@ -15,9 +15,8 @@ from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import LookUpResults, LookUpTimes
 from benchmarks.offload.measure import MeasuredOffload, OffloadJob
 from benchmarks.offload.tier_hooks import HookClock, HookCost, StepTimes
-from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from kvferry.tools.measuring.simulated import read_geometry
-from kvferry.tools.measuring.spread import Spread
 from support.clock import Clock
 
 HOOKS = HookCost(

@@ -13,9 +13,8 @@ from benchmarks.overhead.hooks import HookTimes
 from benchmarks.overhead.measure import MeasuredOverhead, OverheadJob
 from benchmarks.overhead.planning import PlanningTimes
 from benchmarks.overhead.readiness import Readiness
-from kvferry.tools.measuring.machine import MachineFacts
+from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from kvferry.tools.measuring.simulated import read_geometry
-from kvferry.tools.measuring.spread import Spread
 
 
 def _measured(planning_ms: float = 1.0, ready_ms: float = 30.0) -> MeasuredOverhead:

@@ -25,8 +25,8 @@ from benchmarks.page.write import UNEXPLAINED, write
 from benchmarks.steps.page import summary as steps
 from benchmarks.streaming.page import summary as streaming
 from benchmarks.turns.page import summary as turns
-from kvferry.errors import ConfigError
-from kvferry.tools.measuring.spread import Spread
+from kvferry.common.errors import ConfigError
+from kvferry.tools.measuring.rounds import Spread
 
 SLOWER, FASTER = Spread(1.3, 1.2, 1.4), Spread(0.5, 0.4, 0.6)
 

@@ -11,8 +11,8 @@ from benchmarks.safety import checksum as checksum_cost, curve, report as safety
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.measure import MeasuredSafety
 from benchmarks.safety.prompt_loads import prompt_in_files
-from kvferry.errors import ConfigError, TransferError
-from kvferry.tools.measuring.machine import machine_facts
+from kvferry.common.errors import ConfigError, TransferError
+from kvferry.tools.measuring.rounds import machine_facts
 from kvferry.tools.measuring.simulated import read_geometry
 from kvferry.transport.messages import decode_numbered, decode_request
 from support.keys import KEYS

@@ -17,8 +17,8 @@ from benchmarks.scale.measure import CASES, measure
 from benchmarks.scale.memory import traced_bytes
 from benchmarks.scale.page import summary
 from benchmarks.scale.result import Measure, MeasuredCase, MeasuredSizes
-from kvferry.errors import ConfigError
-from kvferry.tools.measuring.spread import Spread
+from kvferry.common.errors import ConfigError
+from kvferry.tools.measuring.rounds import Spread
 
 LOOK_UP = Measure(name="look up", label="look up among {n} chunks", per="chunk looked up", unit="seconds")
 MEMORY = Measure(name="memory", label="memory for {n} chunks", per="chunk", unit="bytes")

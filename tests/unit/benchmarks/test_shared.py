@@ -9,8 +9,8 @@ from rich.console import Console
 
 from benchmarks.shared import report
 from benchmarks.shared.measure import LayoutTimes, MeasuredSharing
-from kvferry.tools.measuring.machine import MachineFacts
 from kvferry.planning.strategy import Strategy
+from kvferry.tools.measuring.rounds import MachineFacts
 
 SECONDS = {
     Strategy.DIRECT: [1.0, 1.2, 0.8],

@@ -16,7 +16,7 @@ from benchmarks.storage.answers import agree
 from benchmarks.storage.command import storage
 from benchmarks.storage.peers import one_line
 from benchmarks.storage.rounds import Measured, PromptRounds, VariantRound
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 def made_up(tokens: int = 2048, times: Sequence[float] = (1, 2, 3)) -> Measured:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.streaming import hosts, report
 from benchmarks.streaming.measure import FirstToken
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 def requests(gigabits: float = 1.0, tokens: int = 16_384) -> list[FirstToken]:

@@ -15,7 +15,7 @@ from benchmarks.choice.workload import (
     read_trace,
     select_conversations,
 )
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 def line(tokens: int, *blocks: object) -> str:

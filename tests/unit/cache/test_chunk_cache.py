@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.fetch import WantedChunk
+from kvferry.cache.reading import WRITE_BACK_SHARE, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
-from kvferry.cache.writing import WRITE_BACK_SHARE, SlowTier
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.clock import Clock
 from support.examples import examples
 from support.models import attention, model, state

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.cache.beginnings import BegunChunk, ChunkBeginnings
-from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings, PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvferry.cache.tier_queue import STUCK_SECONDS, ReadEnded, TierQueue, WriteEnded
-from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.files.chunk_file import whole_pages
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.clock import Clock
 from support.slow_tiers import FakeTier, answer, queue_by_hand

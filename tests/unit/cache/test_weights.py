@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from kvferry.cache import weights
 from kvferry.cache.weights import Progress, digest_file_content, file_key, weights_of
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 def later() -> float:

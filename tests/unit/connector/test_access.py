@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.access import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
+from kvferry.common.errors import ConfigError
+from kvferry.connector.compose import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.messages import WorkerInfo
-from kvferry.errors import ConfigError
 from kvferry.geometry import RankGeometry
-from kvferry.transport.allowed_peers import ANY_PEER
-from kvferry.transport.key_file import read_keys, write_secret
+from kvferry.transport.addresses import ANY_PEER
+from kvferry.transport.security import read_keys, write_secret
 from support.keys import KEYS, OTHER_KEYS
 
 FAR = {"host": "10.0.0.7"}

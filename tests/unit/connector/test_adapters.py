@@ -9,10 +9,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor import Executor
 
-from kvferry.connector import adapters as module
-from kvferry.connector.adapters import AGAIN_SECONDS, Adapters
-from kvferry.engines.vllm.compat.loras import hook_adapter_loads
-from kvferry.errors import ConfigError, NotYetNamed, Unnameable
+from kvferry.common.errors import ConfigError, NotYetNamed, Unnameable
+from kvferry.connector import content as module
+from kvferry.connector.content import AGAIN_SECONDS, Adapters
+from kvferry.engines.vllm.compat.model import hook_adapter_loads
 from support.clock import Clock
 from support.lora import adapter, once_named, slow_files
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connector.admission import Admission
-from kvferry.connector.answer_times import AnswerTimes
-from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.choosing import BidChooser
+from kvferry.connector.choosing import BidChooser, FirstPolicy, WeightPolicy
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
     DecisionReason,
@@ -24,16 +22,15 @@ from kvferry.connector.events import (
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.load import GroupBytes, Load, LoadFigures, LoadOutcome
+from kvferry.connector.load import Bid, GroupBytes, Load, LoadFigures, LoadOutcome, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.policies import FirstPolicy, WeightPolicy
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Answer
-from kvferry.connector.speeds import Speeds
+from kvferry.connector.speeds import AnswerTimes, Speeds
 from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import Group, GroupKind
-from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
 from support.block_pool import request
 from support.examples import examples

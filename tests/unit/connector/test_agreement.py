@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
+from kvferry.connector.content import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind

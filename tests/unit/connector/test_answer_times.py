@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.answer_times import AnswerTimes, AwaitedAnswers
-from kvferry.connector.speeds import LATELY_SECONDS
+from kvferry.connector.speeds import LATELY_SECONDS, AnswerTimes, AwaitedAnswers
 from support.clock import Clock
 
 

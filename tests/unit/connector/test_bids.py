@@ -1,6 +1,6 @@
 """Bidding: sources are excluded until only computing is left."""
 
-from kvferry.connector.bids import Bid, Bidding, PlaceTokens
+from kvferry.connector.load import Bid, Bidding, PlaceTokens
 
 
 def bid(source, tokens, place="host"):

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
-from kvferry.connector.plain import PlainRequest, PlainStep
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.stream import EventStream
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased

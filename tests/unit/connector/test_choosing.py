@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from kvferry.connector.answer_times import AnswerTimes
-from kvferry.connector.bids import Bid
-from kvferry.connector.choosing import BidChooser, choose
-from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
-from kvferry.connector.speeds import Speeds
+from kvferry.connector.choosing import BidChooser, CostPolicy, FirstPolicy, WeightPolicy, choose, policy_named
+from kvferry.connector.load import Bid
+from kvferry.connector.speeds import AnswerTimes, Speeds
 from support.clock import Clock
 from support.examples import examples
 from support.offers import PARTS, PROMPT, RATES, WEIGHTS, bid, speeds

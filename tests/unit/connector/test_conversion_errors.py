@@ -7,8 +7,8 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from kvferry.connector.choices import parse_settings
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.connector.parse import parse_settings
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.headroom import Headroom
+from kvferry.connector.room import Headroom
 from kvferry.geometry import GroupKind
 
 BLOCK, STEP = 64, 256

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.load_plans import LoadPlan, load_plans
-from kvferry.connector.source import Answer
+from kvferry.connector.load import Bid, PlaceTokens
+from kvferry.connector.source import Answer, LoadPlan, load_plans
 from kvferry.planning.select import LoadSpan
 
 

@@ -8,8 +8,7 @@ from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.loads import Loads
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_order import ReadResult, join_results
-from kvferry.transport.read_plan import ReadPlan, TransferCounts
+from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts, join_results
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 

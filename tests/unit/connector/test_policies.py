@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.choosing import MARGIN, choose
-from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy, policy_named
+from kvferry.connector.choosing import MARGIN, CostPolicy, FirstPolicy, WeightPolicy, choose, policy_named
+from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 from support.examples import examples

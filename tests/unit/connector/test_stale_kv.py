@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.connector.messages import StepReports
 from kvferry.connector.stale_kv import StaleKV
-from kvferry.connector.worker.stale import CHANGED, MOVED
+from kvferry.connector.worker.loads import CHANGED, MOVED
 
 
 class Parts:

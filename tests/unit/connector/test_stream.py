@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.connector.events import Finished
-from kvferry.connector.stream import MAX_ID_CHARACTERS, EventStream
+from kvferry.connector.events import MAX_ID_CHARACTERS, EventStream, Finished
 
 FIRST, SECOND = Finished("a", 1.0), Finished("b", 2.0)
 

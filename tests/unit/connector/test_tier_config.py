@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.config import parse_config
-from kvferry.connector.tier_config import (
+from kvferry.common.errors import ConfigError
+from kvferry.connector.config import (
     Tiers,
+    parse_config,
     read_tiers,
 )
-from kvferry.errors import ConfigError
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings
 

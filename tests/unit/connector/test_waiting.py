@@ -1,6 +1,6 @@
 """The total time that a request has waited."""
 
-from kvferry.connector.answer_times import Waiting
+from kvferry.connector.speeds import Waiting
 
 
 def test_the_time_between_two_waits_does_not_count():

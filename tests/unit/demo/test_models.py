@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.tools.cli import demo as command
-from kvferry.errors import ConfigError
 from kvferry.tools.serving import demo
 from kvferry.tools.serving.smollm2 import smollm2_checkpoint
 

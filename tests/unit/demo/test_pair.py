@@ -17,9 +17,8 @@ import pytest
 from rich.console import Console
 
 from kvferry.tools.serving.demo import pair
-from kvferry.tools.serving.demo.screen import Screen
-from kvferry.tools.serving.demo.verdict import AnswerVerdict
-from kvferry.tools.serving.signals import StopSignals
+from kvferry.tools.serving.demo.report import AnswerVerdict, Screen
+from kvferry.tools.serving.processes import StopSignals
 
 
 def test_a_router_thread_imports_nothing_that_a_signal_may_interrupt(monkeypatch, tmp_path: Path) -> None:

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.tools.serving.demo.report import RequestRow, story
-from kvferry.tools.serving.demo.screen import Screen
-from kvferry.tools.serving.demo.transfers import Transfer, read_transfer
-from kvferry.tools.serving.demo.verdict import AnswerVerdict
+from kvferry.tools.serving.demo.report import (
+    AnswerVerdict,
+    RequestRow,
+    Screen,
+    Transfer,
+    read_transfer,
+    story,
+)
 
 LINE = {
     "request_id": "cmpl-abc-0",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvferry.tools.serving.demo.client import StreamedAnswer
-from kvferry.tools.serving.demo.verdict import AnswerVerdict, compare
+from kvferry.tools.serving.demo.report import AnswerVerdict, compare
 
 NEAR = {5: -1.00, 6: -1.01}
 """Token 5 is the likeliest, 6 nearly so."""

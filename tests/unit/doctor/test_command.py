@@ -7,10 +7,9 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from kvferry.tools.serving.kv_config import kv_transfer_config
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.kv_config import Role, kv_transfer_config
 from kvferry.transport.control_server import ControlServer, ProducerCard
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.security import read_keys
 from support.command_line import run_kvferry
 from transport.cards import cards, facts
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import identity
 from kvferry.tools.doctor.identity import IdentifyError, identify, release_ticket
-from kvferry.keys import prompt_digest
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.doctor.finding import State, ok
-from kvferry.tools.doctor.limits import CheckTimeout, run_all_within, run_check, run_python, run_within
+from kvferry.tools.doctor.finding import (
+    CheckTimeout,
+    State,
+    ok,
+    run_all_within,
+    run_check,
+    run_python,
+    run_within,
+)
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from kvferry.connector.config import parse_config
 from kvferry.tools.doctor import listening
 from kvferry.tools.doctor.finding import State
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.security import read_keys
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 

@@ -3,13 +3,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvferry.geometry import GroupKind
+from kvferry.planning.strategy import Costs
 from kvferry.tools.doctor import pairs
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.doctor.http_engine import ExaminedEngine
 from kvferry.tools.doctor.identity import EngineIdentity
-from kvferry.geometry import GroupKind
-from kvferry.planning.strategy import Costs
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.kv_config import Role
 from kvferry.transport.messages import Facts
 from support.engine_arguments import DECIDES
 from support.engines import EngineSpec, GroupSpec, Interior, ranks

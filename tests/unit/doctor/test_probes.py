@@ -3,8 +3,8 @@ import os
 
 import pytest
 
+from kvferry.tiers.files import opening as directory_checks
 from kvferry.tools.doctor import probes
-from kvferry.tiers.files import directory_checks
 
 
 def told(capsys) -> dict:

@@ -4,7 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.tools.doctor import report
+from kvferry.tools.doctor import finding as report
 from kvferry.tools.doctor.finding import Finding, ReportSection, State, bad, from_error, is_well, note, ok
 
 LONG = "word " * 40 + "/a/path/that/is/far/longer/than/any/line/" + "of-a-terminal/" * 8

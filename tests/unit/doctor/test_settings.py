@@ -3,14 +3,13 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import parse_config
-from kvferry.tools.doctor.finding import State
-from kvferry.tools.doctor.settings import read_file
 from kvferry.engines.vllm import transfer_config
 from kvferry.engines.vllm.transfer_config import summary
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.kv_config import kv_transfer_config, with_other_connectors
-from kvferry.tools.serving.role import Role
+from kvferry.tools.doctor.finding import State
+from kvferry.tools.doctor.storage import read_file
+from kvferry.tools.serving.kv_config import Role, kv_transfer_config, with_other_connectors
 
 
 @pytest.fixture

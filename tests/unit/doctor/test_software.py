@@ -2,12 +2,11 @@ import json
 
 import pytest
 
-from kvferry.tools.doctor import software
-from kvferry.tools.doctor.finding import State
-from kvferry.tools.doctor.limits import ProcessResult
-from kvferry.tools.doctor.probes import parse_output
+from kvferry.common.extras import INSTALL_PAGE
 from kvferry.engines.vllm.version import TESTED
-from kvferry.extras import INSTALL_PAGE
+from kvferry.tools.doctor import software
+from kvferry.tools.doctor.finding import ProcessResult, State
+from kvferry.tools.doctor.probes import parse_output
 
 MARK = "kvferry doctor: "
 

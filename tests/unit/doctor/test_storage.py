@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.tier_config import read_tiers
-from kvferry.tools.doctor import storage
-from kvferry.tools.doctor.finding import State
-from kvferry.tools.doctor.limits import ProcessResult
-from kvferry.tools.doctor.mounts import Mount
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.connector.config import read_tiers
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings
+from kvferry.tools.doctor import storage
+from kvferry.tools.doctor.finding import ProcessResult, State
+from kvferry.tools.doctor.machine import Mount
 
 MARK = "kvferry doctor: "
 GIB = 1 << 30

@@ -3,16 +3,15 @@ from datetime import UTC, datetime
 
 import pytest
 
+from kvferry.common.errors import TransferError
 from kvferry.connector.config import parse_config
+from kvferry.planning.strategy import Costs
 from kvferry.tools.doctor import costs, nixl, reads
-from kvferry.tools.doctor.calibrate import calibrate
 from kvferry.tools.doctor.engines import Target
 from kvferry.tools.doctor.examine import names_other_machines
-from kvferry.tools.doctor.finding import Finding, State
-from kvferry.tools.doctor.limits import ProcessResult
-from kvferry.errors import TransferError
-from kvferry.planning.strategy import Costs
-from kvferry.transport.costs_file import default_costs_path, load_costs, write_costs
+from kvferry.tools.doctor.finding import Finding, ProcessResult, State
+from kvferry.tools.doctor.reads import calibrate
+from kvferry.transport.costs import default_costs_path, load_costs, write_costs
 from support.bench_results import calibration
 
 MARK = "kvferry doctor: "

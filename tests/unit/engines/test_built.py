@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm import built
 from kvferry.engines.vllm.built import Built, built_of
-from kvferry.engines.vllm.compat.models import Models, built_models, draft_layer_names
-from kvferry.errors import ConfigError
-from kvferry.keys.settings_text import settings_of
+from kvferry.engines.vllm.compat.model import Models, built_models, draft_layer_names
+from kvferry.keys.namespace import settings_of
 from kvferry.transport.messages import MAX_NAMED, compare_facts
 from support.played_worker import PlayedWorker
 

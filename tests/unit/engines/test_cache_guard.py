@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.worker.stale import MOVED
+from kvferry.common.errors import ConfigError
+from kvferry.connector.worker.loads import MOVED
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.cache_guard import CacheGuard
 from kvferry.engines.vllm.worker import VLLMWorker
-from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
 
 BLOCKS, PAGE = 8, 2 * 16 * 32 * 4

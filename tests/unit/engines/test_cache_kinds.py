@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvferry.common.errors import ConfigError, GeometryError, Incompatible
 from kvferry.engines.vllm.geometry import describe_cache
-from kvferry.errors import ConfigError, GeometryError, Incompatible
 from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, select_cells

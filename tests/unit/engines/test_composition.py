@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from hypothesis import event, given, strategies as st
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bidding
-from kvferry.connector.load_plans import common_alignment, load_plans
+from kvferry.connector.content import Adapters
+from kvferry.connector.events import Refusals
+from kvferry.connector.load import Bidding
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.stream import Refusals
+from kvferry.connector.source import common_alignment, load_plans
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region

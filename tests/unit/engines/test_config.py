@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.config import read_settings
-from kvferry.errors import ConfigError
 from support.examples import examples
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm import connector
-from kvferry.engines.vllm.compat.contract import KVConnectorRole
+from kvferry.engines.vllm.compat.connectors import KVConnectorRole
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.errors import ConfigError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 

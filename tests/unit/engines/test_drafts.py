@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvferry.engines.vllm import drafts as draft_models, identity
+from kvferry.common.errors import ConfigError
+from kvferry.engines.vllm import identity, identity as draft_models
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat.models import keeps_draft_layers
-from kvferry.engines.vllm.drafts import draft_layers, draft_weights
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.compat.model import keeps_draft_layers
+from kvferry.engines.vllm.identity import draft_layers, draft_weights
 from kvferry.geometry.canonical import canonical_form_of
 from support.engines import ranks
 from transport.cards import ATTENTION, spec

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engines.vllm.compat.memory import check_fixed_memory
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.engines.vllm.compat.process import check_fixed_memory
 
 ON = "max_split_size_mb:64, expandable_segments:True"
 VARIABLES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.prompt_content import content_of
+from kvferry.common.errors import Unnameable
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.items import Identifiers, name_of
-from kvferry.errors import Unnameable
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from support.block_pool import request

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.common.errors import Unnameable
 from kvferry.engines.vllm.items import name_of
-from kvferry.errors import Unnameable
 from support.mm import feature
 
 CAT, DOG = [1.0, 2.0], [1.0, 2.5]

@@ -9,11 +9,11 @@ pytest.importorskip("vllm")
 
 import torch
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig, Layout
 from kvferry.engines.vllm import layout
-from kvferry.engines.vllm.compat import layouts
-from kvferry.engines.vllm.compat.layouts import declared_layouts, layers_are_alike, takes_whole_blocks
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.compat import model as layouts
+from kvferry.engines.vllm.compat.model import declared_layouts, layers_are_alike, takes_whole_blocks
 from kvferry.geometry.layout import LAYOUTS
 
 EVERY = list(LAYOUTS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
 from kvferry.geometry.layout import lay_out

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
-from kvferry.engines.vllm.meta import WorkerCard
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.messages import WorkerCard
 from kvferry.transport.messages import RankCard
 from support.pages import kv_page, rank_of
 from support.ports import OWN_ADDRESS

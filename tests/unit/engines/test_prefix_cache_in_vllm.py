@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.engines.vllm.compat.scheduler import VLLMPrefixCache
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.geometry import GroupKind

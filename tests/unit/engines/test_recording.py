@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.meta import WorkerCard
+from kvferry.engines.vllm.messages import WorkerCard
 from kvferry.observe.recorder import RequestRecorder
 from support.block_pool import BlockPool, request
 from support.pages import kv_page, rank_of

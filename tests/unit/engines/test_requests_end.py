@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.connector import admission, bids
+from kvferry.connector import admission, load as bids
 from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.connector import KVFerryConnector

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.engines.vllm.compat import memory, sleep
+from kvferry.engines.vllm.compat import process as memory, process as sleep
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.compat import specs
 from kvferry.engines.vllm.compat.specs import (
     KINDS,
@@ -49,8 +50,7 @@ from kvferry.engines.vllm.compat.specs import (
     snapshot_tokens,
     writes_before_hooks,
 )
-from kvferry.engines.vllm.info import cache_group
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.scheduler import cache_group
 from kvferry.geometry import Attention, Group, GroupKind
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage

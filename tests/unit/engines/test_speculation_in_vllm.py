@@ -14,12 +14,11 @@ from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.connector.adapters import Adapters
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.events import EventStream
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.stream import EventStream
-from kvferry.connector.tiers.progress import Progress
+from kvferry.connector.tiers.store_orders import Progress
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.geometry import GroupKind
 from support.engine_info import made_up

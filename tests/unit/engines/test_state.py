@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.engines.vllm.state import Rank, page_of_state
-from kvferry.engines.vllm.state_format import FORMATS, StateFormat
-from kvferry.errors import Incompatible
+from kvferry.common.errors import Incompatible
+from kvferry.engines.vllm.state import FORMATS, Rank, StateFormat, page_of_state
 from kvferry.geometry import PageFormat
+from kvferry.planning.cell_copy import plan_page_copy
 from kvferry.planning.descriptors import concatenate
-from kvferry.planning.page_copy import plan_page_copy
 
 
 @dataclass(frozen=True)

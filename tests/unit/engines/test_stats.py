@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import REGISTRY
 
-from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
-from kvferry.observe.metrics import PREFIX
-from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.engines.vllm.messages import FerryMetrics, FerryStats
+from kvferry.observe.metrics import PREFIX, MetricsDelta
 
 
 def loads(ready: int, pending: int, *seconds: float) -> FerryStats:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvferry.connector.events import Arrived, MissReason
 from kvferry.connector.load import LoadOutcome
-from kvferry.engines.vllm.compat.spans import is_traced, tracing
+from kvferry.engines.vllm.compat.process import is_traced, tracing
 from support.load_events import load_began, load_ended
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm import config
 from kvferry.engines.vllm.compat.scheduler import defer_frees
 from kvferry.engines.vllm.config import keep_transfer, read_settings
@@ -20,7 +21,6 @@ from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import check, children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.transfer_config import TransferCheck, Verdict
-from kvferry.errors import ConfigError
 from support.transfer_configs import CORPUS, FERRY, MULTI, mutations
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.metrics.stats import PromptTokenStats
 
-from kvferry.connector.peers.turn_names import CHUNK_TOKENS
+from kvferry.connector.content import CHUNK_TOKENS
 from support.clock import Clock
 from support.mesh import MeshEngine, network
 from support.vllm_cache import BLOCK, STEP

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.tools.cli.main import app
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, check_release
-from kvferry.errors import ConfigError
+from kvferry.tools.cli.main import app
 
 OTHERS = ("0.30.2", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev7+g12345")
 

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.plain import PlainStep
+from kvferry.connector.engine import PlainStep
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.scheduler import sorted_cards
-from kvferry.errors import ConfigError
 from kvferry.observe.spans import SpanListener
 from support.vllm_config import configured, scheduler_connector
 

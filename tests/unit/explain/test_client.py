@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.cli.main import app
-from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.common.errors import ConfigError, ProtocolError
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -32,13 +31,19 @@ from kvferry.connector.events import (
     StoreBegan,
     ValuedBid,
 )
-from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
-from kvferry.errors import ConfigError, ProtocolError
-from kvferry.tools.explain.client import ask_engines
+from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
 from kvferry.observe import socket_directory
-from kvferry.observe.trace_server import TraceServer, matches_id
+from kvferry.observe.trace_server import (
+    MAX_QUESTION_BYTES,
+    EngineInfo,
+    Question,
+    TraceServer,
+    decode_trace,
+    matches_id,
+)
 from kvferry.observe.traces import RequestTrace, TraceBuffer
-from kvferry.observe.wire import MAX_QUESTION_BYTES, EngineInfo, Question, decode_trace
+from kvferry.tools.cli.main import app
+from kvferry.tools.explain.client import ask_engines
 from support.command_line import run_kvferry
 from support.load_events import load_began, load_ended
 from support.waiting import wait_for

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -20,10 +19,9 @@ from kvferry.connector.events import (
     SourceRefused,
     ValuedBid,
 )
-from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
-from kvferry.tools.explain.text import summary
-from kvferry.tools.explain.timeline import timeline
+from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
+from kvferry.tools.explain.timeline import summary, timeline
 from support.load_events import load_began, load_ended, sources_asked
 
 PEER = Bid("10.0.0.1:5000", (PlaceTokens("peer", 444),))

@@ -20,7 +20,7 @@ from faults.campaign import KINDS
 from faults.storage import dropped_since
 from faults.values import Fault, Trial, judged
 from fuzz.rigs import new_keys
-from kvferry.tiers.outcome import PutOutcome
+from kvferry.tiers.names import PutOutcome
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from transport.cards import cards, facts
 

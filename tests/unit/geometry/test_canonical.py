@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import Attention, Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.geometry.canonical.length import (
+from kvferry.common.errors import ConfigError
+from kvferry.geometry.canonical.derive import (
     check_prompt_length,
     check_windows,
     chunk_length,

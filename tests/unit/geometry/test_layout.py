@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind, Layer
 from kvferry.geometry.layout import (
     LAYOUTS,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.models import read_model
 

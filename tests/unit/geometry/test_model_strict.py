@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import entries
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import Axis, Field, Group, GroupKind, Layer, PageFormat, RankGeometry, Region
 from support.pages import ADDRESS, kv_page, rank_of, state_page
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from kvferry.errors import Unnameable
+from kvferry.common.errors import Unnameable
 from kvferry.keys import KEY_BYTES, ChunkKeys, Item
 from support.examples import examples
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import Unnameable
+from kvferry.common.errors import Unnameable
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.keys import Namespace, differences

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.content import check_memory, fill_blocks
-from kvferry.tools.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
+from kvferry.common.errors import TransferError
 from kvferry.memory.owned import OwnedCache
+from kvferry.tools.measuring.simulated import (
+    SimulatedEngine,
+    check_memory,
+    fill_blocks,
+    read_geometry,
+    simulate_engine,
+)
 from kvferry.tools.plan.side import EngineSide
 
 ATTENTION = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 8})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.tools.measuring.fit import fit
+from kvferry.tools.measuring.calibrate import fit
 
 COSTS = np.array([2e-6, 7e-11])
 SIZES = 2.0 ** np.arange(9, 23)

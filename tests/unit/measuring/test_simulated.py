@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.overhead.planning import small_pages
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import lay_out
+from kvferry.planning.select import select_cells
+from kvferry.planning.template import build_templates
 from kvferry.tools.measuring.simulated import (
     SimulatedEngine,
     block_ids,
@@ -16,8 +18,6 @@ from kvferry.tools.measuring.simulated import (
     simulate_engine,
 )
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.select import select_cells
-from kvferry.planning.template import build_templates
 
 
 def _engine(name: str, tokens: int, **side: int | str) -> SimulatedEngine:

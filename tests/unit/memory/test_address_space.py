@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace, largest_word
 from kvferry.planning.strided_copy import Loop, StridedCopy

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.memory.available import available_memory
+from kvferry.memory.shared_memory import available_memory
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory import device_copy, device_kernel
 from kvferry.memory.address_space import AddressSpace

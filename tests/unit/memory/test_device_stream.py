@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.memory import device_stream, host_registration
-from kvferry.memory.host_registration import HostRegistration
+from kvferry.memory import device_copy as host_registration, device_stream
+from kvferry.memory.device_copy import HostRegistration
 from support.recorded_cuda import RecordedCuda
 
 ON_GPU, ON_HOST = Region(4096, 8192, "VRAM", 3), Region(4096, 8192)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvferry.errors import SilentCopy
-from kvferry.memory.guard import guard
+from kvferry.common.errors import SilentCopy
+from kvferry.memory.address_space import guard
 
 HAZARDS = {
     "reshape": lambda view: view.reshape(-1),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hatch_build
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import Region
-from kvferry.memory import huge_pages
-from kvferry.memory.huge_pages import request_huge_pages
+from kvferry.memory import shared_memory as huge_pages
+from kvferry.memory.shared_memory import request_huge_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

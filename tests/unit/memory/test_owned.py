@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import GeometryError, SilentCopy
+from kvferry.common.errors import GeometryError, SilentCopy
 from kvferry.geometry import GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import LAYOUTS, EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField

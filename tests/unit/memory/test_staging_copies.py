@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
+from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.pool_cells import PoolCells
-from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from support.examples import examples

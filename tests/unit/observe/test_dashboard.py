@@ -17,9 +17,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
-from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.exposed_names import CONNECTOR, EXPOSED, ROUTER, ROUTER_PREFIX, SUFFIXES
-from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
+from kvferry.observe.dashboard.panels import series
+from kvferry.observe.metrics import (
+    CONNECTOR,
+    EXPOSED,
+    METRICS,
+    MULTI,
+    PREFIX,
+    ROUTER,
+    ROUTER_PREFIX,
+    SUFFIXES,
+    MetricKind,
+)
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.metrics import RouterMetrics
 

@@ -10,8 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.connector.events import MissReason
-from kvferry.observe.exposed_names import CONNECTOR, ROUTER_PREFIX, exposed_name
-from kvferry.observe.metrics import METRICS, MULTI, PREFIX, MetricKind
+from kvferry.observe.metrics import CONNECTOR, METRICS, MULTI, PREFIX, ROUTER_PREFIX, MetricKind, exposed_name
 from kvferry.tools.serving.router.backends import Backend, BackendState
 from kvferry.tools.serving.router.metrics import AloneReason, Outcome, RequestRecord, RouterMetrics
 

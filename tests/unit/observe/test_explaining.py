@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.events import Arrived
-from kvferry.connector.stream import EventStream
+from kvferry.connector.events import Arrived, EventStream
+from kvferry.observe.trace_server import Question, RequestExplainer
 from kvferry.tools.explain.client import ask_engines
-from kvferry.tools.explain.text import render, render_list
-from kvferry.observe.explaining import RequestExplainer
-from kvferry.observe.wire import Question
+from kvferry.tools.explain.timeline import render, render_list
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import anyio
 import httpx
 import pytest
 
-from kvferry.tools.doctor import http_engine
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch
-from kvferry.tools.serving.role import Role
+from kvferry.tools.doctor import http_engine
+from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.observe.http_address import http_address, server_url
-from kvferry.tools.serving.router.engines_file import read_engines
+from kvferry.common.errors import ConfigError
+from kvferry.observe.fetch import http_address, server_url
+from kvferry.tools.serving.router.fleet import read_engines
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.top.poller import parse_address
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -30,9 +29,8 @@ from kvferry.connector.events import (
     TierChanged,
     ValuedBid,
 )
-from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
-from kvferry.observe.metrics import METRICS, MetricKind
-from kvferry.observe.metrics_delta import MetricsDelta
+from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.observe.metrics import METRICS, MetricKind, MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
 from support.examples import examples
 from support.load_events import load_began, load_ended, sources_asked

@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.observe.dashboard import dashboard, rules
 from kvferry.observe.dashboard.alerts import ALERTS
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.top.exposition import parse_page
 from kvferry.tools.top.figures import Latency
 from support.metrics_page import Page, busy, several, shown

@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import PlaceTokens
-from kvferry.connector.engine import CacheGroup
+from kvferry.common.errors import Unnameable
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import Arrived, Event, Finished, MissReason, Scheduled
-from kvferry.connector.load import LoadOutcome
-from kvferry.connector.plain import PlainRequest
-from kvferry.errors import Unnameable
+from kvferry.connector.load import LoadOutcome, PlaceTokens
 from kvferry.geometry import GroupKind
 from kvferry.keys import ChunkKeys
 from kvferry.observe.line_file import LineFile

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.observe.recording_file import MOST_FILES, open_recording
+from kvferry.common.errors import ConfigError
+from kvferry.observe.recorder import MOST_FILES, open_recording
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "tiny\n"}
 OTHER = {**HEADER, "unit_tokens": 32}
@@ -101,7 +101,7 @@ def test_engines_with_the_same_setting_take_a_file_each(engines: Engines) -> Non
 
 def test_the_file_of_another_process_is_left_alone(engines: Engines) -> None:
     program = f"""
-from kvferry.observe.recording_file import open_recording
+from kvferry.observe.recorder import open_recording
 name, file = open_recording({str(engines.path)!r}, {HEADER!r})
 print(name, flush=True)
 input()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -16,7 +15,7 @@ from kvferry.connector.events import (
     StoreBegan,
     StoreEnded,
 )
-from kvferry.connector.load import GroupBytes, LoadFigures, LoadOutcome
+from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
 from kvferry.observe.spans import SpanListener, TraceSpan
 from support.load_events import load_began, load_ended, sources_asked
 

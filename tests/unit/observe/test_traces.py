@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 
-from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -21,6 +20,7 @@ from kvferry.connector.events import (
     StoreEnded,
     ValuedBid,
 )
+from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.observe.traces import (
     EVENTS_PER_REQUEST,
     FIRST_EVENTS,

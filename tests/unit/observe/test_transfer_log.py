@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.events import Event, MissReason
 from kvferry.connector.load import LoadFigures, LoadOutcome
-from kvferry.errors import ConfigError
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
-from kvferry.observe.transfer_log import TransferLog
+from kvferry.observe.line_file import TransferLog
 from support.load_events import load_began, load_ended
 from support.pages import kv_page
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
 from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from kvferry.common.errors import ConfigError, KVFerryError
 from kvferry.tools.cli.plan import plan
-from kvferry.errors import ConfigError, KVFerryError
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8,
@@ -304,7 +304,13 @@ def test_an_id_of_the_hub_without_a_hub_is_one_sentence(monkeypatch, tmp_path):
 
 
 def test_a_user_sees_no_traceback_and_an_exit_code():
-    command = [sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "plan", "nothing-like-it"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kvferry.tools.cli.main import main; main()",
+        "plan",
+        "nothing-like-it",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -313,7 +319,9 @@ def test_a_user_sees_no_traceback_and_an_exit_code():
 
 
 def test_importing_the_command_is_light():
-    code = "import sys, kvferry.tools.cli.plan; print(*(m for m in sys.modules if m in ('numpy', 'rich.table')))"
+    code = (
+        "import sys, kvferry.tools.cli.plan; print(*(m for m in sys.modules if m in ('numpy', 'rich.table')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

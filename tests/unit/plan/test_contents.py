@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.engines.vllm.content import Shard, is_known, whole_page
-from kvferry.errors import ConfigError, Incompatible
 from kvferry.geometry.layout import lay_out_rank
 from kvferry.geometry.models import read_model
-from kvferry.geometry.models.dtypes import CACHE_DTYPES
-from kvferry.tools.plan import backends
-from kvferry.tools.plan.backends import pages_of
-from kvferry.tools.plan.contents import LATENT_INDEXER, layer_pages
-from kvferry.tools.plan.engine_memory import lay_out_engine
+from kvferry.geometry.models.config import CACHE_DTYPES
+from kvferry.tools.plan import contents as backends
+from kvferry.tools.plan.contents import LATENT_INDEXER, lay_out_engine, layer_pages, pages_of
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.side import EngineSide, resolve_layout, shape
 from unit.plan.test_command import DENSE, printed, run

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.geometry.models import read_model
 from kvferry.tools.cli.main import app
 from kvferry.tools.cli.traces import described
-from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
-from kvferry.tools.replay.model import served_model
-from kvferry.tools.replay.pool import NO_PREFIX_CACHE
+from kvferry.tools.replay.model import NO_PREFIX_CACHE, served_model
 from kvferry.tools.replay.simulation import Simulation
 from support.configs import DENSE
 

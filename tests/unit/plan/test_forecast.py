@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry.models import read_model
+from kvferry.planning.strategy import Costs, Strategy
 from kvferry.tools.plan.blocks import group_counts
 from kvferry.tools.plan.cost import Pricing, limit_bandwidth
 from kvferry.tools.plan.forecast import forecast
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.planning.strategy import Costs, Strategy
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)
 # 4 layers, 4 KV heads of 16 elements of 2 bytes: 64 bytes per head and token, K and V.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 
 from kvferry.geometry.models import read_model
+from kvferry.planning.strategy import Costs
 from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.forecast import forecast
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.strategy import Costs
 
 KIB, MIB = 1 << 10, 1 << 20
 TABLE = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tools.cli import plan as command
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.models import read_model
+from kvferry.tools.cli import plan as command
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
 from kvferry.tools.plan.side import EngineSide
 
@@ -128,7 +128,7 @@ def test_chunks_that_no_snapshot_ends_keep_nothing_that_can_be_loaded():
 
 
 def test_a_cache_without_canonical_form_is_reported(monkeypatch):
-    from kvferry.errors import GeometryError
+    from kvferry.common.errors import GeometryError
     from kvferry.tools.plan import kept as module
 
     def fail(*_):

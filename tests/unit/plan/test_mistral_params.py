@@ -11,7 +11,7 @@ import pytest
 from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.configs.mistral import adapt_config_dict
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import find_config
 

@@ -9,18 +9,26 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvferry.geometry.models import read_model
+from kvferry.planning.strategy import Costs
 from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.forecast import forecast
 from kvferry.tools.plan.page import picture
-from kvferry.tools.plan.page.place import WIDTH, MemoryLane, place
-from kvferry.tools.plan.page.runs import DrawnRun, by_strip, cut, runs_of
+from kvferry.tools.plan.page.draw import (
+    WIDTH,
+    DrawnRun,
+    MemoryLane,
+    Strip,
+    by_strip,
+    cut,
+    place,
+    runs_of,
+    strips,
+)
 from kvferry.tools.plan.page.scene import MAX_RANKS, MAX_STRIPS, scene
-from kvferry.tools.plan.page.strips import Strip, strips
 from kvferry.tools.plan.setting import set_up
 from kvferry.tools.plan.show import COLUMNS
 from kvferry.tools.plan.side import EngineSide
-from kvferry.planning.strategy import Costs
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8,

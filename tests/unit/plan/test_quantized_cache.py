@@ -12,7 +12,7 @@ import pytest
 from vllm.config.model import ModelArchConfigConvertorBase
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import find_config
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvferry.connector.plain import PlainStep
-from kvferry.connector.tiers.snapshot_places import SnapshotPlaces
+from kvferry.common.errors import ConfigError
+from kvferry.connector.engine import PlainStep
+from kvferry.connector.tiers.prompts import SnapshotPlaces
 from kvferry.engines.vllm.compat.requests import VLLMRequest
-from kvferry.errors import ConfigError
-from kvferry.tools.plan.snapshots import SnapshotSteps, parse_retention
-from kvferry.planning.snapshots import snapshot_positions
+from kvferry.planning.retention import snapshot_positions
+from kvferry.tools.plan.blocks import SnapshotSteps, parse_retention
 
 
 @pytest.mark.parametrize(

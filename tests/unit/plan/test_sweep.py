@@ -10,13 +10,13 @@ from itertools import pairwise, product
 
 import pytest
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading, read_model
+from kvferry.planning.template import Template, build_templates
 from kvferry.tools.plan.find import ModelEntry, entries
 from kvferry.tools.plan.side import EngineSide, block_tokens, resolve_layout, shape
-from kvferry.planning.template import Template, build_templates
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvferry.geometry.models import read_model
+from kvferry.planning.strategy import Costs
 from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import entries, lookup, nearest
 from kvferry.tools.plan.forecast import forecast
 from kvferry.tools.plan.side import EngineSide, resolve_layout
-from kvferry.planning.strategy import Costs
 
 BYTES_PER_TOKEN = {
     # K and V of all layers in bfloat16, computed by hand; state not counted.

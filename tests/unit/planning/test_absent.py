@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import Incompatible
+from kvferry.common.errors import Incompatible
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, unwritten_blocks_needed

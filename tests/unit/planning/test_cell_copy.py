@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.planning.cell_copy import CellCopy, split_tokens
-from kvferry.planning.page_copy import plan_page_copy
+from kvferry.planning.cell_copy import CellCopy, plan_page_copy, split_tokens
 from kvferry.planning.prepared_lists import TransferCounts, count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, transfer_methods

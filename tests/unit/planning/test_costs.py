@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.planning.strategy import Costs, Work, segment_bytes
 
 CELL = 1 << 20

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, event, given, strategies as st
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import (

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.geometry import Attention, GroupKind
-from kvferry.planning.increments import next_part
 from kvferry.planning.select import (
     LoadSpan,
     attends_to_all,
     needed_tokens,
+    next_part,
     partly_written_blocks,
     select_cells,
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import GeometryError, Incompatible
+from kvferry.common.errors import GeometryError, Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Scale
 from kvferry.geometry.canonical import canonical_form_of, chunk_pool
 from kvferry.geometry.layout import EngineShape, lay_out

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Attention, Group, GroupKind
 from kvferry.planning.select import (
     STATE_BLOCKS,

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField

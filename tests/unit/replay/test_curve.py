@@ -7,14 +7,13 @@ from collections.abc import Iterable
 
 from hypothesis import given, strategies as st
 
-from kvferry.tools.replay.capacities import hit_rate_curve
 from kvferry.tools.replay.content import keys_of
-from kvferry.tools.replay.curve import StackDistances
-from kvferry.tools.replay.pool import BlockPool
+from kvferry.tools.replay.curve import StackDistances, hit_rate_curve
+from kvferry.tools.replay.lookup import UNLIMITED
+from kvferry.tools.replay.model import BlockPool
 from kvferry.tools.replay.settings import ReplaySettings, TierSetting
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.tier import UNLIMITED
-from kvferry.tools.replay.trace.request import TraceRequest
+from kvferry.tools.replay.trace.base import TraceRequest
 from support.engine_pairs import Turn, conversations, small_model, trace_request
 from support.examples import examples
 from support.models import attention

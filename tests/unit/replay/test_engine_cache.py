@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, note, strategies as st
 
-from kvferry.tools.replay.engine_cache import EngineCache
+from kvferry.tools.replay.engine import EngineCache
 from support.engine_pairs import Turn, conversations, small_model, trace_request
 from support.examples import examples
 from support.models import attention

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import length
+from kvferry.geometry.canonical import derive as length
 from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from support.engine_pairs import Both, Turn, both, conversations, small_model

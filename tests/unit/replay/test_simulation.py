@@ -11,21 +11,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.common.text import Report
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
-from kvferry.tools.replay.capacities import hit_rate_curve
-from kvferry.tools.replay.model import ServedModel, served_model
+from kvferry.tools.replay.curve import hit_rate_curve
+from kvferry.tools.replay.model import BlockPool, ServedModel, served_model
 from kvferry.tools.replay.page import page
-from kvferry.tools.replay.pool import BlockPool
 from kvferry.tools.replay.report import Outcome, as_json
-from kvferry.tools.replay.routes import route_named
 from kvferry.tools.replay.settings import ReplaySettings, parse_tier
 from kvferry.tools.replay.show import show
-from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.request import TraceRequest, chained
-from kvferry.report import Report
+from kvferry.tools.replay.simulation import Simulation, route_named
+from kvferry.tools.replay.trace.base import TraceRequest, chained
 from support.configs import DENSE
 
 UNIT, CHUNK = 512, 256

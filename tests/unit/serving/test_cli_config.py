@@ -7,11 +7,11 @@ import tomllib
 
 import pytest
 
-from kvferry.tools.cli import config as command
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.errors import ConfigError
+from kvferry.tools.cli import config as command
 from kvferry.tools.serving import specs
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.security import read_keys
 from support.command_line import KVFERRY, run_kvferry
 from support.setting_examples import EXAMPLES
 

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.serving import cpu_attention
-from kvferry.tools.serving.cpu_attention import bfloat16_fault
+from kvferry.common.errors import ConfigError
+from kvferry.tools.serving import machine_checks as cpu_attention
+from kvferry.tools.serving.machine_checks import bfloat16_fault
 from kvferry.tools.serving.specs import fleet_specs
 from support.command_line import run_kvferry
 

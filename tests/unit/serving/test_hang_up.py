@@ -21,10 +21,10 @@ SERVE = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from kvferry.tools.serving.ports import listen
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.devices import listen
+from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.serve import serve_fleet
-from kvferry.tools.serving.signals import StopSignals
+from kvferry.tools.serving.processes import StopSignals
 from support.scripted_engines import Script
 folder, port = sys.argv[1], int(sys.argv[2])
 spec = Script(name="engine-0", role=Role.BOTH, model="m", port=port, folder=folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.guard import STOP
 from kvferry.tools.serving.launch import EngineSpec, EngineState, Fleet, LaunchError, Role
 from support.clock import Clock

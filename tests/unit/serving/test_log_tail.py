@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.tools.serving.log_tail import error_line, last_line, last_lines, process_code
+from kvferry.tools.serving.engine import error_line, last_line, last_lines, process_code
 
 CORE = "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:1510] "
 ECHO = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -18,7 +18,7 @@ ECHO = "RuntimeError: Engine core initialization failed. See root cause above. F
         (["a.py: error: unrecognized arguments: --x"], "unrecognized arguments: --x"),
         (["p.ValidationError: 1 validation error for C", "  Value error, bad len [type=x]"],
          "ValidationError: Value error, bad len"),
-        (["kvferry.errors.ConfigError: port is 7"], "ConfigError: port is 7"),
+        (["kvferry.common.errors.ConfigError: port is 7"], "ConfigError: port is 7"),
         (["Fatal Python error: Illegal instruction", "", "Current thread 0x1:", ECHO], "Illegal instruction"),
         (["all is well"], None),
         ([], None),

@@ -7,8 +7,8 @@ import huggingface_hub as hub
 import pytest
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.model_name import check_model
+from kvferry.common.errors import ConfigError
+from kvferry.tools.serving.machine_checks import check_model
 from support.command_line import run_kvferry
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvferry.tools.serving.engine import EngineState
-from kvferry.tools.serving.progress import show_notice, startup_progress
+from kvferry.tools.serving.launch import show_notice, startup_progress
 
 
 class Starting:

@@ -12,9 +12,9 @@ import aiohttp
 import anyio
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.serving.router.backends import Backend
-from kvferry.tools.serving.router.probe import probe
+from kvferry.tools.serving.router.fleet import probe
 from support.waiting import wait_for
 
 

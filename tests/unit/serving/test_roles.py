@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import parse_config
-from kvferry.tools.doctor.finding import State
-from kvferry.tools.doctor.settings import read_file
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.transfer_config import summary
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.kv_config import kv_transfer_config
-from kvferry.tools.serving.role import Role
+from kvferry.tools.doctor.finding import State
+from kvferry.tools.doctor.storage import read_file
+from kvferry.tools.serving.kv_config import Role, kv_transfer_config
 
 CONTRADICTS = "one side of an exchange with other engines, but transfer is false"
 NOTHING = "has nothing to do"

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.run import run_app

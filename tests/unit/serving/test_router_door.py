@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from kvferry.tools.serving.demo.endpoint import routed
+from kvferry.tools.serving.demo.client import routed
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.run import server_config

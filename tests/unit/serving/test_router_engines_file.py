@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.router.backends import Pool
-from kvferry.tools.serving.router.engines_file import read_engines
+from kvferry.tools.serving.router.fleet import read_engines
 from support.waiting import wait_for
 
 

@@ -13,9 +13,9 @@ from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.tools.serving.router.endpoint import ActiveRequests, RouterEndpoint
 from kvferry.tools.serving.router.failures import failure_of
-from kvferry.tools.serving.router.hop import Hop
 from kvferry.tools.serving.router.metrics import RouterMetrics
 from kvferry.tools.serving.router.replies import Reply
+from kvferry.tools.serving.router.upstream import Hop
 from support.clock import Clock
 from support.waiting import wait_for
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tools.serving.router.introductions import _AT_ONCE
+from kvferry.tools.serving.router.fleet import _AT_ONCE
 from support.waiting import wait_for
 
 QUICK = {"introduce": True, "probe_seconds": 0.02}

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.router.keys import read_keys
+from kvferry.common.errors import ConfigError
+from kvferry.tools.serving.router.settings import read_keys
 
 pytestmark = pytest.mark.slow
 

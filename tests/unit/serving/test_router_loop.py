@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.serving.router.app import RouterApp
-from kvferry.tools.serving.router.hop import Hop
 from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.router.upstream import Hop
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ _ROUNDS = 5
 HEAP = """
 import ctypes
 from kvferry.tools.serving import run
-from kvferry.tools.serving.ports import listen
+from kvferry.tools.serving.devices import listen
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

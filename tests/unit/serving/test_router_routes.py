@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvferry.tools.serving.router.routes import ANSWERED, COMPLETED, OF_RESPONSES, PASSED_THROUGH, REFUSED
+from kvferry.tools.serving.router.app import ANSWERED, COMPLETED, OF_RESPONSES, PASSED_THROUGH, REFUSED
 from support.waiting import wait_for
 
 ALL_ROUTES = """

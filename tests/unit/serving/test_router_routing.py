@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.serving.router.upstream import relayed, watched_socket
 
 pytestmark = pytest.mark.slow

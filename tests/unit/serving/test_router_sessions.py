@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.tools.serving.router.backends import Pool
-from kvferry.tools.serving.router.sessions import session_of
+from kvferry.tools.serving.router.backends import Pool, session_of
 from support.clock import Clock
 from support.waiting import wait_for
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tools.serving.ports import listen, url_of
+from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.serving.router.backends import Backend
-from kvferry.tools.serving.router.hop import Hop
-from kvferry.tools.serving.router.probe import Prober
+from kvferry.tools.serving.router.fleet import Prober
 from kvferry.tools.serving.router.settings import RouterSettings
-from kvferry.tools.serving.router.upstream import EngineClient, read_whole
+from kvferry.tools.serving.router.upstream import EngineClient, Hop, read_whole
 from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvferry.tools.serving.router.backends import Backend, Pool
+from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource
 from kvferry.tools.serving.router.endpoint import Call
 from kvferry.tools.serving.router.flow import Completion, CompletionFlow
 from kvferry.tools.serving.router.metrics import RequestRecord
 from kvferry.tools.serving.router.settings import RouterSettings
-from kvferry.tools.serving.router.streaming import StreamSource
 from support.clock import Clock
 from support.waiting import wait_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.tools.serving.router.backends import Backend
-from kvferry.tools.serving.router.suspects import REMEMBERED_SECONDS, Suspects
+from kvferry.tools.serving.router.failures import REMEMBERED_SECONDS, Suspects
 from support.clock import Clock
 
 PATH = "/v1/completions"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.shared_memory import check_shared_memory
+from kvferry.common.errors import ConfigError
+from kvferry.tools.serving.machine_checks import check_shared_memory
 
 
 def with_free(mebibytes: int, flag: int = 0):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.tools.serving.signals import StopRequested, StopSignals
+from kvferry.tools.serving.processes import StopRequested, StopSignals
 
 
 @pytest.fixture(autouse=True)

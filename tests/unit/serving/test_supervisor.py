@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.tools.serving.engine import EngineState
 from kvferry.tools.serving.launch import Fleet, Role
-from kvferry.tools.serving.restarts import RestartPolicy, Restarts
-from kvferry.tools.serving.supervisor import FleetLost, Supervisor
+from kvferry.tools.serving.serve import FleetLost, RestartPolicy, Restarts, Supervisor
 from support.clock import Clock
 from support.scripted_engines import ENGINE, pids_of
 from support.waiting import wait_for

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.launch import Fleet
-from kvferry.tools.serving.temporary import compiled_code, temporary_folder, temporary_for_engines
+from kvferry.tools.serving.processes import compiled_code, temporary_folder, temporary_for_engines
 
 SOCKET = "0bc7fc26-8d1f-43a5-9b0f-0c5a1ae34c12"
 

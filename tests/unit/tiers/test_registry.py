@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.connector.tier_config import read_tiers
-from kvferry.tools.doctor.storage import OWN_CHECKS
-from kvferry.engines.vllm.compat.hit_sources import hit_source
-from kvferry.errors import ConfigError
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.common.errors import ConfigError
+from kvferry.connector.config import read_tiers
+from kvferry.engines.vllm.compat.scheduler import hit_source
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.registry import (
     STORAGE_TIERS,
@@ -21,6 +20,7 @@ from kvferry.tiers.registry import (
     storage_kinds,
 )
 from kvferry.tiers.testing import StorageTierContract
+from kvferry.tools.doctor.storage import OWN_CHECKS
 
 DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
 SHARED = ("write", "load_weight")
@@ -84,7 +84,7 @@ def test_the_settings_of_a_kind_are_read_from_a_configuration(kind, tmp_path):
 
 GOOD = """
 from kvferry.tiers.names import Medium
-from kvferry.tiers.storage_settings import Location, StorageSettings
+from kvferry.tiers.storage_tier import Location, StorageSettings
 
 class Settings(StorageSettings, frozen=True):
     kind = "memory"

@@ -3,8 +3,8 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ConfigError
-from kvferry.tiers.sizes import parse_size
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import parse_size
 from support.examples import examples
 
 

@@ -8,16 +8,13 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.cells import cell_len
 
-from kvferry.errors import ProtocolError
-from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.tools.top.addresses import PolledAddress, fleet_view
-from kvferry.tools.top.derive import compute_figures
-from kvferry.tools.top.exposition import Scrape, parse_page
-from kvferry.tools.top.figures import Figures
+from kvferry.common.errors import ProtocolError
+from kvferry.observe.metrics import MetricsDelta
+from kvferry.tools.top.exposition import HistogramBucket, Scrape, parse_page, quantile, window
+from kvferry.tools.top.figures import Figures, compute_figures
+from kvferry.tools.top.layout import number
 from kvferry.tools.top.lines import cached_share, screen, text
-from kvferry.tools.top.units import number
-from kvferry.tools.top.values import HistogramBucket, quantile
-from kvferry.tools.top.window import window
+from kvferry.tools.top.poller import PolledAddress, fleet_view
 from support.examples import examples
 from support.metrics_page import Page, busy, several
 

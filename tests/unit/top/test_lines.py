@@ -7,10 +7,10 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from kvferry.table import shortened
-from kvferry.tools.top.addresses import PolledAddress, Unreachable, fleet_view
+from kvferry.common.text import shortened
 from kvferry.tools.top.exposition import parse_page
 from kvferry.tools.top.lines import screen, text
+from kvferry.tools.top.poller import PolledAddress, Unreachable, fleet_view
 from support.metrics_page import Page, busy, several
 
 NAME = "decode-{}.kvferry-system.svc.cluster.local:8000"

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 import kvferry.tools.top.live  # noqa: F401 - once for all forks
+from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.top import as_plain
-from kvferry.errors import ConfigError
 from kvferry.tools.top.poller import parse_address
 from support.command_line import run_command_in_terminal, run_kvferry
 from support.metrics_page import Page, busy, several, shown

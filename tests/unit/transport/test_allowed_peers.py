@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.transport.address import parse_ip
-from kvferry.transport.allowed_peers import ANY_PEER, MAX_ENTRIES, parse_allowed_peers
+from kvferry.common.errors import ConfigError
+from kvferry.transport.addresses import ANY_PEER, MAX_ENTRIES, parse_allowed_peers, parse_ip
 
 FAR = "10.1.2.3"
 

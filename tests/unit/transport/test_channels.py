@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport import gather_messages as gather, messages as control, redeem
+from kvferry.transport import gather_client as gather, messages as control, redeem
 from support.examples import examples
 from transport.cards import cards, facts
 

@@ -9,14 +9,16 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.check_ranks import MAX_LAYERS, MAX_NAME, MAX_REGIONS
 from kvferry.transport.control_server import ProducerCard
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
     MAX_DIFFERENCES,
+    MAX_LAYERS,
+    MAX_NAME,
     MAX_RANKS,
+    MAX_REGIONS,
     PROTOCOL,
     Accepted,
     Hello,

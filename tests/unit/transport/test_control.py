@@ -10,14 +10,18 @@ import pytest
 import zmq
 from msgspec import structs
 
-from kvferry.errors import ConfigError, Incompatible
+from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.transport import control_socket, handshake, security
-from kvferry.transport.allowed_peers import ANY_PEER
+from kvferry.transport import handshake, security, sockets as control_socket
+from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
-from kvferry.transport.control_socket import ControlSocket
-from kvferry.transport.fair_queue import MAX_PER_SENDER
+from kvferry.transport.control_server import (
+    MAX_PER_SENDER,
+    ControlServer,
+    LeasesClaimed,
+    LeasesReleased,
+    ProducerCard,
+)
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import (
     MAX_TICKETS,
@@ -35,6 +39,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, Unchanged
 from kvferry.transport.redemptions import SILENT
+from kvferry.transport.sockets import ControlSocket
 from kvferry.transport.turns import TurnContent
 from support.clock import Clock
 from support.keys import KEYS, OTHER_KEYS

@@ -9,9 +9,9 @@ import pytest
 import zmq
 from msgspec import structs
 
-from kvferry.limited_log import LimitedLog
+from kvferry.common.limited_log import LimitedLog
 from kvferry.transport import resolver, security
-from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
+from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.planning.strategy import Costs
-from kvferry.transport.costs_file import default_costs_path, load_costs, read_costs, write_costs
+from kvferry.transport.costs import default_costs_path, load_costs, read_costs, write_costs
 
 COSTS = Costs(1e-6, 2e-11, 3e-6, 4e-9, 5e-11, 6e-4)
 

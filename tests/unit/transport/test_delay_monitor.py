@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvferry.transport.delay_monitor import DelayMonitor
+from kvferry.transport.sockets import DelayMonitor
 from support.clock import Clock
 
 

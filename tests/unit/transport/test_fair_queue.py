@@ -4,7 +4,7 @@ from collections import Counter, deque
 
 import pytest
 
-from kvferry.transport.fair_queue import FairQueue
+from kvferry.transport.control_server import FairQueue
 from support.locked import locked
 
 

@@ -8,12 +8,12 @@ import zmq
 
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import (
+from kvferry.transport.gather_client import (
     MAX_REPLY_BYTES,
     AnnounceRoutes,
     Done,
     Gather,
+    GatherClient,
     Gathered,
     GatherRoute,
     NotGathered,

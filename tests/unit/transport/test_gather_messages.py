@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport.gather_messages import (
+from kvferry.transport.gather_client import (
     MAX_CELLS,
     MAX_LOOPS,
     MAX_ROUTES,

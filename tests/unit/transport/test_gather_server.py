@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.geometry.rank import RankGeometry
-from kvferry.memory.staging_copies import StagingCopies
+from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import security
-from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
-from kvferry.transport.gather_messages import (
+from kvferry.transport.addresses import ANY_PEER, AllowedPeers, parse_allowed_peers
+from kvferry.transport.gather_client import (
     AnnounceRoutes,
     Done,
     Gather,
@@ -31,8 +31,7 @@ from kvferry.transport.gather_messages import (
 from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import UNIT_BYTES, StagingArea
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
 from support.keys import KEYS, OTHER_KEYS
 from support.memory import memory
 from support.waiting import wait_for

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.errors import Incompatible
+from kvferry.common.errors import Incompatible
 from kvferry.transport.handshake import (
     HURRY_HANDSHAKES,
     HURRY_SECONDS,

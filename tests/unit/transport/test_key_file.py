@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.transport import key_file
-from kvferry.transport.key_file import existing_keys, key_location, new_secret, read_keys, write_secret
+from kvferry.common.errors import ConfigError
+from kvferry.transport import security as key_file
+from kvferry.transport.security import existing_keys, key_location, new_secret, read_keys, write_secret
 
 SECRET = b"0123456789abcdef"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -58,7 +58,7 @@ def test_another_machine_makes_another_key(state, tmp_path, monkeypatch):
 
 _START = """
 import sys, time
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.security import read_keys
 print("ready", flush=True)
 sys.stdin.readline()
 print(read_keys(None).fingerprint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.transport.lane_connections import LaneConnections
 from kvferry.transport.metadata_validation import ValidationResult
 from support.clock import Clock

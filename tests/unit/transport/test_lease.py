@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.transport.lease import LeaseBook, LeaseWord, LeaseWords, new_incarnation
 from support.clock import Clock
 

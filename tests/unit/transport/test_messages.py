@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.transport.messages import (
     MAX_TICKETS,
     Heartbeat,

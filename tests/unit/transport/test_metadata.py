@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Region
 from kvferry.transport.messages import MAX_AGENT_BYTES, Outgoing
 from kvferry.transport.metadata import MAX_ROWS, check_metadata, parse_metadata

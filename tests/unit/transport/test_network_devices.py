@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvferry.transport import network_devices
-from kvferry.transport.network_devices import (
+from kvferry.transport import agent as network_devices
+from kvferry.transport.agent import (
     CONNECTIONS,
     VARIABLE,
     devices_for,

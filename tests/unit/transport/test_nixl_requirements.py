@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.transport.nixl_requirements import missing_requirements
+from kvferry.transport.agent import missing_requirements
 
 
 def shm(free_mib: float, flags: int = 0) -> Any:

@@ -11,8 +11,7 @@ from kvferry.planning.prepared_lists import DescriptorIndices, PreparedEntries
 from kvferry.planning.select import Cells
 from kvferry.transport import packed_read
 from kvferry.transport.agent import ReadState
-from kvferry.transport.gather_messages import Gathered, NotGathered
-from kvferry.transport.lane_resources import LaneResources
+from kvferry.transport.gather_client import Gathered, NotGathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed_read import (
     AHEAD,
@@ -22,7 +21,7 @@ from kvferry.transport.packed_read import (
     PackedRead,
 )
 from kvferry.transport.read_plan import PackedCells, SourceRank
-from kvferry.transport.staging import UNIT_BYTES, StagingArea
+from kvferry.transport.staging import UNIT_BYTES, LaneResources, StagingArea
 
 STRIDE = UNIT_BYTES // 4
 WORD = 5 << 32 | 9

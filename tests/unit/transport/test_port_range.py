@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 import zmq
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.transport.addresses import PortRange, parse_port_range
+from kvferry.transport.agent import PORTS_VARIABLE, restrict_ucx_to, ucx_environment
 from kvferry.transport.control_server import ControlServer, ProducerCard
-from kvferry.transport.network_devices import PORTS_VARIABLE, restrict_ucx_to, ucx_environment
-from kvferry.transport.port_range import PortRange, parse_port_range
 from support.keys import KEYS
 from support.ports import OWN_ADDRESS as HOST
 from transport.cards import cards, facts

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from kvferry.transport import resolver as resolver_module
-from kvferry.transport.address import parse_ip
-from kvferry.transport.allowed_peers import ANY_PEER, AllowedPeers, parse_allowed_peers
+from kvferry.transport.addresses import ANY_PEER, AllowedPeers, parse_allowed_peers, parse_ip
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
 from support.clock import Clock
 from support.waiting import wait_for

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.planning.select import Cells
-from kvferry.transport.read_order import Share
+from kvferry.transport.read_plan import Share
 
 
 @given(

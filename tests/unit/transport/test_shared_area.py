@@ -14,12 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.memory import host_registration
-from kvferry.memory.sealed import SharedFile, sealed_file
-from kvferry.transport.shared_area import MappedArea, OutgoingFile, make_outgoing_file
-from kvferry.transport.staging import UNIT_BYTES
+from kvferry.memory import device_copy as host_registration
+from kvferry.memory.shared_memory import SharedFile, sealed_file
+from kvferry.transport.staging import UNIT_BYTES, MappedArea, OutgoingFile, make_outgoing_file
 from support.memory import memory
 from support.recorded_cuda import RecordedCuda
 
@@ -55,7 +54,7 @@ def test_a_reader_sees_what_the_source_writes_and_cannot_write_itself(outgoing):
 def test_memory_outlives_the_source_while_a_reader_has_it(outgoing):
     """A reader that copies while the source ends sees bytes, and no signal."""
     child = (
-        "import sys, kvferry.memory.sealed as s, os, time\n"
+        "import sys, kvferry.memory.shared_memory as s, os, time\n"
         "f = s.SharedFile.create(1 << 21); os.pwrite(f.fd, b'x' * 4096, 0)\n"
         "print(f.pid, f.fd, f.token, f.size, flush=True); time.sleep(600)"
     )

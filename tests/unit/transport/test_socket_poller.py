@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvferry.transport.socket_poller import SocketPoller
+from kvferry.transport.sockets import SocketPoller
 from support.waiting import wait_for
 
 

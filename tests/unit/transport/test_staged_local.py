@@ -10,24 +10,23 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind, Region
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
+from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
-from kvferry.transport.allowed_peers import ANY_PEER, parse_allowed_peers
-from kvferry.transport.gather_messages import Gather, encode
+from kvferry.transport.costs import PATIENCE_SECONDS, ROUNDS
+from kvferry.transport.gather_client import Gather, encode
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import RoutePreparation
-from kvferry.transport.read_order import ReadOrder, ReadResult
-from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
+from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.security import secure_client
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import UNIT_BYTES, StagingArea
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.clock import Clock
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
@@ -647,7 +646,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     def failing(self, blocks):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr("kvferry.memory.staging_copies.StagingCopies.clear", failing)
+    monkeypatch.setattr("kvferry.memory.copies.StagingCopies.clear", failing)
     reader.threads[0].submit(order)
     assert reader.result("a").failure == "blocks cannot be cleared: no such device"
     monkeypatch.undo()

@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.transport.redeem import (
+    CROWDED,
+    MAX_CONSUMERS,
+    RELEASED,
+    UNKNOWN,
     Grant,
     NotRedeemed,
     PromptContent,
     Redeem,
     Redeemed,
+    TicketBook,
     Unchanged,
     new_ticket,
 )
-from kvferry.transport.tickets import CROWDED, MAX_CONSUMERS, RELEASED, UNKNOWN, TicketBook
 from support.examples import examples
 from support.locked import locked
 from transport.cards import ticket

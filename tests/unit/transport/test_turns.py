@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.keys.chunk import ChunkKeys, Item
 from kvferry.transport.messages import (
     MAX_TURNS,

@@ -10,12 +10,20 @@ that offer KV to each other could wait for each other for ever: `Standstill` bre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.connector.engine import Request
+from kvferry.connector.events import MissReason
+from kvferry.connector.load import Bid, Bidding, GroupBytes, Load
+from kvferry.connector.messages import LoadPart, Report
+from kvferry.geometry import RankGeometry
+from kvferry.planning.select import attends_to_all, next_part
+from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, Pending, Unusable
-from kvferry.transport.redeem import PromptContent, Redeemed
+from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
+from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.redeem import Grant, PromptContent, Redeemed
 
 STEP_WAIT_SECONDS = 0.0005
 """Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
@@ -188,3 +196,205 @@ class Standstill:
         if admitted != self._admitted or not leases_block():
             self._admitted, self._due = admitted, now + self._patience_seconds
         return now >= self._due
+
+
+@dataclass(slots=True)
+class Pull:
+    """The KV at one peer that one request may read, and the state of the exchange with this peer.
+
+    Attributes:
+        request: the request.
+        address: address of the peer's control channel.
+        engine_id: id of the peer's engine.
+        ticket: ticket of the lease at the peer.
+        tokens: number of offered tokens, from the start of the prompt.
+        bidding: excluded sources of the request, and its remaining attempts to load KV.
+        until: deadline for sending the ticket to the peer, monotonic seconds.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for a turn.
+        claim: the request's claim on the lease; None before the ticket has been sent, and for a turn, which
+            needs no claim.
+        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
+        grant: the peer's block tables and lease word; None until they are known.
+        ready: number of tokens, from the start of the prompt, whose KV is in the peer's blocks.
+        incarnation: run of the peer's engine that granted the lease; None until it is known.
+        settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
+        loading: True while a load from this peer is under way.
+        bid: last bid for the request; None if there was none.
+    """
+
+    request: Request
+    address: Address
+    engine_id: str
+    ticket: bytes
+    tokens: int
+    bidding: Bidding
+    until: float
+    cached_tokens: int | None = None
+    claim: Claim | None = None
+    foreseen: bool = False
+    grant: Grant | None = None
+    ready: int = 0
+    incarnation: int | None = None
+    settled: bool = False
+    gone: bool = False
+    loading: bool = False
+    bid: Bid | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the peer's blocks hold the KV of all offered tokens."""
+        return self.ready >= self.tokens
+
+    def take(self, answer: Redeemed) -> str | None:
+        """Store the peer's answer to the ticket, and return why it cannot be used; None if it can."""
+        # Further answers extend one lease. Blocks of another may hold other KV than the parts already read.
+        if self.grant is not None and (answer.incarnation, answer.grant.slot, answer.grant.generation) != (
+            self.incarnation,
+            self.grant.slot,
+            self.grant.generation,
+        ):
+            return "the peer has replaced the lease while its blocks were read"
+        self.grant, self.incarnation = answer.grant, answer.incarnation
+        self.ready = max(self.ready, answer.tokens)
+        self.note_cached_tokens(answer)
+        return None
+
+    def note_cached_tokens(self, answer: Redeemed | Unusable | Pending) -> None:
+        """Store the number of prompt tokens that the peer's caches had, if the answer says it."""
+        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
+            self.cached_tokens = answer.cached_tokens
+
+    @property
+    def peer(self) -> str:
+        """Name of the peer."""
+        return peer_name(self.engine_id, self.address, self.incarnation)
+
+    def mismatch(self, peer: PeerInfo) -> str | None:
+        """Return why the KV that this peer offered cannot be read; None if it can.
+
+        Args:
+            peer: description of the engine that answers at this address now, from the handshake.
+        """
+        if peer.facts.engine_id != self.engine_id:
+            return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
+        if peer.facts.incarnation != self.incarnation:
+            return "the engine has been restarted since it granted the lease"
+        granted = 0 if self.grant is None else len(self.grant.tables)
+        groups = len(peer.ranks[0].geometry.groups)
+        if granted != groups:
+            return f"block tables for {granted} groups, the peer has {groups}"
+        return None
+
+
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the run of the engine if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
+
+
+def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:
+    """Return the identities of an engine's layers that attend to all tokens, or of all other layers."""
+    return {
+        layer.identity
+        for rank in ranks
+        for group in rank.groups
+        for layer in group.layers
+        if attends_to_all(group.kind) is attend_to_all
+    }
+
+
+def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
+    """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
+
+    Groups of two engines must be matched by the layers that they share, not by their index. Engines may group
+    the same layers differently: one may treat a sliding-window layer as full attention, for example.
+    """
+    found: list[tuple[int, set[str]]] = []
+    for rank in ranks:
+        for number, group in enumerate(rank.groups):
+            if number == len(found):
+                found.append((group.block_tokens, set()))
+            found[number][1].update(layer.identity for layer in group.layers)
+    return found
+
+
+class PeerFeed:
+    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
+
+    origin = PEER
+
+    def __init__(
+        self,
+        load: Load,
+        pull: Pull,
+        *,
+        alignment_tokens: int,
+        labels: Sequence[str],
+        update: Callable[[Pull], Unusable | None],
+        on_failed: Callable[[Pull, Report], None],
+    ) -> None:
+        """Create the feed of a load that begins now.
+
+        Args:
+            load: load to order.
+            pull: state of the exchange with the peer. It has a grant.
+            alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
+            labels: label of each KV cache group of this engine.
+            update: takes in the peer's last answer, and returns why its KV cannot be read any more.
+            on_failed: called if the load has failed and its request waits for it.
+        """
+        self._load, self._pull, self._alignment_tokens, self._labels = load, pull, alignment_tokens, labels
+        self._update, self._on_failed = update, on_failed
+        self._done, self._parts, self._ready = load.span.begins, 0, 0
+        self._dropped = False
+        pull.loading = True
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        load, pull = self._load, self._pull
+        unusable = Unusable("no request waits for it any more") if self._dropped else self._update(pull)
+        if unusable is not None:
+            return [LoadPart(load.key, None, failure=unusable.reason)]
+        news, self._ready = pull.ready > self._ready, pull.ready
+        assert pull.grant is not None
+        assert pull.incarnation is not None
+        span = next_part(
+            load.span,
+            self._done,
+            pull.ready,
+            alignment_tokens=self._alignment_tokens,
+            whole=pull.is_whole,
+        )
+        if span is None:
+            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
+            # be read yet.
+            return [LoadPart(load.key, None)] if news else []
+        self._done, self._parts = span.ends, self._parts + 1
+        order = ReadOrder(
+            key=f"{load.key}.{self._parts}",
+            peer=pull.peer,
+            span=span,
+            src_tables=pull.grant.block_ids,
+            dst_tables=load.tables,
+            lease=pull.grant.word(pull.incarnation),
+        )
+        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
+
+    def drop(self) -> None:
+        # The workers cannot cancel reads in flight.
+        self._dropped, self._pull.loading = True, False
+
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        figures = report.figures
+        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
+
+    def miss(self, report: Report) -> MissReason:
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        self._pull.loading = False
+        if wanted and report.failure is not None:
+            self._on_failed(self._pull, report)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import fields
 
-from kvferry.errors import ProtocolError
+from kvferry.common.errors import ProtocolError
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import Host, Port
 from kvferry.transport.redeem import MAX_TOKENS

@@ -17,12 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.blocks_wanted import BlocksWanted
+from kvferry.common.errors import TransferError, Unnameable
+from kvferry.common.limited_log import LimitedLog
+from kvferry.common.text import shown
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
-from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
+from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
+from kvferry.connector.peers.kept import TurnKeeper, UnclaimedLeases
 from kvferry.connector.peers.offer import (
     Offer,
     Siblings,
@@ -32,20 +35,11 @@ from kvferry.connector.peers.offer import (
     write_offer,
 )
 from kvferry.connector.peers.streams import Streams, steps_readable
-from kvferry.connector.peers.turn_keeper import TurnKeeper
-from kvferry.connector.peers.turn_names import TurnNames
-from kvferry.connector.peers.unclaimed import UnclaimedLeases
-from kvferry.connector.prompt_content import content_of
-from kvferry.connector.stream import EventStream
-from kvferry.errors import TransferError, Unnameable
-from kvferry.limited_log import LimitedLog
-from kvferry.terminal import shown
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
-from kvferry.transport.fair_queue import FairQueue
+from kvferry.connector.room import BlocksWanted
+from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook
-from kvferry.transport.redeem import Grant, new_ticket
-from kvferry.transport.tickets import TicketBook
+from kvferry.transport.redeem import Grant, TicketBook, new_ticket
 
 logger = logging.getLogger(__name__)
 

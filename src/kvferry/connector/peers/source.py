@@ -24,30 +24,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding, PlaceTokens
+from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
+from kvferry.common.units import counted
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Load
+from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.load import Bid, Bidding, Load, PlaceTokens
 from kvferry.connector.messages import Report, StepOrders
-from kvferry.connector.peers.claims import Claims
-from kvferry.connector.peers.connections import PeerConnections
-from kvferry.connector.peers.feed import PeerFeed
+from kvferry.connector.peers.claims import Claims, PeerFeed, Pull, peer_name
+from kvferry.connector.peers.connections import PeerConnections, TurnFinder
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.pull import Pull, peer_name
-from kvferry.connector.peers.turn_finder import TurnFinder
-from kvferry.connector.prompt_content import content_of
-from kvferry.connector.running_loads import RunningLoad
 from kvferry.connector.source import Answer
-from kvferry.connector.stream import Refusals
-from kvferry.connector.transfer import TransferBook, may_hold
-from kvferry.errors import NotYetNamed, ProtocolError, Unnameable
+from kvferry.connector.transfer import RunningLoad, TransferBook, may_hold
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.redeem import Redeemed
-from kvferry.units import counted
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""

@@ -20,15 +20,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.connector.adapters import Adapters
+from kvferry.common.errors import TransferError, Unnameable
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.peers.offer import ticket_of
-from kvferry.connector.prompt_content import content_of
-from kvferry.errors import TransferError, Unnameable
 from kvferry.planning.select import NULL_BLOCK, attends_to_all
 from kvferry.transport.lease import LeaseBook, LeaseWord
-from kvferry.transport.redeem import Grant
-from kvferry.transport.tickets import TicketBook
+from kvferry.transport.redeem import Grant, TicketBook
 
 
 def steps_readable(engine: EngineFacts) -> int:

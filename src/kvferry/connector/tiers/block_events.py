@@ -33,11 +33,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.cache.beginnings import BegunChunk, ChunkBeginnings
-from kvferry.connector.block_runs import BlockRun, DescribeBlocks
-from kvferry.connector.engine import Request
-from kvferry.connector.events import BlocksRemoved, BlocksStored
-from kvferry.connector.stream import EventStream, log_errors
+from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
+from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
+from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, log_errors
 from kvferry.tiers.index.key_table import KeyTable, tag_of
 
 MOST_CHUNKS = 1 << 14

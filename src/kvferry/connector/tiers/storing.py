@@ -23,17 +23,16 @@ from math import lcm
 
 import numpy as np
 
-from kvferry.cache.beginnings import BegunChunk
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.prompt_chunks import BegunChunk
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.block_events import BlockEvents
-from kvferry.connector.tiers.progress import Progress, QuietSteps
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.store_orders import ChunkToStore, StoreOrders
+from kvferry.connector.tiers.store_orders import ChunkToStore, Progress, QuietSteps, StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm
-from kvferry.geometry.canonical.length import content_alignment, snapshot_interval
+from kvferry.geometry.canonical.derive import content_alignment, snapshot_interval
 from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.retention import (
     MAX_CHUNKS_PER_ORDER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TypeAlias
@@ -10,24 +11,22 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.reading import SlowTier
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
+from kvferry.common.units import parse_size
 from kvferry.connector.compose import Composition
-from kvferry.connector.config import ConnectorConfig, check_snapshot_tokens
+from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
-from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.tier_config import Tiers
-from kvferry.connector.tiers.opening import open_tiers
-from kvferry.connector.tiers.pinned import PinnedChunks
-from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.snapshot_places import SnapshotPlaces, snapshot_rule
-from kvferry.connector.tiers.stats import TierEvents
+from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
+from kvferry.connector.tiers.stats import PinnedChunks, TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
-from kvferry.connector.worker.chunk_routes import check_storable
-from kvferry.connector.worker.orders import ArenaCard
-from kvferry.errors import ConfigError, GeometryError, Incompatible
+from kvferry.connector.worker.mover import check_storable
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
-from kvferry.geometry.canonical.length import (
+from kvferry.geometry.canonical.derive import (
     check_prompt_length,
     check_windows,
     chunk_length,
@@ -38,13 +37,44 @@ from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.host.memory_check import available_bytes
+from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable, Tags
-from kvferry.tiers.names import HOST
-from kvferry.tiers.sizes import parse_size
+from kvferry.tiers.names import HOST, tier_name
+from kvferry.tiers.storage_tier import StorageSettings
 
 logger = logging.getLogger(__name__)
+
+
+def open_tiers(
+    tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
+) -> list[tuple[SlowTier, float]]:
+    """Open the storage tiers. Log an error for each tier that cannot be opened, and leave it out.
+
+    Args:
+        tiers: settings of the tiers, the fastest first.
+        get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
+            it has succeeded.
+        table: table of chunk keys that all tiers share.
+
+    Returns:
+        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``.
+    """
+    found: list[tuple[SlowTier, float]] = []
+    kinds = Counter[str]()
+    namespace = None
+    for number, settings in enumerate(tiers):
+        try:
+            namespace = namespace or get_namespace()
+            tier = settings.open(namespace, table, tiers[:number])
+        except (ConfigError, Unnameable) as error:
+            logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
+            continue
+        queue = TierQueue(tier, tier_name(settings.kind, kinds[settings.kind]))
+        kinds[settings.kind] += 1
+        found.append((SlowTier(queue, settings.write == "back"), settings.load_weight))
+    return found
+
 
 _DEFAULT_SHARE = 10
 """Divisor of the available memory that gives the default size of the host memory tier."""

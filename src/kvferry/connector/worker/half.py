@@ -16,12 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.connector.access import peers_allowed
+from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.connector.compose import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.connector.messages import (
     NOTHING_ENDED,
     EndedRequests,
+    LoadOrder,
     LoadPart,
     Report,
     StepOrders,
@@ -29,22 +31,19 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.peers.producer import LEASE_SLOTS
-from kvferry.connector.worker.loads import Loads
+from kvferry.connector.worker.loads import Loads, StaleEpochs
 from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import LoadOrder
-from kvferry.connector.worker.stale import StaleEpochs
-from kvferry.errors import ConfigError, KVFerryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, blocks_needed
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs_file import load_costs
-from kvferry.transport.key_file import read_keys
+from kvferry.transport.addresses import parse_port_range
+from kvferry.transport.costs import load_costs
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.port_range import parse_port_range
-from kvferry.transport.read_order import ReadOrder
-from kvferry.transport.settings import TransferSettings
+from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.security import read_keys
+from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 IDLE_WAIT_SECONDS = 0.003

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.transport.read_order import ReadResult
-from kvferry.transport.read_plan import join_plans
+from kvferry.transport.read_plan import ReadResult, join_plans
 
 MOST_TIMEOUTS = 20
 """Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
@@ -235,3 +234,51 @@ def _expired(late_seconds: float) -> str:
         f"its deadline passed {late_seconds:.1f} s ago, and the engine made no step since: was the process "
         "or the machine stopped, or are there more busy processes than cores?"
     )
+
+
+CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
+
+
+@dataclass(slots=True)
+class StaleEpochs:
+    """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
+
+    Attributes:
+        last: number of the last epoch in which the weights changed; None if they have not changed since the
+            start.
+        moved: True if the KV cache has moved to memory that is not registered.
+        asleep: True while the engine sleeps.
+    """
+
+    last: int | None = None
+    moved: bool = False
+    asleep: bool = False
+    _current: int = 0
+
+    def __contains__(self, epoch: int) -> bool:
+        """Return whether KV of an epoch is stale."""
+        return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
+
+    def __bool__(self) -> bool:
+        """Return whether any epoch is stale, so that no KV may be exchanged with peers."""
+        return self.moved or self.asleep or self.last is not None
+
+    @property
+    def reason(self) -> str:
+        return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
+
+    def on_step(self, epoch: int) -> None:
+        """Record the epoch of a step that computes tokens or begins a load.
+
+        Args:
+            epoch: number of cache resets of the engine before the step was scheduled.
+        """
+        self._current = epoch
+
+    def on_weights_changed(self) -> None:
+        """Mark the epoch of the last such step as one in which the weights have changed."""
+        # Before the first step this is epoch 0, whose keys are valid only for the weights at the engine's
+        # start.
+        self.last = self._current

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from kvferry.engines.vllm.compat.models import SHARED_LAYERS, built_models
-from kvferry.keys.settings_text import settings_of, text_of
+from kvferry.engines.vllm.compat.model import SHARED_LAYERS, built_models
+from kvferry.keys.namespace import settings_of, text_of
 
 _POSITIONS = (1, 2, 63)
 """Compared rows of a rotary table. Row 0 says little, and early rows have the smallest rounding errors."""

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.connector.choices import check_keys, parse_settings
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import NODE, ConnectorConfig, check_host_buffer, parse_config
+from kvferry.connector.parse import check_keys, parse_settings
 from kvferry.engines.vllm.version import minor_release, vllm_version
-from kvferry.errors import ConfigError
 
 UNUSED_PORT = 14579
 """vLLM's default of ``kv_port``, which kvferry does not use."""

@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar, NoReturn
 
+from kvferry.common.errors import ConfigError
+from kvferry.common.files import check_umask
 from kvferry.engines.vllm import layout
-from kvferry.engines.vllm.compat.connectors import current_config, register_connector
-from kvferry.engines.vllm.compat.contract import KVConnectorRole, KVConnectorTransferResults
-from kvferry.engines.vllm.compat.memory import check_fixed_memory
-from kvferry.engines.vllm.compat.process import share_logging, sleep_between_polls
+from kvferry.engines.vllm.compat.connectors import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    current_config,
+    register_connector,
+)
+from kvferry.engines.vllm.compat.process import check_fixed_memory, share_logging, sleep_between_polls
 from kvferry.engines.vllm.compat.scheduler import prepare_scheduler
 from kvferry.engines.vllm.config import keep_transfer, read_settings, unused_keys
-from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.engines.vllm.messages import FerryMetrics, FerryStats, SchedulerMeta, WorkerCard, WorkerMeta
 from kvferry.engines.vllm.scheduler import ONE_HANDSHAKE, SchedulerHooks
-from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.transfer_config import wrong_name
 from kvferry.engines.vllm.worker import VLLMWorker
-from kvferry.errors import ConfigError
 from kvferry.memory.device_stream import record_event
-from kvferry.private_file import check_umask
 
 logger = logging.getLogger(__name__)
 

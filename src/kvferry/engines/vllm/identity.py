@@ -8,25 +8,112 @@ model of every worker (`built`), the processor, and the resolved element types.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from kvferry.connector.agreement import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
+from kvferry.cache.weights import weights_of
+from kvferry.common.errors import ConfigError
+from kvferry.connector.content import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.checkpoints import is_unverified, weights
-from kvferry.engines.vllm.compat.multimodal import processor_settings
+from kvferry.engines.vllm.compat.model import draft_layer_names, keeps_draft_layers, processor_settings
 from kvferry.engines.vllm.compat.specs import cache_dtype, state_dtypes
-from kvferry.engines.vllm.drafts import draft_weights
 from kvferry.engines.vllm.version import installed, vllm_version
-from kvferry.errors import ConfigError
 from kvferry.geometry.canonical import CanonicalForm
-from kvferry.keys.namespace import Namespace
-from kvferry.keys.settings_text import settings_of, text_of
+from kvferry.keys.namespace import Namespace, settings_of, text_of
 from kvferry.transport.messages import Fact, Facts
 
 logger = logging.getLogger(__name__)
+
+_UNVERIFIED, _DUMMY = _DESCRIPTIONS = ("unverified", "dummy")
+"""First words of a description of weights without a digest."""
+
+
+def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
+    """Return a text that identifies weights: a digest, or a description (`is_unverified`)."""
+    load_format = str(load_config.load_format)
+    name = str(model.model_weights or model.model)
+    # Such a file is not the checkpoint whose name is given.
+    if load_format == "tensorizer":
+        return f"{_UNVERIFIED} {load_format} of {name}"
+    # Dummy weights depend on the number of ranks.
+    if load_format == "dummy":
+        return f"{_DUMMY}, seed {model.seed}, {vllm_config.parallel_config.tensor_parallel_size} ranks"
+    checkpoint = _checkpoint(name, model.revision)
+    digest = weights_of(checkpoint) if checkpoint else None
+    if digest is None:
+        logger.warning(
+            "the checkpoint of %s is not on this machine's disk: its weights cannot be verified, "
+            "peers are compared by its name and revision", name,
+        )  # fmt: skip
+        return f"{_UNVERIFIED} {name} at {model.revision or 'any revision'}"
+    return digest
+
+
+def is_unverified(found: str) -> bool:
+    """Return True if a text of `weights` is only a description.
+
+    Two engines with the same description may have different weights.
+    """
+    return found.startswith(_DESCRIPTIONS)
+
+
+def _checkpoint(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model's checkpoint on this machine's disk; None if it is not there."""
+    if Path(name).exists():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names that are not folders
+
+        # An engine has downloaded it by now, so nothing is downloaded here.
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - whatever the reason, there is no checkpoint to read
+        return None
+
+
+_THE_MODELS_OWN = "the model's own"
+
+
+def draft_layers(vllm_config: Any) -> dict[str, str]:
+    """Return the digest of the draft model for each of its own layers in the KV cache, by layer name.
+
+    The result is empty without a draft model that has such layers. Call this in a worker.
+    """
+    names = draft_layer_names(vllm_config)
+    return dict.fromkeys(names, _digest(vllm_config)) if names else {}
+
+
+def draft_weights(vllm_config: Any) -> str:
+    """Return a text that identifies the draft model's weights.
+
+    The text is empty without a draft model that has layers of its own in the KV cache.
+    """
+    if not keeps_draft_layers(vllm_config):
+        return ""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    draft = speculative.draft_model_config
+    # Multi-token prediction: the draft model is a part of the checkpoint that is digested anyway.
+    if (draft.model, draft.revision) == (model.model, model.revision):
+        return _THE_MODELS_OWN
+    return weights(vllm_config, draft, speculative.draft_load_config or vllm_config.load_config)
+
+
+def _digest(vllm_config: Any) -> str:
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config
+    parts = {
+        "method": speculative.method,
+        "weights": draft_weights(vllm_config),
+        "configuration": settings_of(draft.hf_config.to_dict()),
+        "dtype": str(draft.dtype),
+        "quantization": str(draft.quantization),
+    }
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
 
 _UNKNOWN = "of unknown version"
 

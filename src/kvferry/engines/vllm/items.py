@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from kvferry.engines.vllm.compat.multimodal import item_data
-from kvferry.errors import Unnameable
+from kvferry.common.errors import Unnameable
+from kvferry.engines.vllm.compat.model import item_data
 
 _MEMORY = "kvferry_name"
 _IDENTIFIED = "kvferry_identified"

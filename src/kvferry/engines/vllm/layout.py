@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.engines.vllm.compat.layouts import (
+from kvferry.engines.vllm.compat.model import (
     attention_backends,
     declared_layouts,
     layers_are_alike,
@@ -23,8 +24,7 @@ from kvferry.engines.vllm.compat.layouts import (
     takes_whole_blocks,
 )
 from kvferry.engines.vllm.content import is_known
-from kvferry.errors import ConfigError
-from kvferry.geometry.pagemap import LAYOUTS, is_compact
+from kvferry.geometry.rank import LAYOUTS, is_compact
 
 _HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
 """Preferred layouts. The first is preferred if all layers of the model are alike and pages move by fields.

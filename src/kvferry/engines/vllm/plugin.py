@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.version import check_release, vllm_version
-from kvferry.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

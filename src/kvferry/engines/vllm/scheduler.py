@@ -6,29 +6,85 @@ from collections import Counter
 from functools import reduce
 from typing import Any
 
-from kvferry.connector.adapters import Adapters
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import CacheGroup, EngineFacts
+from kvferry.connector.events import EventStream
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.stream import EventStream
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat.block_events import BlockEventPublisher, publishes_block_events
-from kvferry.engines.vllm.compat.contract import KVConnectorBase_V1, SupportsHMA
-from kvferry.engines.vllm.compat.hit_sources import Label, hit_source
-from kvferry.engines.vllm.compat.loras import hook_adapter_loads
-from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
-from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
-from kvferry.engines.vllm.compat.spans import is_traced, tracing
-from kvferry.engines.vllm.compat.wake import find_waker
+from kvferry.engines.vllm.compat.connectors import KVConnectorBase_V1, SupportsHMA
+from kvferry.engines.vllm.compat.model import hook_adapter_loads, reads_ahead
+from kvferry.engines.vllm.compat.process import find_waker, is_traced, tracing
+from kvferry.engines.vllm.compat.requests import VLLMStep, parent_of, request_wrapper
+from kvferry.engines.vllm.compat.scheduler import Label, VLLMPrefixCache, hit_source
+from kvferry.engines.vllm.compat.specs import (
+    attention_span_of,
+    has_rings,
+    reuses_prompts_only,
+    snapshot_tokens,
+    state_block_tokens,
+    writes_before_hooks,
+)
+from kvferry.engines.vllm.geometry import kind_of_group
 from kvferry.engines.vllm.identity import facts_of, lora_settings, must_agree, namespace_of
-from kvferry.engines.vllm.info import engine_info
 from kvferry.engines.vllm.items import Identifiers
-from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard, WorkerMeta
-from kvferry.errors import ConfigError
-from kvferry.observe.explaining import RequestExplainer
+from kvferry.engines.vllm.messages import SchedulerMeta, WorkerCard, WorkerMeta
+from kvferry.observe.line_file import TransferLog
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.recorder import RequestRecorder, recording_header, start_recording
-from kvferry.observe.transfer_log import TransferLog
+from kvferry.observe.trace_server import RequestExplainer
 from kvferry.tiers.registry import medium_of
+
+
+def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+    """Collect what the connector's scheduler half must know about the engine: groups, limits and features.
+
+    Raises:
+        ConfigError: kvferry cannot move one of the engine's KV cache groups.
+    """
+    return EngineFacts(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        groups=tuple(map(cache_group, kv_cache_config.kv_cache_groups)),
+        num_blocks=int(kv_cache_config.num_blocks),
+        longest_request=int(vllm_config.model_config.max_model_len),
+        steps_in_flight=int(vllm_config.max_concurrent_batches),
+        tokens_in_flight=int(vllm_config.max_in_flight_tokens),
+        step_tokens=step_tokens(vllm_config),
+        draft_lookahead=reads_ahead(vllm_config),
+        speculates=vllm_config.speculative_config is not None,
+        reuses_prompts_only=reuses_prompts_only(kv_cache_config),
+        has_rings=has_rings(kv_cache_config),
+        writes_before_hooks=writes_before_hooks(vllm_config, kv_cache_config),
+        # Data-parallel engines of a mixture of experts compute each step together.
+        lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+        port_offset=int(vllm_config.parallel_config.data_parallel_index),
+        parent_of=parent_of,
+    )
+
+
+def step_tokens(vllm_config: Any) -> int:
+    """Return the maximum number of tokens that one step computes for one request, including draft tokens."""
+    batched = vllm_config.scheduler_config.max_num_batched_tokens
+    return int(batched + vllm_config.num_speculative_tokens)
+
+
+def cache_group(group: Any) -> CacheGroup:
+    """Describe a KV cache group for the connector's scheduler half, from vLLM's KVCacheGroupSpec.
+
+    Raises:
+        ConfigError: kvferry cannot move the group. The message names one of its layers.
+    """
+    spec = group.kv_cache_spec
+    return CacheGroup(
+        kind=kind_of_group(group),
+        attention_span=attention_span_of(spec),
+        block_tokens=int(spec.block_size),
+        state_block_tokens=state_block_tokens(spec),
+        snapshot_tokens=snapshot_tokens(spec),
+    )
+
 
 ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"

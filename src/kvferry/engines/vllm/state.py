@@ -19,14 +19,233 @@ fields (`state_proof`).
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from kvferry.engines.vllm.state_format import FORMATS, StateFormat
-from kvferry.engines.vllm.state_proof import find_mismatch
+import torch
+
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Channels of a convolution that come from the same projection.
+
+    >>> [Segment("conv.b", units=units, width=32).channels_per_rank(4) for units in (1, 8)]  # copied; split
+    [32, 64]
+
+    Attributes:
+        name: name of the field that describes these channels.
+        units: number of units over all ranks. A unit is a head, a group or a channel, and is never split
+            between ranks. If there is a single unit, every rank has a copy of it.
+        width: number of channels per unit.
+    """
+
+    name: str
+    units: int
+    width: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Number of channels over all ranks. Copies on several ranks count once."""
+        return self.units * self.width
+
+    @property
+    def copied(self) -> bool:
+        return self.units == 1
+
+    def channels_per_rank(self, ranks: int) -> int:
+        return self.channels if self.copied else self.units // ranks * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """Format of the state that a recurrent layer keeps for a sequence, over all ranks.
+
+    Attributes:
+        window: number of past inputs per channel that the convolution needs, which is its kernel size less
+            one; 0 without a convolution.
+        segments: groups of the convolution's channels, one per projection, in the order in which vLLM and
+            checkpoints store them. Empty without a convolution.
+        recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
+            axis varies fastest. Empty without a recurrent state.
+    """
+
+    window: int
+    segments: tuple[Segment, ...]
+    recurrent: tuple[tuple[str, int], ...]
+
+    def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that vLLM declares for one rank's states: convolution, then recurrent state.
+
+        Args:
+            ranks: number of tensor-parallel ranks.
+            columns: number of inputs per channel for which the convolution's state has space.
+            channels_first: order of the convolution's axes, as in `state.Rank`.
+        """
+        shapes: list[tuple[int, ...]] = []
+        if self.segments:
+            channels = sum(segment.channels_per_rank(ranks) for segment in self.segments)
+            shapes.append((channels, columns) if channels_first else (columns, channels))
+        if self.recurrent:
+            first, *rest = (count for _, count in self.recurrent)
+            shapes.append((first // ranks, *rest))
+        return tuple(shapes)
+
+    def indivisible_fields(self, ranks: int) -> list[str]:
+        """Return the names of the fields that cannot be divided evenly among the ranks."""
+        shared = [(s.name, s.units) for s in self.segments if not s.copied]
+        shared += [("ssm", count) for _, count in self.recurrent[:1]]
+        return [name for name, count in shared if count % ranks]
+
+
+def mamba1(layer: Any) -> StateFormat:
+    """Return the state format of a Mamba 1 layer (`MambaMixer`)."""
+    # Each inner channel has one channel of the convolution and one row of recurrent state.
+    channels = layer.intermediate_size
+    recurrent = (("channel", channels), ("state", layer.ssm_state_size))
+    return StateFormat(layer.conv_kernel_size - 1, (Segment("conv.x", channels),), recurrent)
+
+
+def mamba2(layer: Any) -> StateFormat:
+    """Return the state format of a Mamba 2 layer (`MambaMixer2`)."""
+    segments = (
+        # The channels of x are sharded by heads, and those of B and C by groups. Every rank has a copy of a
+        # single group, and `layer.n_groups` counts all copies (`extra_groups_for_head_shards`), but
+        # `layer.norm.n_groups` counts the group once.
+        Segment("conv.x", layer.num_heads, layer.head_dim),
+        Segment("conv.b", layer.norm.n_groups, layer.ssm_state_size),
+        Segment("conv.c", layer.norm.n_groups, layer.ssm_state_size),
+    )
+    recurrent = (("head", layer.num_heads), ("channel", layer.head_dim), ("state", layer.ssm_state_size))
+    return StateFormat(layer.conv_kernel_size - 1, segments, recurrent)
+
+
+def gated_delta(layer: Any) -> StateFormat:
+    """Return the state format of a gated delta net layer or a Kimi delta attention layer."""
+    # In Kimi delta attention, q, k and v have the same number of heads.
+    if not hasattr(layer, "num_k_heads"):
+        heads, width = layer.num_heads, layer.head_dim
+        segments = tuple(Segment(name, heads, width) for name in ("conv.q", "conv.k", "conv.v"))
+        return StateFormat(layer.conv_size - 1, segments, (("head", heads), ("value", width), ("key", width)))
+    segments = (
+        # The channels of q and k are sharded by key heads, and those of v by value heads.
+        Segment("conv.q", layer.num_k_heads, layer.head_k_dim),
+        Segment("conv.k", layer.num_k_heads, layer.head_k_dim),
+        Segment("conv.v", layer.num_v_heads, layer.head_v_dim),
+    )
+    recurrent = (("head", layer.num_v_heads), ("value", layer.head_v_dim), ("key", layer.head_k_dim))
+    return StateFormat(layer.conv_kernel_size - 1, segments, recurrent)
+
+
+def linear(layer: Any) -> StateFormat:
+    """Return the state format of lightning attention: one matrix per head, and no convolution."""
+    recurrent = (("head", layer.num_heads), ("key", layer.head_dim), ("value", layer.head_dim))
+    return StateFormat(0, (), recurrent)
+
+
+def short_conv(layer: Any) -> StateFormat:
+    """Return the state format of LFM2's gated short convolution, which has no recurrent state."""
+    return StateFormat(layer.L_cache - 1, (Segment("conv", layer.conv_dim),), ())
+
+
+FORMATS: dict[str, Callable[[Any], StateFormat]] = {
+    "MAMBA1": mamba1,
+    "MAMBA2": mamba2,
+    "GDN_ATTN": gated_delta,
+    "LINEAR": linear,
+    "SHORT_CONV": short_conv,
+}
+"""Function that derives the state format from a layer, by name in vLLM's `MambaAttentionBackendEnum`."""
+
+
+def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    """Check that `fields` describes exactly the channels and heads whose state this rank holds.
+
+    The layer is not changed.
+
+    Returns:
+        Reason why the fields are wrong, or why the check could not be made; empty if the fields are right.
+    """
+    try:
+        if state.segments and (why := _channel_mismatch(layer, state, fields)):
+            return why
+        if state.recurrent:
+            return _head_mismatch(layer, next(field for field in fields if field.name == "ssm"))
+    except Exception as error:  # noqa: BLE001 - a layer whose weight loaders fail is not proved
+        return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
+    return ""
+
+
+def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    """Check the convolution's channels, with its weight loader."""
+    module = getattr(layer, "conv1d", None)
+    weight = (layer.conv if module is None else module).weight
+    held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
+    # Not the shape of the weight: vLLM packs weights on some CPUs.
+    scratch = _scratch(weight, (sum(axis.count for _, axis in held), 1, state.window + 1))
+    expected, whole = [], []
+    before = 0
+    for _, axis in held:
+        whole.append(torch.arange(before, before + axis.total))
+        expected.append(torch.arange(before + axis.start, before + axis.stop))
+        before += axis.total
+    if _loads_in_parts(weight.weight_loader):
+        for part, indices in enumerate(whole):
+            weight.weight_loader(scratch, _weight_of(indices, scratch), part)
+    else:
+        weight.weight_loader(scratch, _weight_of(torch.cat(whole), scratch))
+    first = 0
+    for (field, axis), indices in zip(held, expected, strict=True):
+        if not torch.equal(scratch.data[first : first + axis.count, 0, 0], indices.to(scratch.dtype)):
+            return f"channels of {field.name} are not [{axis.start}, {axis.stop}) of {axis.total}"
+        first += axis.count
+    return ""
+
+
+def _head_mismatch(layer: Any, field: Field) -> str:
+    """Check the heads of the recurrent state, with the loader of a weight that has elements for each head."""
+    axis = field.axes[0]
+    # Lightning attention has no such weight, but a decay rate per head.
+    if hasattr(layer, "tp_slope"):
+        if torch.equal(layer.tp_slope, layer.slope_rate[axis.start : axis.stop]):
+            return ""
+        return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
+    weight = layer.D if hasattr(layer, "D") else layer.dt_bias
+    rows, rest = divmod(weight.shape[0], axis.count)
+    if rest:
+        return f"a weight of {weight.shape[0]} elements is not one of {axis.count} heads"
+    scratch = _scratch(weight, (rows * axis.count,))
+    weight.weight_loader(scratch, torch.arange(rows * axis.total).to(scratch))
+    if torch.equal(scratch.data, torch.arange(rows * axis.start, rows * axis.stop).to(scratch.data)):
+        return ""
+    return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
+
+
+def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
+    """Return a float32 parameter with class and attributes of `weight`, for a weight loader to fill."""
+    # -1 is no index, so it shows what the loader leaves out. float32 holds every index below 16,777,216.
+    data = torch.full(shape, -1.0, dtype=torch.float32)
+    scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
+    scratch.__dict__.update(weight.__dict__)
+    return scratch
+
+
+def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a convolution's weight, (channels, 1, kernel): each element is the index of its channel."""
+    return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
+
+
+def _loads_in_parts(loader: Any) -> bool:
+    """Return True if a weight loader loads the channels of one projection per call."""
+    # Such a loader requires the index of the projection.
+    part = inspect.signature(loader).parameters.get("loaded_shard_id")
+    return part is not None and part.default is inspect.Parameter.empty
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Any
 
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import counted
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm import plugin
 from kvferry.engines.vllm.config import (
@@ -25,8 +27,6 @@ from kvferry.engines.vllm.config import (
 )
 from kvferry.engines.vllm.multi.settings import HAND_OVER, INHERITED, check_hand_over, parse_multi
 from kvferry.engines.vllm.plugin import CONNECTORS
-from kvferry.errors import ConfigError
-from kvferry.units import counted
 
 _OURS = "KVFerryConnector"
 _MULTI = "FerryMultiConnector"

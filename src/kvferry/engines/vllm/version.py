@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 TESTED = "0.32"
 """Minor release of vLLM that the whole test suite runs with. Tests compare the pinned version with it."""

@@ -7,17 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.stale import MOVED
+from kvferry.connector.worker.loads import MOVED
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
-from kvferry.engines.vllm.cache_guard import CacheGuard
-from kvferry.engines.vllm.compat.memory import hook_sleep
-from kvferry.engines.vllm.compat.process import tensor_and_pipeline_rank
-from kvferry.engines.vllm.compat.weights import hook_weight_changes
+from kvferry.engines.vllm.cache_guard import CacheGuard, CopyBlocks, HostBuffer
+from kvferry.engines.vllm.compat.model import hook_weight_changes
+from kvferry.engines.vllm.compat.process import hook_sleep, tensor_and_pipeline_rank
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.geometry import describe_cache
-from kvferry.engines.vllm.host_buffer import CopyBlocks, HostBuffer
-from kvferry.engines.vllm.meta import SchedulerMeta, WorkerCard
+from kvferry.engines.vllm.messages import SchedulerMeta, WorkerCard
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from kvferry.geometry.canonical.form import (
     CanonicalGroup,
     FormSection,
     SectionField,
+    chunk_pool,
     unit_count,
 )
-from kvferry.geometry.canonical.place import chunk_pool
 
 __all__ = [
     "CanonicalForm",

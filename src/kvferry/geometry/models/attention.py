@@ -6,15 +6,154 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import ConfigError
-from kvferry.geometry.models.compressed import compressed_stores
-from kvferry.geometry.models.config import ModelConfig, checked_int
-from kvferry.geometry.models.dtypes import PACKED_LATENT, SCALED, element_bytes
-from kvferry.geometry.models.families import Mixer, ModelFamily
-from kvferry.geometry.models.indexer import block_indexer, token_indexer
-from kvferry.geometry.models.overrides import layer_overrides
+from kvferry.common.errors import ConfigError
+from kvferry.geometry.models.config import (
+    FLOATS,
+    PACKED_LATENT,
+    SCALED,
+    ModelConfig,
+    checked_int,
+    element_bytes,
+)
+from kvferry.geometry.models.families import Mixer, ModelFamily, layer_overrides
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
+
+_SCALE_TOKENS = 128
+_SHARING = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_types")
+
+
+def scaled_bytes(width: int) -> int:
+    """Return the bytes of an indexer's key: `width` fp8 elements, and a float32 scale per 128 of them."""
+    return width + checked_int("index_head_dim", width, _SCALE_TOKENS) // _SCALE_TOKENS * 4
+
+
+def token_indexer(config: ModelConfig, layer: int) -> tuple[LayerCache, ...]:
+    """Return the cache of the sparse-attention indexer in a layer of DeepSeek V3.2 or GLM-5, if it has one.
+
+    The keys ``index_topk_pattern``, ``index_topk_freq`` and ``index_skip_topk_offset`` decide which layers
+    reuse the tokens that an earlier layer's indexer selected, as in vLLM's ``deepseek_v32/attention.py``.
+
+    Raises:
+        ConfigError: a key of the indexer is invalid, or ``indexer_types`` contradicts these three keys.
+    """
+    width = config.optional_int("index_head_dim")
+    if width is None:
+        return ()
+    pattern = config.get("index_topk_pattern")
+    every = config.optional_int("index_topk_freq") or 1
+    offset = config.get("index_skip_topk_offset")
+    config.mark_read(*_SHARING)
+    if pattern is None:
+        first = 2 if offset is None else checked_int("index_skip_topk_offset", offset, 0)
+        shared = max(layer - first + 1, 0) % every != 0
+    elif not isinstance(pattern, str | list):
+        raise ConfigError(f"config.json: index_topk_pattern is {pattern!r}, a letter per layer is expected")
+    else:
+        shared = layer < len(pattern) and pattern[layer] == "S"
+    types = config.listed("indexer_types", config.layers)
+    if types is not None and (types[layer] == "shared") is not shared:
+        raise ConfigError(
+            f"config.json: indexer_types calls layer {layer} {types[layer]!r}, the other keys of its indexer "
+            "say otherwise; correct the file"
+        )
+    if shared:
+        return ()
+    return (_keys(1, scaled_bytes(width)),)
+
+
+def block_indexer(config: ModelConfig, layer: int, model_dtype: str) -> tuple[LayerCache, ...]:
+    """Return the cache of the sparse-attention indexer in a layer of MiniMax-M3, if it has one.
+
+    It holds one key vector per token for all heads.
+
+    Args:
+        model_dtype: element type of the keys, a key of `FLOATS`.
+
+    Raises:
+        ConfigError: ``sparse_attention_config`` has no list of sparse layers, or a key is invalid.
+    """
+    sparse = config.nested("sparse_attention_config")
+    if not sparse.values or sparse.get("use_sparse_attention") is False:
+        return ()
+    listed = sparse.listed("sparse_attention_freq", config.layers)
+    if listed is None:
+        raise ConfigError("config.json: sparse_attention_config has no sparse_attention_freq; add it")
+    if not listed[layer]:
+        return ()
+    return (_keys(FLOATS[model_dtype], sparse.number("sparse_index_dim")),)
+
+
+def _keys(item_bytes: int, width: int) -> LayerCache:
+    return LayerCache(GroupKind.MLA, 0, (StoredField("indexer", item_bytes, 0, (("content", width),)),))
+
+
+_LATENT_BYTES = 584
+_LATENT_WIDTH = 512
+_WINDOW_BLOCK, _STATE_BLOCK = 64, 256
+_COMPRESSOR_BLOCK = {4: 4, 128: 8}
+# At this ratio a state covers two runs of tokens, so the compressor keeps twice as many tokens and values per
+# token.
+_OVERLAPPING = 4
+
+
+def compressed_stores(config: ModelConfig, layer: int, cache_dtype: str) -> tuple[LayerCache, ...]:
+    """Return the caches of one layer of DeepSeek V4.
+
+    Every layer has a window of latents. A layer with compression has two more caches: one for compressed
+    states, and one for tokens that are not in a compressed state yet. If the compression ratio is 4, the
+    layer's indexer also has these two.
+
+    Args:
+        cache_dtype: ``auto``, ``fp8`` or `PACKED_LATENT`. All three select the packed format, the only one.
+
+    Raises:
+        ConfigError: a key is missing or invalid, or the element type or the size of a latent is unsupported.
+    """
+    if cache_dtype not in ("auto", "fp8", PACKED_LATENT):
+        raise ConfigError(f"element type {cache_dtype} is not known for compressed latents; choose fp8")
+    ratios = config.get("compress_ratios")
+    if not isinstance(ratios, list) or len(ratios) < config.layers:
+        raise ConfigError(f"config.json: compress_ratios is {ratios!r}, one number per layer is expected")
+    width = config.number("head_dim")
+    if width != _LATENT_WIDTH:
+        raise ConfigError(
+            f"config.json: head_dim is {width}; kvferry knows compressed latents of {_LATENT_WIDTH} only"
+        )
+    index_width = config.number("index_head_dim")
+    config.mark_read("num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank")
+    window = _latents(
+        GroupKind.SLIDING, "latent", _LATENT_BYTES, _WINDOW_BLOCK, config.number("sliding_window")
+    )
+    ratio = checked_int("compress_ratios", ratios[layer], 0)
+    if ratio <= 1:
+        return (window,)
+    if ratio not in _COMPRESSOR_BLOCK:
+        raise ConfigError(f"config.json: compress_ratios has {ratio}; known are 0, 4 and 128")
+    kept = [window, _states("latent", _LATENT_BYTES, ratio), _compressor("compressor", width, ratio)]
+    if ratio == _OVERLAPPING:
+        kept += [
+            _states("indexer", scaled_bytes(index_width), ratio),
+            _compressor("indexer.compressor", index_width, ratio),
+        ]
+    return tuple(kept)
+
+
+def _states(name: str, size: int, ratio: int) -> LayerCache:
+    return _latents(GroupKind.MLA, name, size, _STATE_BLOCK, 0, ratio)
+
+
+def _compressor(name: str, width: int, ratio: int) -> LayerCache:
+    # Two float32 vectors per token, a sum and a weight.
+    groups = 2 if ratio == _OVERLAPPING else 1
+    return _latents(GroupKind.SLIDING, name, groups * 2 * width * 4, _COMPRESSOR_BLOCK[ratio], groups * ratio)
+
+
+def _latents(
+    kind: GroupKind, name: str, size: int, block: int, attention_span: int, ratio: int = 1
+) -> LayerCache:
+    return LayerCache(kind, attention_span, (StoredField(name, 1, 0, (("content", size),)),), block, ratio)
+
 
 _PACKED_LATENT_BYTES = 656
 _KV_HEADS = (

@@ -6,11 +6,14 @@ kind of recurrence is that of vLLM's implementation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
+
+from kvferry.common.errors import ConfigError
+from kvferry.geometry.models.config import ModelConfig
 
 
 class Mixer(Enum):
@@ -169,3 +172,93 @@ _ATTENTION_ONLY = (
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {**dict.fromkeys(_ATTENTION_ONLY, ModelFamily()), **_SPECIAL}
 )
+
+
+_ENCODERS = frozenset((
+    "albert", "bert", "camembert", "clip", "colmodernvbert", "convbert", "deberta", "deberta_v2",
+    "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "luke", "megatron_bert",
+    "modernbert", "modernvbert", "mpnet", "new", "nomic_bert", "openai_privacy_filter", "rembert", "roberta",
+    "roformer", "siglip", "siglip2", "siglip_text_model", "siglip_vision_model", "splade", "vit",
+    "xlm-roberta", "xlm-roberta-xl",
+))  # fmt: skip
+_ENCODER_DECODERS = frozenset((
+    "bart", "blenderbot", "byt5", "cohere_asr", "led", "longt5", "m2m_100", "marian", "mbart", "mllama",
+    "moonshine", "mt5", "nllb-moe", "pegasus", "speech_to_text", "switch_transformers", "t5", "t5gemma",
+    "t5gemma2", "umt5", "whisper",
+))  # fmt: skip
+
+
+def check_decoder(config: ModelConfig) -> None:
+    """Check that the model is a decoder. The KV caches of other models are not supported.
+
+    Raises:
+        ConfigError: the model is an encoder without a KV cache, or an encoder-decoder.
+    """
+    name = config.model_type or "unknown"
+    if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
+        raise ConfigError(
+            f"model type {name} is an encoder-decoder: its decoder also keeps keys and values of the "
+            "encoder's output (cross-attention), which no prompt token names, so nothing is handed over"
+        )
+    both_ways = config.get("use_bidirectional_attention") is True or config.get("is_causal") is False
+    if name in _ENCODERS or both_ways:
+        reason = (
+            "reads its input in both directions" if both_ways else "is an encoder: it reads its input at once"
+        )
+        raise ConfigError(
+            f"model type {name} {reason} and keeps no KV cache, so there is nothing to hand over"
+        )
+
+
+_KEY = "per_layer_config"
+_KNOWN = frozenset({"head_dim", "num_key_value_heads", "num_attention_heads"})
+
+
+def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
+    """Return the settings of individual layers from ``per_layer_config``, by layer index.
+
+    Raises:
+        ConfigError: a layer does not exist, or a setting is unknown and may affect the cache.
+    """
+    value = config.get(_KEY)
+    if value is None:
+        return {}
+    config.mark_read(_KEY)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {_KEY} is {value!r}, an object is expected")
+    if unnumbered := [key for key in value if not key.isdecimal() or int(key) >= config.layers]:
+        raise ConfigError(
+            f"config.json: {_KEY} has {', '.join(sorted(unnumbered))} where the number of a layer, below "
+            f"{config.layers}, is expected; its KV cache cannot be planned"
+        )
+    overrides = {int(key): settings for key, settings in value.items()}
+    for layer, settings in overrides.items():
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"config.json: {_KEY}.{layer} is {settings!r}, an object is expected")
+    unknown = {name for settings in overrides.values() for name in settings} - _KNOWN
+    # The number of query heads affects the cache only if KV heads or head width are derived from it.
+    if not (config.get("num_key_value_heads", "num_attention_groups") and config.get("head_dim")):
+        unknown |= {
+            "num_attention_heads" for settings in overrides.values() if "num_attention_heads" in settings
+        }
+    if unknown:
+        raise ConfigError(
+            f"config.json: {_KEY} has {', '.join(sorted(unknown))}, which may decide what is kept per token, "
+            "and kvferry does not know how; its KV cache cannot be planned yet"
+        )
+    return overrides
+
+
+def check_layer_overrides(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
+    """Check that the settings in ``per_layer_config`` are valid, and that none is for a recurrent layer.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for number, settings in layer_overrides(config).items():
+        if settings and not RECURRENT.isdisjoint(layers[number]):
+            named = ", ".join(sorted(settings))
+            raise ConfigError(
+                f"config.json: {_KEY} has {named} of layer {number}, which is recurrent; its KV cache cannot "
+                "be planned yet"
+            )

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry.models.attention import without_attention
-from kvferry.geometry.models.config import ModelConfig, checked_int
+from kvferry.geometry.models.config import ModelConfig, check_nested, checked_int
 from kvferry.geometry.models.families import Mixer, ModelFamily
-from kvferry.geometry.models.strict import check_nested
 
 # Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by side.
 Mixers: TypeAlias = tuple[Mixer, ...]

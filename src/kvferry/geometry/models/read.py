@@ -6,17 +6,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import ConfigError, GeometryError
+from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry.models.attention import AttentionReader, query_heads
-from kvferry.geometry.models.config import DTYPES, ModelConfig, language_model
-from kvferry.geometry.models.dtypes import FLOATS, float_name
-from kvferry.geometry.models.encoders import check_decoder
-from kvferry.geometry.models.families import FAMILIES, RECURRENT, Mixer, ModelFamily
-from kvferry.geometry.models.overrides import check_layer_overrides
+from kvferry.geometry.models.config import (
+    DTYPES,
+    FLOATS,
+    ModelConfig,
+    check_unread,
+    float_name,
+    language_model,
+    quantized_cache,
+)
+from kvferry.geometry.models.families import (
+    FAMILIES,
+    RECURRENT,
+    Mixer,
+    ModelFamily,
+    check_decoder,
+    check_layer_overrides,
+)
 from kvferry.geometry.models.pattern import Mixers, mixers
-from kvferry.geometry.models.quantized import quantized_cache
 from kvferry.geometry.models.recurrent import recurrent_store
-from kvferry.geometry.models.strict import check_unread
 from kvferry.geometry.store import LayerCache, ModelCache
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from kvferry.errors import ConfigError
-from kvferry.geometry.models.config import ModelConfig, checked_int
-from kvferry.geometry.models.dtypes import FLOATS
+from kvferry.common.errors import ConfigError
+from kvferry.geometry.models.config import FLOATS, ModelConfig, checked_int
 from kvferry.geometry.models.families import Mixer
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField

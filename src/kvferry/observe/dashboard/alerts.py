@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.observe.dashboard.expressions import ENGINE, INSTANCE, increase, minus, per_second, series, total
-from kvferry.observe.exposed_names import CONNECTOR
+from kvferry.observe.dashboard.panels import ENGINE, INSTANCE, increase, minus, per_second, series, total
+from kvferry.observe.metrics import CONNECTOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

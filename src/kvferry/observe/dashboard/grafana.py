@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.observe.dashboard.connectors import CONNECTORS
-from kvferry.observe.dashboard.expressions import series
-from kvferry.observe.dashboard.loads import FAILURES, LOADS
-from kvferry.observe.dashboard.panels import Panel, PanelRow
-from kvferry.observe.dashboard.requests import ENGINES, HITS
-from kvferry.observe.dashboard.router import ROUTERS
-from kvferry.observe.dashboard.storage import TIERS
+from kvferry.observe.dashboard.panels import Panel, PanelRow, series
+from kvferry.observe.dashboard.rows import CONNECTORS, ENGINES, FAILURES, HITS, LOADS, ROUTERS, TIERS
 
 _ROWS = (ROUTERS, ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}

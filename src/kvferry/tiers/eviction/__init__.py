@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvferry.tiers.eviction.arc import ARC
 from kvferry.tiers.eviction.base import EvictionPolicy
-from kvferry.tiers.eviction.lru import LRU
-from kvferry.tiers.eviction.s3fifo import S3FIFO
+from kvferry.tiers.eviction.policies import ARC, LRU, S3FIFO
 
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy"]
 

@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from kvferry.errors import ConfigError
-from kvferry.operating_system import require_posix
+from kvferry.common.errors import ConfigError
+from kvferry.common.machine import require_posix
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.files import chunk_file
-from kvferry.tiers.files.directory_checks import check_directory, read_marker, unusable_directory
-from kvferry.tiers.files.full_disk import DiskRoom
-from kvferry.tiers.files.ledger import HeldLedger, Ledger, read_ledger
-from kvferry.tiers.files.lock_handoff import LockTimeout
-from kvferry.tiers.files.opening import PATIENCE_SECONDS
-from kvferry.tiers.files.quarantine import quarantine_file
-from kvferry.tiers.files.regular_file import open_regular
+from kvferry.tiers.files.chunk_file import open_regular
+from kvferry.tiers.files.full_disk import DiskRoom, quarantine_file
+from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout, read_ledger
+from kvferry.tiers.files.opening import PATIENCE_SECONDS, check_directory, read_marker, unusable_directory
 from kvferry.tiers.files.space import DirectorySpace
-from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.outcome import OutcomeCounter
+from kvferry.tiers.format.chunk import Buffer
+from kvferry.tiers.names import OutcomeCounter
 from kvferry.tiers.paths import MARKER, CacheEntry, EntryKind, folders, walk
 
 

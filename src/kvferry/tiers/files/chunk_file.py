@@ -7,16 +7,102 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
-from kvferry.errors import ChunkError
-from kvferry.tiers.files.direct_io import read_all, read_more, set_direct, whole_pages, write_all
+import numpy as np
+
+from kvferry.common.errors import ChunkError
+from kvferry.common.machine import fcntl
 from kvferry.tiers.format import decode
-from kvferry.tiers.format.body import PIECE_BYTES, check_body, is_chunk, make_header, zero_padding
-from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.format.decode import ChunkHeader
+from kvferry.tiers.format.chunk import ALIGNMENT, Buffer, Chunk
+from kvferry.tiers.format.decode import (
+    PIECE_BYTES,
+    ChunkHeader,
+    check_body,
+    is_chunk,
+    make_header,
+    zero_padding,
+)
+
+
+def whole_pages(size: int) -> memoryview:
+    """Return new, uninitialised memory of `size` bytes that begins at a page boundary."""
+    # numpy, because a bytearray would be zeroed first.
+    spare = np.empty(size + ALIGNMENT, np.uint8)
+    first = -spare.__array_interface__["data"][0] % ALIGNMENT
+    return spare.data[first : first + size]
+
+
+def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
+    """Write buffers one after another, from the beginning of a file."""
+    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, at))
+    if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
+        raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
+
+
+def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
+    """Fill buffers from a file, from offset `begin`. Return the bytes read: fewer only if the file ends."""
+    return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, begin + at))
+
+
+def read_more(fd: int, piece: memoryview, begin: int) -> int:
+    """Fill a buffer from offset `begin` after a call of `read_all`. Return the bytes read, as it does."""
+    try:
+        # Direct I/O is as `read_all` left it, which saves two system calls per piece.
+        read = os.preadv(fd, [piece], begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        read = 0
+    return read if read == len(piece) else read + read_all(fd, [piece[read:]], begin + read)
+
+
+def set_direct(fd: int, *, on: bool) -> bool:
+    """Turn direct I/O on or off for a file. Return whether it is on now.
+
+    Other flags of the descriptor, such as O_APPEND and O_NONBLOCK, are cleared.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False  # macOS
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
+    except OSError:
+        return False
+    return on
+
+
+def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memoryview], int], int]) -> int:
+    """Read or write buffers with direct I/O; return the bytes moved.
+
+    Args:
+        move: read or write some bytes and return their number. It gets the remaining buffers and the number
+            of bytes moved so far. 0 ends the transfer.
+    """
+    left, done = [memoryview(piece).cast("B") for piece in pieces], 0
+    direct = set_direct(fd, on=True)
+    while left:
+        try:
+            moved = move(left, done)
+        except OSError as error:
+            if not (direct and error.errno == errno.EINVAL):
+                raise
+            # Address or length of the memory is not a multiple of the device's block size, which may exceed
+            # a page. The rest goes through the page cache.
+            direct = set_direct(fd, on=False)
+            continue
+        if not moved:
+            break
+        done += moved
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if left:
+            left[0] = left[0][moved:]
+    return done
+
 
 # Disks and network mounts are faster with fewer, larger reads than memory.
 STORAGE_PIECE_BYTES = 4 << 20
@@ -112,3 +198,89 @@ class _ProgressiveRead:
         if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):
             self._piece_bytes = STORAGE_PIECE_BYTES
         return read, len(self.header) + len(piece)
+
+
+# Only this user, because a chunk reveals its prompt.
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+
+# Errors when a link, a socket or pipe, a folder, or a device without a driver is opened as a plain file.
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
+
+
+class NotRegular(OSError):
+    """Raised if something else is found where a regular file or a directory is expected, such as a link."""
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Open a plain file with flags of `os.open`, without following a link or waiting for a pipe or device.
+
+    Raises:
+        NotRegular: the path is not a plain file.
+        OSError: the file cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise NotRegular(error.errno, "expected a plain file", path) from error
+        raise
+    try:
+        # The flags refuse links only. A pipe or device opens at once, and is recognized here.
+        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not plain:
+        os.close(fd)
+        raise NotRegular(errno.ENXIO, "expected a plain file", path)
+    return fd
+
+
+def read_regular(path: str, most: int) -> bytes:
+    """Return the first `most` bytes of a plain file, or fewer if the file is shorter."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
+def is_regular(path: str) -> bool:
+    """Return whether a path is a plain file, not a link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def check_folders(root: str, path: str) -> None:
+    """Check that the folders between `root` and a file are plain folders. Root and file are not checked.
+
+    Raises:
+        NotRegular: a folder on the path is a link or another kind of file.
+        OSError: a folder on the path is missing, or its status cannot be read.
+    """
+    while len(path := os.path.dirname(path)) > len(root):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise NotRegular(errno.ENOTDIR, "expected a plain folder", path)
+
+
+def make_folder(root: str, folder: str) -> None:
+    """Create a folder below `root`, and its missing parents below `root`.
+
+    Raises:
+        NotRegular: the name of one of the folders is taken by a link, a file or a device.
+        OSError: a folder cannot be created, or `root` is missing.
+    """
+    if len(above := os.path.dirname(folder)) > len(root):
+        make_folder(root, above)
+    with suppress(FileExistsError):
+        os.mkdir(folder, FOLDER_MODE)
+    # mkdir also says that the name exists if it is a link.
+    check_folders(root, f"{folder}/")
+
+
+def sync_folder(folder: str) -> None:
+    """Flush the entries of a folder to the disk, so that new names in it survive a crash."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -12,10 +12,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from kvferry.common.units import format_bytes
+from kvferry.tiers.files.chunk_file import NotRegular, check_folders, make_folder
+from kvferry.tiers.files.ledger import Ledger, LockTimeout
 from kvferry.tiers.files.space import DirectorySpace
-from kvferry.units import format_bytes
+from kvferry.tiers.paths import chunk_identity, quarantine_name
 
 # EMLINK: a folder has as many entries as it may have. Project quotas of XFS report ENOSPC.
 OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)
@@ -110,3 +114,29 @@ class FullDisk:
     @property
     def _paused(self) -> bool:
         return self._paused_at is not None and abs(self._clock() - self._paused_at) < _PAUSE_SECONDS
+
+
+def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
+    """Move a bad file to quarantine, where its bytes still count. Return whether it was moved.
+
+    Args:
+        ledger: its lock is held during the move.
+        found: `os.stat` of the bad file. If `path` is now another file, nothing is moved.
+    """
+    with suppress(LockTimeout, OSError), ledger.held() as held_ledger:
+        check_folders(root, path)
+        if os.path.samestat(found, os.lstat(path)):
+            aside = f"{root}/{quarantine_name(*chunk_identity(path))}"
+            try:
+                make_folder(root, os.path.dirname(aside))
+                os.rename(path, aside)
+            except OSError as error:
+                if not isinstance(error, NotRegular) and error.errno not in OUT_OF_ROOM:
+                    raise
+                # It must not stay: no process stores a chunk anew while a file with its name exists.
+                os.unlink(path)
+                # Count instead of release: something planted was never charged.
+                held_ledger.count()
+            else:
+                return True
+    return False

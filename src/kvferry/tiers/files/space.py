@@ -17,11 +17,10 @@ from threading import Lock
 
 import numpy as np
 
-from kvferry.operating_system import fcntl
-from kvferry.tiers.files.ledger import HeldLedger, Ledger
-from kvferry.tiers.files.lock_handoff import LockTimeout
-from kvferry.tiers.files.regular_file import check_folders, is_regular, open_regular
-from kvferry.tiers.outcome import OutcomeCounter
+from kvferry.common.machine import fcntl
+from kvferry.tiers.files.chunk_file import check_folders, is_regular, open_regular
+from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
+from kvferry.tiers.names import OutcomeCounter
 from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, folders, temporary_path, walk
 
 # Minimum age of another machine's temporary file before it is removed. A shared mount may hide its lock.

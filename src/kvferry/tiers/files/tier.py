@@ -14,36 +14,41 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError, ConfigError
+from kvferry.common.units import check_capacity, parse_size
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.chunk_file import explain_refusal, read_chunk, write_chunk
-from kvferry.tiers.files.directory_checks import check_directory
-from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.files.full_disk import OUT_OF_ROOM, FullDisk, shortage
-from kvferry.tiers.files.ledger import Ledger
-from kvferry.tiers.files.lock_handoff import LockTimeout
-from kvferry.tiers.files.opening import open_directory
-from kvferry.tiers.files.quarantine import quarantine_file
-from kvferry.tiers.files.regular_file import (
+from kvferry.tiers.files.chunk_file import (
     NotRegular,
     check_folders,
+    explain_refusal,
     is_regular,
     make_folder,
     open_regular,
+    read_chunk,
     sync_folder,
+    write_chunk,
+)
+from kvferry.tiers.files.directory_index import DirectoryIndex, mark_files_used, set_cold
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, FullDisk, quarantine_file, shortage
+from kvferry.tiers.files.ledger import Ledger, LockTimeout
+from kvferry.tiers.files.opening import (
+    UsageReader,
+    check_directory,
+    check_writable,
+    open_directory,
+    unusable_directory,
 )
 from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace
-from kvferry.tiers.files.usage import UsageReader
-from kvferry.tiers.files.use_times import mark_files_used, set_cold
-from kvferry.tiers.format.body import check_size
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
+from kvferry.tiers.format.decode import check_size
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.listed_keys import ListedKeys
-from kvferry.tiers.index.tier_keys import TierKeys
-from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.paths import chunk_path, key_of
-from kvferry.tiers.storage_tier import StorageTier, StoreUsage
+from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
+from kvferry.tiers.paths import chunk_path, default_directory, find_same_directory, key_of
+from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, StoreUsage
 
 _log = logging.getLogger(__name__)
 
@@ -281,3 +286,78 @@ class FileTier(StorageTier):
 
 class _BadFile(Exception):
     """Raised by `FileTier._get` for a file that failed a check. `_get` has tried to quarantine the file."""
+
+
+class FileSettings(StorageSettings, frozen=True):
+    """Settings of a file tier, which keeps chunks in a directory that several engines may share.
+
+    Attributes:
+        path: path of the directory, which must exist; None for the default directory, which is created in the
+            user's cache directory.
+        capacity: maximum size of all kvferry files in the directory: a number of bytes, or a text such as
+            ``50GiB``. If None, the current capacity of the directory is kept, and a new directory gets a
+            tenth of the free space.
+        durable: whether to flush every chunk to the disk before it counts as stored.
+    """
+
+    kind: ClassVar[str] = "file"
+    medium: ClassVar[Medium] = Medium.DISK
+
+    path: str | None = None
+    capacity: int | str | None = None
+    durable: bool = False
+
+    def check(self, where: str) -> None:
+        check_capacity(where, self.capacity)
+        if self.path is None:
+            return
+        try:
+            # Such a path fails with ValueError later, not with OSError.
+            usable = self.path and b"\0" not in os.fsencode(self.path)
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            raise ConfigError(
+                f"{where}: path is {self.path!r}; name a directory, or leave it out for the default one"
+            )
+
+    def check_storage(self) -> None:
+        if self.path is not None:
+            check_writable(self.path)
+            return
+        path = Path(default_directory())
+        # `Path.exists` raises an error for a directory that this user may not enter, `lexists` returns False.
+        found = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        check_writable(str(found))
+
+    @property
+    def location(self) -> Location:
+        if self.path is None:
+            return Location("the default directory", ())
+        path = os.path.abspath(self.path)
+        return Location(path, (path,))
+
+    def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> FileTier:
+        path = self.path or make_default_directory()
+        directories = [one.path or default_directory() for one in earlier if isinstance(one, FileSettings)]
+        if twin := find_same_directory(path, directories):
+            raise ConfigError(
+                f"file tier: {path} and {twin}, which is a tier already, are one directory; name another, or "
+                "leave out one of the two"
+            )
+        capacity = None if self.capacity is None else parse_size(self.capacity)
+        return FileTier(path, namespace, capacity=capacity, durable=self.durable, table=table)
+
+
+def make_default_directory() -> str:
+    """Create the default directory if it is missing, for this user only, and return its path.
+
+    Raises:
+        ConfigError: the directory cannot be created.
+    """
+    path = default_directory()
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_directory(path, error) from error
+    return path

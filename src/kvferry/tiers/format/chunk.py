@@ -14,17 +14,59 @@ specifies every byte. A chunk has exactly one encoding: equal chunks have equal 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 
-from kvferry.errors import ChunkError
-from kvferry.tiers.format.checksum import (
-    HEADER_DIGEST_BYTES,
-    UNIT_DIGEST_BYTES,
-    header_digest,
-)
+from blake3 import blake3
+from xxhash import xxh3_128, xxh3_128_digest
+
+from kvferry.common.errors import ChunkError
+
+UNIT_DIGEST_BYTES = 16
+HEADER_DIGEST_BYTES = 32
+
+_STRETCH_UNITS, _STRETCH_BYTES = 512, 1 << 20
+_PAUSE_SECONDS = 20e-6
+# Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`).
+_LETS_OTHERS_RUN_BYTES = 100 << 10
+
+# Types that hold bytes. Pass an array as `memoryview(array).cast("B")`, which refuses non-contiguous arrays.
+Buffer = bytes | bytearray | memoryview
+
+
+def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
+    """Return the XXH3 digests of units, 16 bytes each, concatenated.
+
+    Args:
+        data: units without gaps between them.
+        unit_bytes: bytes of one unit, at least 1.
+    """
+    view, digests = memoryview(data), list[bytes]()
+    stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
+    for begin in range(0, len(view), stretch):
+        if begin and unit_bytes < _LETS_OTHERS_RUN_BYTES:
+            # Without a pause, the engine's thread would wait for Python's switch interval, 5 ms.
+            sleep(_PAUSE_SECONDS)
+        end = min(begin + stretch, len(view))
+        digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
+    return b"".join(digests)
+
+
+def digest_of(pieces: Iterable[Buffer]) -> bytes:
+    """Return the XXH3 digest of one unit, 16 bytes. Each piece is digested before the next is requested."""
+    digest = xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def header_digest(data: Buffer) -> bytes:
+    """Return the BLAKE3 digest of a header, 32 bytes. `data` is the header up to its digest."""
+    return blake3(data).digest(HEADER_DIGEST_BYTES)
+
 
 MAGIC = b"KVFCHUNK"
 VERSION = 2

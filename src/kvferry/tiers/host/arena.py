@@ -16,13 +16,12 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.huge_pages import HugePageCollapser, map_shared
-from kvferry.memory.sealed import SharedFile
-from kvferry.memory.staging_copies import StagedImages
-from kvferry.tiers.host.memory_check import check_available, too_large
+from kvferry.memory.copies import StagedImages
+from kvferry.memory.shared_memory import HugePageCollapser, SharedFile, map_shared
+from kvferry.tiers.host.settings import check_available, too_large
 
 # MADV_POPULATE_WRITE, which allocates memory at once or fails. Linux has it since 5.14.
 _POPULATE_WRITE = 23

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar
 
 import msgspec
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import check_capacity, format_bytes
+from kvferry.memory.shared_memory import available_memory
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
-from kvferry.tiers.sizes import check_capacity
 
 
 class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,3 +47,67 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{where} ({HOST}): eviction_policy is {self.eviction_policy!r}; it must be one of "
                 f"{', '.join(EVICTION_POLICIES)}"
             )
+
+
+def check_available(size: int) -> None:
+    """Check that this process can still allocate `size` bytes.
+
+    Raises:
+        ConfigError: the machine or a control group has less memory left, or /proc/meminfo cannot be read.
+    """
+    available, where = _available()
+    if size > available:
+        raise ConfigError(too_large(size, f"{format_bytes(available)} are {where}"))
+
+
+def available_bytes() -> int:
+    """Return how many bytes this process can still allocate on its machine and in its control groups.
+
+    Raises:
+        ConfigError: /proc/meminfo cannot be read.
+    """
+    return _available()[0]
+
+
+def _available() -> tuple[int, str]:
+    if (found := available_memory()) is None:
+        raise ConfigError(
+            "host tier: cannot read the available memory from /proc/meminfo; mount /proc, or configure "
+            "no tiers"
+        )
+    return found
+
+
+def too_large(size: int, found: str) -> str:
+    """Return the message for an arena of `size` bytes that does not fit. `found` is the reason."""
+    return f"host tier: {format_bytes(size)} of shared memory, but {found}; lower its capacity"
+
+
+class HostDropReason(StrEnum):
+    """The reason why the host tier did not store a chunk."""
+
+    PRESENT = "present"  # or its slot is being filled
+    NO_ROOM = "no room"  # the remaining chunks are in use, or too many would have to be evicted
+    FAILED = "failed"  # the chunk's bytes could not be written
+    CLEARED = "cleared"  # while the chunk was being filled
+
+
+class HostMissReason(StrEnum):
+    """The reason why the host tier did not have a requested chunk."""
+
+    ABSENT = "absent"  # not in the tier recently
+    EVICTED = "evicted"  # recently: a larger capacity could have kept the chunk
+    FILLING = "filling"  # the chunk's bytes are still being written
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """The counts of a host tier since its start; of dropped chunks and misses by reason."""
+
+    stored: int = 0
+    stored_bytes: int = 0
+    dropped: Counter[HostDropReason] = field(default_factory=Counter)
+    hits: int = 0
+    misses: Counter[HostMissReason] = field(default_factory=Counter)
+    evicted: int = 0
+    evicted_bytes: int = 0

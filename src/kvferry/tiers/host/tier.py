@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.tiers.eviction import EvictionPolicy
-from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
-from kvferry.tiers.host.slot_table import Slot, SlotTable
+from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
+from kvferry.tiers.host.slots import Slot, SlotTable
 from kvferry.tiers.index.key_table import KeyTable, tags_of
 from kvferry.tiers.index.tier_keys import TierKeys
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
-from kvferry.tiers.format.checksum import Buffer
-from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.format.chunk import Buffer
+from kvferry.tiers.objects.client import BucketClient, OpenObject
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.stream import OpenObject
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity, entry_kind, quarantine_name
 
 _TIMEOUT_SECONDS = 60.0

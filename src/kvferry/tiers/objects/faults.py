@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-from kvferry.terminal import printable
-from kvferry.tiers.objects.endpoint import BLACKHOLE_PROXY
+from kvferry.common.text import printable
+from kvferry.tiers.objects.settings import BLACKHOLE_PROXY
 
 
 class Fault(StrEnum):

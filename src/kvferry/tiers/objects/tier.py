@@ -17,21 +17,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.body import check_body, check_size, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import read_header
+from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header, zero_padding
 from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.listed_keys import ListedKeys
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.objects.access import GuardedBucket
-from kvferry.tiers.objects.bucket_index import BucketIndex
-from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.distrusted import DistrustedObjects
+from kvferry.tiers.objects.bucket_index import BucketIndex, DistrustedObjects
+from kvferry.tiers.objects.client import BucketClient, OpenObject
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.objects.stream import OpenObject
-from kvferry.tiers.outcome import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_name, quarantine_name
 from kvferry.tiers.storage_tier import StorageTier
 

@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.tools.bench.raw_files import (
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.tiers.files.tier import FileSettings, FileTier
+from kvferry.tiers.format.chunk import Chunk
+from kvferry.tools.bench.movers import (
     fio_reads,
     fio_writes,
     has_fio,
@@ -22,6 +24,7 @@ from kvferry.tools.bench.raw_files import (
     thread_writes,
     write_file,
 )
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.tools.bench.storage_chunks import (
     RandomChunks,
     bench_namespace,
@@ -32,10 +35,6 @@ from kvferry.tools.bench.storage_chunks import (
     store_mover,
 )
 from kvferry.tools.bench.tier_cases import TierCase
-from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.files.settings import FileSettings
-from kvferry.tiers.files.tier import FileTier
-from kvferry.tiers.format.chunk import Chunk
 
 STORE_RATIO, LOAD_RATIO = 0.7, 0.8
 

@@ -18,11 +18,11 @@ from operator import call
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.common.units import format_bytes
+from kvferry.connector.messages import Piece, StoreOrder
 from kvferry.tools.bench.movers import pool_mover
 from kvferry.tools.bench.rank_chunks import RankPair
 from kvferry.tools.bench.tier_cases import TierCase
-from kvferry.connector.worker.orders import Piece, StoreOrder
-from kvferry.units import format_bytes
 
 TARGET_RATIO = 0.8
 _APART = 16

@@ -14,9 +14,15 @@ from contextlib import ExitStack, contextmanager
 import obstore
 from obstore.store import from_url
 
-from kvferry.tools.bench.movers import pool_mover
+from kvferry.common.errors import TransferError
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.tiers.format.chunk import Chunk
+from kvferry.tiers.objects.client import BucketClient
+from kvferry.tiers.objects.faults import Unavailable
+from kvferry.tiers.objects.settings import ObjectSettings
+from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tools.bench.movers import pool_mover, random_pages
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
-from kvferry.tools.bench.raw_files import random_pages
 from kvferry.tools.bench.storage_chunks import (
     RandomChunks,
     bench_namespace,
@@ -27,13 +33,6 @@ from kvferry.tools.bench.storage_chunks import (
     store_mover,
 )
 from kvferry.tools.bench.tier_cases import TierCase
-from kvferry.errors import TransferError
-from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.settings import ObjectSettings
-from kvferry.tiers.objects.tier import ObjectTier
 
 TARGET_RATIO = 0.8
 _PATIENCE_SECONDS = 60.0

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvferry.connector.worker.chunk_routes import ChunkRoutes
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.connector.worker.mover import ChunkRoutes
 from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import lay_out
 from kvferry.geometry.models import ModelReading
-from kvferry.tools.measuring import content
-from kvferry.tools.measuring.simulated import simulate_engine
-from kvferry.tools.plan.side import EngineSide
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.template import build_templates
 from kvferry.tiers.host.arena import Arena
+from kvferry.tools.measuring import simulated as content
+from kvferry.tools.measuring.simulated import simulate_engine
+from kvferry.tools.plan.side import EngineSide
 
 # The default of the setting ``chunk_tokens``.
 CHUNK_TOKENS = 256

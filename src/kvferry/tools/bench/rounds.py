@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.rounds import run_rounds
+from kvferry.tools.measuring.rounds import Spread, run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.tools.measuring.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)

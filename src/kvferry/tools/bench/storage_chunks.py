@@ -14,16 +14,16 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.tools.bench.movers import CallMover
 from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.body import chunk_group
 from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tools.bench.movers import CallMover
 
 # An engine polls once per step. More often, so that the polling adds little to a chunk's time.
 _POLL_SECONDS = 200e-6

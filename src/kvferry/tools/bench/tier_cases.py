@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from kvferry.tools.bench.movers import Mover
 from kvferry.tools.bench.rounds import MoverRounds
-from kvferry.tools.measuring.rounds import run_rounds
-from kvferry.tools.measuring.spread import Spread
+from kvferry.tools.measuring.rounds import Spread, run_rounds
 
 MoverT_co = TypeVar("MoverT_co", covariant=True)
 

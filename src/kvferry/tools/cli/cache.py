@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import httpx
+import msgspec
 import typer
 
+from kvferry.common.errors import ConfigError
+from kvferry.common.text import printable, wrapped
+from kvferry.common.units import counted
 from kvferry.tools.cli.options import parse_pairs
 from kvferry.tools.cli.usage import CommandGroup
-from kvferry.errors import ConfigError
-from kvferry.terminal import printable, wrapped
-from kvferry.units import counted
+from kvferry.transport.security import admin_token, existing_keys, key_location
 
 if TYPE_CHECKING:
     from kvferry.tiers.admin import CacheAdmin
+
 
 # Exit code if a check fails or nothing was done, so that a script can tell.
 _BAD = 1
@@ -69,8 +75,8 @@ app = typer.Typer(
 @app.command()
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: model, size and last use."""
-    from kvferry.tiers.survey import namespace_usage
-    from kvferry.units import format_age, format_bytes
+    from kvferry.common.units import format_age, format_bytes
+    from kvferry.tiers.admin import namespace_usage
 
     cache = _cache(where, option)
     found, now = namespace_usage(cache), time.time()
@@ -99,8 +105,8 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 @app.command()
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
-    from kvferry.tiers.survey import cache_totals
-    from kvferry.units import format_bytes
+    from kvferry.common.units import format_bytes
+    from kvferry.tiers.admin import cache_totals
 
     cache = _cache(where, option)
     found = cache_totals(cache)
@@ -133,8 +139,8 @@ def verify(
 
     Exit code 1 if a chunk is damaged.
     """
-    from kvferry.tiers.survey import verify_all
-    from kvferry.units import format_bytes
+    from kvferry.common.units import format_bytes
+    from kvferry.tiers.admin import verify_all
 
     found = verify_all(_cache(where, option), quarantine=quarantine)
     if as_json:
@@ -168,8 +174,7 @@ def gc(
     Also recounts the size. Leftovers are files of killed processes. Chunks that were used or stored least
     recently are evicted first.
     """
-    from kvferry.tiers.sizes import parse_size
-    from kvferry.units import format_bytes
+    from kvferry.common.units import format_bytes, parse_size
 
     done = _cache(where, option).collect(None if capacity is None else parse_size(capacity))
     if as_json:
@@ -190,8 +195,8 @@ def clear(
     as_json: _Json = False,
 ) -> None:
     """Remove all of kvferry's files, and no others."""
-    from kvferry.tiers.survey import cache_totals
-    from kvferry.units import format_bytes
+    from kvferry.common.units import format_bytes
+    from kvferry.tiers.admin import cache_totals
 
     cache = _cache(where, option)
     if not yes:
@@ -221,7 +226,7 @@ def lookup(
     engine: _Engine, tokens: _Tokens, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False
 ) -> None:
     """Show how many tokens of a prompt each tier of a running engine has."""
-    from kvferry.tools.cli.admin_client import ask, read_tokens
+    from kvferry.tools.cli.cache import ask, read_tokens
 
     found = ask(engine, secret_file, "lookup", {"tokens": read_tokens(tokens), "salt": salt})
     if as_json:
@@ -251,7 +256,7 @@ def pin(
 
     Exit code 1 if nothing is pinned, or no pin has the name.
     """
-    from kvferry.tools.cli.admin_client import ask, read_tokens
+    from kvferry.tools.cli.cache import ask, read_tokens
 
     if tokens is None:
         found = ask(engine, secret_file, "unpin", {"name": name})
@@ -281,7 +286,7 @@ def _pinned_text(pinned: int, in_host: int, of_prompt: int) -> str:
 @app.command()
 def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False) -> None:
     """Drop chunks from an engine's host memory, or those of a salt."""
-    from kvferry.tools.cli.admin_client import ask
+    from kvferry.tools.cli.cache import ask
 
     found = ask(engine, secret_file, "drop", {"salt": salt})
     if as_json:
@@ -298,7 +303,7 @@ def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) 
 
     Exit code 1 while leases, loads or writes are under way: repeat the command until it is 0.
     """
-    from kvferry.tools.cli.admin_client import ask
+    from kvferry.tools.cli.cache import ask
 
     found = ask(engine, secret_file, "drain", {})
     if as_json:
@@ -320,7 +325,7 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     Raises:
         ConfigError: there is no cache at this place, or the cache cannot be accessed.
     """
-    from kvferry.tiers.objects.options import is_url
+    from kvferry.tiers.objects.settings import is_url
 
     if is_url(where):
         from kvferry.tiers.objects.admin import BucketAdmin
@@ -339,3 +344,81 @@ def _fact_texts(facts: Mapping[str, object]) -> list[str]:
     form = facts.get("form")
     # The first line of the canonical form describes the chunks; the others list their units.
     return [*texts, *(map(str, form[:1]) if isinstance(form, list) else ())]
+
+
+# The engine answers in its next step, and a step may take seconds.
+_SECONDS = 15.0
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    """The answer of vLLM's ``POST /tokenize``, as far as it is used here.
+
+    Attributes:
+        tokens: token ids.
+    """
+
+    tokens: list[int]
+
+
+def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, object]) -> dict[str, Any]:
+    """Call the admin API of an engine, and return its answer.
+
+    Args:
+        engine: URL of the API.
+        secret_file: the engine's setting ``secret_file``; None for this machine's key.
+        call: name of the call.
+        body: its arguments.
+
+    Raises:
+        ConfigError: the key cannot be read, the engine does not answer, or it refuses the call.
+    """
+    keys = existing_keys(secret_file)
+    if keys is None:
+        raise ConfigError(
+            f"there is no key at {key_location(secret_file).path}; start the engine first, or give its "
+            "--secret-file"
+        )
+    try:
+        answer = httpx.post(
+            f"{engine.rstrip('/')}/v1/{call}",
+            content=msgspec.json.encode(body),
+            headers={"Authorization": f"Bearer {admin_token(keys)}"},
+            timeout=_SECONDS,
+            trust_env=False,  # a proxy must not get the token
+        )
+        found = msgspec.json.decode(answer.content, type=dict[str, Any])
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+        raise _no_admin_api(engine, str(error)) from error
+    if answer.is_error:
+        reason = found.get("error")
+        if not isinstance(reason, str):  # vLLM's API, for example
+            raise _no_admin_api(engine, f"status {answer.status_code}")
+        raise ConfigError(f"{printable(engine)}: {printable(reason)}")
+    return found
+
+
+def _no_admin_api(engine: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{printable(engine)} is not an admin API ({printable(reason)}); give the host and port of the "
+        "engine's setting admin, which are not those of its OpenAI endpoint"
+    )
+
+
+def read_tokens(file: str) -> list[int]:
+    """Read token ids from a file: a JSON list, or the answer of vLLM's ``POST /tokenize``.
+
+    Args:
+        file: path of the file; ``-`` stands for standard input.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds neither.
+    """
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        found = msgspec.json.decode(data, type=list[int] | _Tokenized)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"--tokens {file}: {printable(str(error))}; give a JSON list of token ids, or the answer of "
+            "vLLM's POST /tokenize"
+        ) from error
+    return found.tokens if isinstance(found, _Tokenized) else found

@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+import tomllib
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from kvferry.tools.cli.options import command, count, flag, option, without_none
-from kvferry.tools.cli.settings_file import read_settings, settings_option
-from kvferry.errors import ConfigError
-from kvferry.tools.serving.role import Role
+from kvferry.common.errors import ConfigError
+from kvferry.common.text import wrap
+from kvferry.tools.cli.options import TYPER, argument, command, count, flag, option, without_none, writing
+from kvferry.tools.serving.kv_config import Role
+
+
+def settings_option() -> Any:
+    """Return a field for the option ``--settings``."""
+    return option(
+        None, "FILE", "Settings to read, as `kvferry init` writes them; options go first.", "--settings"
+    )
+
+
+def read_settings(path: str | None) -> dict[str, Any]:
+    """Return the connector's settings from a file, by their names in `ConnectorConfig`. They are not checked.
+
+    Args:
+        path: path of a TOML file; None for no settings.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no TOML.
+    """
+    from kvferry.tools.serving.kv_config import parse_admin, parse_tiers
+
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"cannot read {path}: {reason}; `kvferry init FILE` writes such a file") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        # tomllib has the line in its message only.
+        at = re.search(r"at line (\d+)", str(error))
+        where = f"line {at[1]} of {path}" if at else path
+        raise ConfigError(
+            f"{where} is no TOML; write a setting as in port = 5600, and text in quotation marks"
+        ) from error
+    # `kvferry init` writes these as JSON in a string, because the options of `config` take JSON.
+    for key, parse in (("tiers", parse_tiers), ("admin", parse_admin)):
+        if isinstance(found.get(key), str):
+            found[key] = parse(found[key])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +161,10 @@ SETTINGS = tuple(
 @command
 def config(options: ConfigOptions) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line."""
-    from kvferry.operating_system import is_linux
+    from kvferry.common.machine import is_linux
     from kvferry.tools.serving import kv_config
-    from kvferry.tools.serving.cpu_attention import REMEDY, bfloat16_fault
-    from kvferry.tools.serving.shown_settings import complete_settings
+    from kvferry.tools.serving.kv_config import complete_settings
+    from kvferry.tools.serving.machine_checks import REMEDY, bfloat16_fault
 
     if options.show_defaults and options.other_connectors is not None:
         raise ConfigError("--show-defaults prints kvferry's own settings only; leave --other-connectors out")
@@ -142,3 +187,97 @@ def config(options: ConfigOptions) -> None:
     if options.other_connectors is not None:
         whole = kv_config.with_other_connectors(whole, kv_config.parse_connectors(options.other_connectors))
     print(kv_config.kv_transfer_json(whole))
+
+
+_COLUMNS = 100
+_HEAD = """\
+# Settings of kvferry's connector. Remove the # before a setting to change it. A value in capitals stands for
+# one that the engine chooses. Relative paths begin in the folder where the command is run.
+#   kvferry serve MODEL --settings FILE
+#   vllm serve MODEL --kv-transfer-config "$(kvferry config --settings FILE)"
+"""
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """The options of `kvferry init`."""
+
+    file: str = argument("FILE", "File to create; - for standard output.", "kvferry.toml")
+
+
+@command
+def init(options: InitOptions) -> None:
+    """Write a file with all settings, for --settings of serve and config.
+
+    Every setting is in a comment, with its meaning and its default. An existing file is never overwritten.
+    """
+    text = settings_text()
+    if options.file == "-":
+        print(text, end="")
+        return
+    file = Path(options.file)
+    with writing(file):
+        # Opened exclusively: a test before it could not see a file that is created meanwhile.
+        try:
+            created = file.open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{file} exists and is not overwritten; name another file, or remove it"
+            ) from error
+        with created:
+            created.write(text)
+    print(f"{file}: {len(SETTINGS)} settings, all with their defaults")
+
+
+def settings_text() -> str:
+    """Return the content of the file: the settings of `kvferry config`, each in a comment."""
+    from kvferry.connector.config import ConnectorConfig
+
+    defaults, types = ConnectorConfig(), get_type_hints(ConfigOptions)
+    return _HEAD + "".join(
+        "\n"
+        + "".join(f"# {line}\n" for line in wrap(how.help, _COLUMNS - len("# ")))
+        + f"#{one.name} = {_value(types[one.name], how.metavar, getattr(defaults, one.name))}\n"
+        for one in SETTINGS
+        for how in (one.metadata[TYPER],)
+    )
+
+
+def _value(kind: Any, metavar: str | None, default: Any) -> str:
+    """Return the default of a setting in TOML, or what stands for its value if the engine chooses it."""
+    if default is not None:
+        return json.dumps(default)
+    if kind == bool | None:
+        return "TRUE OR FALSE"
+    if kind in (int | None, float | None):
+        return str(metavar)
+    return json.dumps([metavar] if kind == list[str] | None else metavar)
+
+
+@dataclass(frozen=True)
+class KeygenOptions:
+    """The options of `kvferry keygen`."""
+
+    file: str = argument("FILE", "File to create; - for standard output.")
+
+
+@command
+def keygen(options: KeygenOptions) -> None:
+    """Create a secret for engines on several machines.
+
+    Copy the file to all machines, and set the engines' secret_file to it: only they can then exchange KV. An
+    existing file is never overwritten.
+    """
+    from pathlib import Path
+
+    from kvferry.transport.security import existing_keys, new_secret, write_secret
+
+    file = options.file
+    if file == "-":
+        print(new_secret(), end="")
+        return
+    write_secret(Path(file))
+    keys = existing_keys(file)
+    # Users compare fingerprints, which the doctor prints too, and never print the secret itself.
+    assert keys is not None  # noqa: S101 - it was written
+    print(f"{file}: fingerprint {keys.fingerprint}")

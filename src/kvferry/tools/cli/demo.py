@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvferry.tools.cli.options import argument, command, count, option
-from kvferry.tools.cli.output import INTERRUPTED, check_output
-from kvferry.errors import ConfigError, KVFerryError
-from kvferry.extras import VLLM, require
-from kvferry.operating_system import require_linux
+from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.common.extras import VLLM, require
+from kvferry.common.machine import require_linux
+from kvferry.tools.cli.options import INTERRUPTED, argument, check_output, command, count, option
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.demo import DemoModel, Screen
-    from kvferry.tools.serving.signals import StopSignals
+    from kvferry.tools.serving.processes import StopSignals
 
 # Sliding windows, recurrent state, and a model with real weights, whose answers a reader can judge.
 _FAMILIES = "smollm2,gemma3,nemotronh"
@@ -52,11 +51,10 @@ def demo(options: DemoOptions) -> None:
     require("kvferry demo", VLLM)
     from rich.console import Console
 
+    from kvferry.common.text import output_width
     from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.tools.serving.demo import AnswerVerdict, Screen, measure
-    from kvferry.tools.serving.signals import StopRequested, StopSignals
-    from kvferry.tools.serving.temporary import temporary_folder
-    from kvferry.terminal import output_width
+    from kvferry.tools.serving.processes import StopRequested, StopSignals, temporary_folder
 
     check_release(vllm_version())
     check_output()
@@ -105,7 +103,7 @@ def _models(options: DemoOptions, screen: Screen, signals: StopSignals) -> Itera
         ConfigError: both a model and families are given, a family is unknown, or SmolLM2 was not fetched.
     """
     from kvferry.tools.serving.demo import DemoModel, chat_model, family_model
-    from kvferry.tools.serving.model_name import check_model
+    from kvferry.tools.serving.machine_checks import check_model
     from kvferry.tools.serving.smollm2 import SMOLLM2, missing_smollm2
 
     model, arguments, families = options.model, options.vllm_args or [], options.families

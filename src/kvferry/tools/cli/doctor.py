@@ -9,10 +9,9 @@ from pathlib import Path
 
 import typer
 
-from kvferry.tools.cli.options import argument, command, flag, option
-from kvferry.tools.cli.output import check_output
-from kvferry.extras import BENCH, require
-from kvferry.operating_system import require_linux
+from kvferry.common.extras import BENCH, require
+from kvferry.common.machine import require_linux
+from kvferry.tools.cli.options import argument, check_output, command, flag, option
 
 _BAD = 1
 
@@ -53,11 +52,11 @@ def doctor(options: DoctorOptions) -> None:
     """
     from rich.console import Console
 
-    from kvferry.tools.doctor import report
+    from kvferry.tools.doctor import finding as report
     from kvferry.tools.doctor.engines import parse_target
     from kvferry.tools.doctor.examine import Examination, examine
     from kvferry.tools.doctor.finding import is_well
-    from kvferry.tools.serving.role import Role
+    from kvferry.tools.serving.kv_config import Role
 
     if options.calibrate:
         require_linux("kvferry doctor --calibrate")

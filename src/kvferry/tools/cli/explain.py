@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.tools.cli.options import argument, command, flag, option
-from kvferry.tools.cli.output import print_error
-from kvferry.errors import ConfigError, KVFerryError
-from kvferry.units import counted
+from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.common.units import counted
+from kvferry.tools.cli.options import argument, command, flag, option, print_error
 
 if TYPE_CHECKING:
     from kvferry.tools.explain.client import AllAnswers, EngineTrace
@@ -39,9 +38,9 @@ def explain(options: ExplainOptions) -> None:
     Shows every decision about the request, and how long each step took. Without a request id, lists the last
     requests. Asks all engines of this user on this machine.
     """
+    from kvferry.observe.trace_server import MAX_QUESTION_BYTES, Question
     from kvferry.tools.explain.client import ask_engines
-    from kvferry.tools.explain.text import render, render_list
-    from kvferry.observe.wire import MAX_QUESTION_BYTES, Question
+    from kvferry.tools.explain.timeline import render, render_list
 
     request_id = options.request_id
     # The question is JSON of limited length, in which one byte of an id can take six.
@@ -82,7 +81,7 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _trace_json(engine_trace: EngineTrace) -> dict[str, Any]:
-    from kvferry.observe.wire import trace_to_dict
+    from kvferry.observe.trace_server import trace_to_dict
 
     engine = engine_trace.answer.engine
     return {

@@ -7,22 +7,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvferry.common.errors import ConfigError, KVFerryError
 from kvferry.tools.cli import bench, cache
-from kvferry.tools.cli.config import config
+from kvferry.tools.cli.config import config, init, keygen
 from kvferry.tools.cli.demo import demo
 from kvferry.tools.cli.doctor import doctor
-from kvferry.tools.cli.examples import examples
 from kvferry.tools.cli.explain import explain
-from kvferry.tools.cli.init import init
-from kvferry.tools.cli.keygen import keygen
-from kvferry.tools.cli.output import INTERRUPTED, flushed_output, print_error
+from kvferry.tools.cli.options import INTERRUPTED, flushed_output, print_error
 from kvferry.tools.cli.plan import plan
 from kvferry.tools.cli.replay import replay
-from kvferry.tools.cli.router import router
-from kvferry.tools.cli.serve import serve
+from kvferry.tools.cli.serve import router, serve
 from kvferry.tools.cli.top import top
-from kvferry.tools.cli.usage import HELP_OPTIONS, CommandGroup, UsageError, usage_sentence
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.tools.cli.usage import HELP_OPTIONS, CommandGroup, UsageError, examples, usage_sentence
 
 _FAILED = 1
 # What the shell and click use for arguments that cannot be used, so scripts can tell it from a failure.

@@ -8,19 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.tools.cli.options import (
+    INTERRUPTED,
     argument,
     check_folder,
     command,
     count,
     flag,
     option,
+    print_error,
     without_none,
     write_file,
 )
-from kvferry.tools.cli.output import INTERRUPTED, print_error
 from kvferry.tools.cli.traces import curve_of_model, open_for_curve, print_notes
-from kvferry.errors import ConfigError, Incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -133,12 +134,12 @@ def plan(options: PlanOptions) -> None:
     reading = _read(options)
     _check_options(options)
     trace = _open(options)
+    from kvferry.tools.plan.blocks import parse_retention
     from kvferry.tools.plan.cost import Pricing, limit_bandwidth, parse_strategy
     from kvferry.tools.plan.forecast import RefusedTransfer, forecast, refusal
     from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
     from kvferry.tools.plan.side import EngineSide, resolve_layout
-    from kvferry.tools.plan.snapshots import parse_retention
-    from kvferry.transport.costs_file import load_costs
+    from kvferry.transport.costs import load_costs
 
     separate = options.kv == "apart"
     source = EngineSide(
@@ -264,7 +265,7 @@ def _curve(
 def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
     """Yield the HTML of the storage in tiers, and of a hit-rate curve if there is one."""
     from kvferry.tools.plan.page.document import text_block
-    from kvferry.tools.plan.show_kept import show_kept
+    from kvferry.tools.plan.show import show_kept
 
     yield "<section><h2>Storage in the tiers</h2>"
     yield text_block(partial(show_kept, kept))
@@ -277,21 +278,20 @@ def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
 
 def _print_models(*, as_json: bool) -> None:
     if as_json:
-        from kvferry.tools.plan.numbers import models_as_json
+        from kvferry.tools.plan.show import models_as_json
 
         print(json.dumps(models_as_json()))
         return
+    from kvferry.common.text import Report
     from kvferry.tools.plan.show import show_models
-    from kvferry.report import Report
 
     show_models(Report.to_stdout())
 
 
 def _print(transfer: Forecast | RefusedTransfer, kept: TierForecast, html: Path | None) -> None:
+    from kvferry.common.text import Report
     from kvferry.tools.plan.forecast import Forecast
-    from kvferry.tools.plan.show import show, show_refused
-    from kvferry.tools.plan.show_kept import show_kept
-    from kvferry.report import Report
+    from kvferry.tools.plan.show import show, show_kept, show_refused
 
     report = Report.to_stdout()
     if not isinstance(transfer, Forecast):
@@ -306,7 +306,7 @@ def _print(transfer: Forecast | RefusedTransfer, kept: TierForecast, html: Path 
 
 def _print_json(transfer: Forecast | RefusedTransfer, kept: TierForecast, curve: _Curve) -> None:
     from kvferry.tools.plan.forecast import Forecast
-    from kvferry.tools.plan.numbers import as_json, kept_as_json, refused_as_json
+    from kvferry.tools.plan.show import as_json, kept_as_json, refused_as_json
 
     points: list[dict[str, float]] = []
     if curve.points:

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.options import (
+    INTERRUPTED,
     argument,
     check_folder,
     command,
@@ -19,21 +21,17 @@ from kvferry.tools.cli.options import (
     write_file,
     writing,
 )
-from kvferry.tools.cli.output import INTERRUPTED
 from kvferry.tools.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
 from kvferry.tools.cli.traces import curve_after, open_for_curve, print_notes, progress
-from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvferry.tools.replay.engine import Hit
     from kvferry.tools.replay.model import ServedModel
-    from kvferry.tools.replay.recorded_engine import RecordedEngine
     from kvferry.tools.replay.report import Outcome
-    from kvferry.tools.replay.settings import ReplaySettings, TierSetting
-    from kvferry.tools.replay.trace.base import Trace
-    from kvferry.tools.replay.trace.request import TraceRequest
+    from kvferry.tools.replay.settings import RecordedEngine, ReplaySettings, TierSetting
+    from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 _STEP_TOKENS = 8192
 
@@ -116,9 +114,8 @@ def replay(options: ReplayOptions) -> None:
         raise ConfigError(
             "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
         )
-    from kvferry.tools.replay.pool import block_pool
-    from kvferry.tools.replay.recorded_engine import recorded_engine
-    from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+    from kvferry.tools.replay.model import block_pool
+    from kvferry.tools.replay.settings import ReplaySettings, parse_tier, recorded_engine
     from kvferry.tools.replay.trace.open import open_trace
 
     check_folder(options.html)
@@ -154,8 +151,8 @@ def replay(options: ReplayOptions) -> None:
 
         print(json.dumps(as_json(outcome)))
     else:
+        from kvferry.common.text import Report
         from kvferry.tools.replay.show import show
-        from kvferry.report import Report
 
         show(outcome, Report.to_stdout())
     if not outcome.complete:
@@ -168,9 +165,9 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     Raises:
         ConfigError: an option is given that this search does not use.
     """
-    from kvferry.tools.replay.show_size import show_size, size_as_json
+    from kvferry.common.text import Report
+    from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size
-    from kvferry.report import Report
 
     if options.bandwidth or options.requests or settings.engines > 1 or len(settings.tiers) > 1:
         raise ConfigError(
@@ -202,12 +199,12 @@ def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedMod
         KVFerryError: the model is not known, or an engine cannot have these settings.
     """
     from kvferry.geometry.models import read_model
+    from kvferry.tools.plan.blocks import parse_retention
     from kvferry.tools.plan.find import find_config
     from kvferry.tools.plan.kept import KeptSettings
     from kvferry.tools.plan.side import EngineSide, resolve_layout
-    from kvferry.tools.plan.snapshots import parse_retention
     from kvferry.tools.replay.model import served_model
-    from kvferry.tools.replay.recorded_engine import with_blocks
+    from kvferry.tools.replay.settings import with_blocks
 
     name, config = find_config(options.model)
     reading = read_model(config, options.dtype, name=name, draft=False)

@@ -6,20 +6,20 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvferry.tools.cli.options import argument, command, count, option, without_none
-from kvferry.tools.cli.output import check_output
-from kvferry.tools.cli.settings_file import read_settings, settings_option
-from kvferry.errors import ConfigError
-from kvferry.extras import VLLM, require
-from kvferry.operating_system import require_linux
-from kvferry.tools.serving.role import Role
-from kvferry.units import counted
+from kvferry.common.errors import ConfigError
+from kvferry.common.extras import ROUTER, VLLM, require
+from kvferry.common.machine import require_linux
+from kvferry.common.units import counted
+from kvferry.tools.cli.config import read_settings, settings_option
+from kvferry.tools.cli.options import argument, check_output, command, count, flag, option, without_none
+from kvferry.tools.serving.kv_config import Role
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.specs import EngineGroup
@@ -68,14 +68,11 @@ def serve(options: ServeOptions) -> None:
     from rich.console import Console
 
     from kvferry.engines.vllm.version import check_release, vllm_version
-    from kvferry.tools.serving.model_name import check_model
-    from kvferry.tools.serving.ports import listen
-    from kvferry.tools.serving.restarts import RestartPolicy
-    from kvferry.tools.serving.serve import serve_fleet
-    from kvferry.tools.serving.shared_memory import check_shared_memory
-    from kvferry.tools.serving.signals import StopSignals
+    from kvferry.tools.serving.devices import listen
+    from kvferry.tools.serving.machine_checks import check_model, check_shared_memory
+    from kvferry.tools.serving.processes import StopSignals, temporary_folder
+    from kvferry.tools.serving.serve import RestartPolicy, serve_fleet
     from kvferry.tools.serving.specs import group_specs
-    from kvferry.tools.serving.temporary import temporary_folder
 
     check_release(vllm_version())
     groups = _groups(options)
@@ -190,3 +187,89 @@ def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) ->
 
 def _announce(line: str) -> None:
     print(line, flush=True)
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The options of `kvferry router`."""
+
+    prefill: list[str] | None = option(None, "URL", "URL, or host and port, of a prefill engine; repeatable.")
+    decode: list[str] | None = option(None, "URL", "URL, or host and port, of a decode engine; repeatable.")
+    engines_file: Path | None = option(
+        None, "FILE", "Engines, one per line as 'decode URL'; changes apply while it runs."
+    )
+    host: str = option("127.0.0.1", "ADDRESS", "Address to listen on.")
+    port: int = option(8000, "PORT", "Port to listen on; 0 for any.", min=0, max=65535)
+    silent_seconds: float = option(
+        5.0, "SECONDS", "Time after which an engine that answers nothing is given up.", min=1.0
+    )
+    max_body_mib: int = option(64, "MIB", "Largest request body, in MiB.", min=1)
+    min_prefill_tokens: int = count(128, "Decode engines compute fewer new tokens themselves; 0 for none.")
+    drain_seconds: float = option(25.0, "SECONDS", "Time that running requests have after SIGTERM.", min=0.0)
+    api_key_file: Path | None = option(
+        None, "FILE", "Keys of which callers must send one; else KVFERRY_ROUTER_API_KEY."
+    )
+    engine_api_key_file: Path | None = option(
+        None, "FILE", "Key to send to engines; else KVFERRY_ENGINE_API_KEY."
+    )
+    allow_origin: list[str] | None = option(
+        None, "ORIGIN", "Origin whose pages may use the router (CORS); repeatable."
+    )
+    trust_kv_transfer_params: bool = flag(
+        "--trust-kv-transfer-params",
+        "Keep kv_transfer_params that callers send. Safe only if no user can reach the router.",
+    )
+
+
+@command
+def router(options: RouterOptions) -> None:
+    """Serve one OpenAI endpoint over running engines.
+
+    Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
+    """
+    require("kvferry router", ROUTER)
+    from kvferry.common.errors import ConfigError
+    from kvferry.tools.serving.devices import listen, url_of
+    from kvferry.tools.serving.processes import StopSignals
+    from kvferry.tools.serving.router.app import RouterApp
+    from kvferry.tools.serving.router.fleet import read_engines
+    from kvferry.tools.serving.router.settings import RouterSettings, read_keys
+    from kvferry.tools.serving.run import run_app
+
+    if options.engines_file is not None and (options.prefill or options.decode):
+        raise ConfigError("--engines-file is given with --prefill or --decode; give either")
+    engines = {"prefill": tuple(options.prefill or ()), "decode": tuple(options.decode or ())}
+    if options.engines_file is not None:
+        engines = read_engines(options.engines_file)
+    elif not options.prefill:
+        raise ConfigError("the router has no prefill engine; give at least one --prefill URL")
+    engine_keys = read_keys(options.engine_api_key_file, "KVFERRY_ENGINE_API_KEY")
+    settings = RouterSettings(
+        prefill=engines["prefill"],
+        decode=engines["decode"],
+        engines_file=options.engines_file,
+        silent_seconds=options.silent_seconds,
+        max_body_bytes=options.max_body_mib * _MIB,
+        api_keys=read_keys(options.api_key_file, "KVFERRY_ROUTER_API_KEY"),
+        engine_key=next(iter(engine_keys), None),
+        allowed_origins=tuple(options.allow_origin or ()),
+        min_prefill_tokens=options.min_prefill_tokens,
+        introduce=True,
+        trust_kv_params=options.trust_kv_transfer_params,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # The port is open before the line is printed, so a script that waits for the line can connect.
+    with StopSignals() as signals, listen(options.host, options.port) as sock:
+        print(f"kvferry: serving on {url_of(sock)}/v1", flush=True)
+        with suppress(KeyboardInterrupt):  # a second signal
+            run_app(
+                RouterApp(settings),
+                sock,
+                lambda: signals.received is None,
+                options.drain_seconds,
+                is_urgent=lambda: signals.repeated,
+            )
+    raise typer.Exit(signals.exit_code)

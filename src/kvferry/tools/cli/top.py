@@ -12,9 +12,8 @@ from typing import Any
 
 import typer
 
-from kvferry.tools.cli.options import argument, command, flag, option, write_file
-from kvferry.tools.cli.output import INTERRUPTED
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.cli.options import INTERRUPTED, argument, command, flag, option, write_file
 
 _FAILED = 1
 
@@ -62,8 +61,8 @@ def top(options: TopOptions) -> None:
     import anyio
     from rich.console import Console
 
-    from kvferry.operating_system import has_posix
-    from kvferry.terminal import output_width
+    from kvferry.common.machine import has_posix
+    from kvferry.common.text import output_width
     from kvferry.tools.top.lines import text
     from kvferry.tools.top.live import sample_fleet, watch
     from kvferry.tools.top.poller import parse_address

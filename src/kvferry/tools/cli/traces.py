@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvferry.errors import ConfigError
-from kvferry.units import counted
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import counted
 
 if TYPE_CHECKING:
     from kvferry.tools.replay.curve import CurvePoint
-    from kvferry.tools.replay.model import ServedModel
-    from kvferry.tools.replay.pool import BlockPool
+    from kvferry.tools.replay.model import BlockPool, ServedModel
     from kvferry.tools.replay.simulation import Simulation
-    from kvferry.tools.replay.trace.base import Trace
-    from kvferry.tools.replay.trace.request import TraceRequest
+    from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 # Requests between two updates of the bar.
 _EVERY = 256
@@ -82,7 +80,7 @@ def curve_after(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
         trace: trace that can be read several times.
         simulation: replay of the same trace, which bounds the capacities.
     """
-    from kvferry.tools.replay.capacities import hit_rate_curve
+    from kvferry.tools.replay.curve import hit_rate_curve
 
     # Each pass gets a bar of its own when it begins. Their number is not known before.
     passes = (progress(trace, f"curve, pass {number}") for number in count(1))
@@ -102,7 +100,7 @@ def curve_of_model(
     Returns:
         (points, about). `about` says in sentences what the curve was computed from.
     """
-    from kvferry.tools.replay.pool import block_pool
+    from kvferry.tools.replay.model import block_pool
     from kvferry.tools.replay.settings import ReplaySettings, parse_tier
     from kvferry.tools.replay.simulation import Simulation
 

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from kvferry.common.errors import ConfigError
+from kvferry.common.files import expanded
+from kvferry.common.units import counted
+from kvferry.planning.strategy import Costs
 from kvferry.tools.doctor.finding import Finding, from_error, note, ok
 from kvferry.tools.doctor.reads import ReadTimings
-from kvferry.errors import ConfigError
-from kvferry.planning.strategy import Costs
-from kvferry.transport.costs_file import CostsFile, find_default_costs, load_costs
-from kvferry.units import counted
-from kvferry.user_cache import expanded
+from kvferry.transport.costs import CostsFile, find_default_costs, load_costs
 
 # Largest tolerated factor between measured and expected times of READs. Other load on the machine is normal.
 _FAR_OFF = 3.0

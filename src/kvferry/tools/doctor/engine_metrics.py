@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from kvferry.common.units import counted, format_bytes
 from kvferry.connector.config import ConnectorConfig
-from kvferry.tools.doctor.finding import Finding, bad, note, ok
 from kvferry.observe.metrics import PREFIX
 from kvferry.planning.strategy import Strategy
-from kvferry.tiers.outcome import PutOutcome
-from kvferry.units import counted, format_bytes
+from kvferry.tiers.names import PutOutcome
+from kvferry.tools.doctor.finding import Finding, bad, note, ok
 
 _FAULTS = frozenset(one for one in PutOutcome if one.dropped)
 # A counter has all drops since the start, also those of a fault that was mended long ago.

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.tier_config import read_tiers
+from kvferry.common.errors import ConfigError
+from kvferry.common.machine import is_linux
+from kvferry.connector.config import ConnectorConfig, read_tiers
+from kvferry.engines.vllm.version import nixl_version
+from kvferry.planning.strategy import Costs
 from kvferry.tools.doctor import (
     costs,
     engine_metrics,
@@ -20,24 +23,17 @@ from kvferry.tools.doctor import (
     nixl,
     pairs,
     reads,
-    settings,
     software,
     storage,
+    storage as settings,
 )
-from kvferry.tools.doctor.calibrate import calibrate
 from kvferry.tools.doctor.engines import Target, examine_engines
-from kvferry.tools.doctor.finding import Finding, ReportSection, note
-from kvferry.tools.doctor.limits import run_check
-from kvferry.tools.doctor.reads import ReadTimings
-from kvferry.engines.vllm.version import nixl_version
-from kvferry.errors import ConfigError
-from kvferry.operating_system import is_linux
-from kvferry.planning.strategy import Costs
+from kvferry.tools.doctor.finding import Finding, ReportSection, note, run_check
+from kvferry.tools.doctor.reads import ReadTimings, calibrate
 from kvferry.tools.serving.devices import visible_devices
-from kvferry.transport.address import is_loopback
-from kvferry.transport.costs_file import load_costs
-from kvferry.transport.key_file import existing_keys
-from kvferry.transport.security import Keys
+from kvferry.transport.addresses import is_loopback
+from kvferry.transport.costs import load_costs
+from kvferry.transport.security import Keys, existing_keys
 
 _QUICK_SECONDS = 20.0
 _LONG_SECONDS = 240.0

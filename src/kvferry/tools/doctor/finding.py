@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from kvferry.common.errors import KVFerryError
+from kvferry.common.text import wrapped
+from kvferry.common.units import counted
 
 
 class State(StrEnum):
@@ -78,3 +95,193 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
 def is_well(sections: Iterable[ReportSection]) -> bool:
     """Return True if no finding in the report is BAD."""
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)
+
+
+_MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
+_STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
+_INDENT = 7
+_ARROW = "-> "
+
+
+def print_report(sections: Sequence[ReportSection], console: Console) -> None:
+    """Print all sections of the report and a summary line to `console`."""
+    for section in sections:
+        # Wrapped here and not by rich, which would separate numbers from their units.
+        for line in wrapped(section.title):
+            console.print(Text(line, "bold"), soft_wrap=True)
+        for finding in section.findings:
+            first, *rest = wrapped(f"{finding.subject}: {finding.found}", _INDENT)
+            mark = Text(f"  {_MARKS[finding.state]:<{_INDENT - 2}}", _STYLES[finding.state])
+            console.print(mark + Text(first.strip()), soft_wrap=True)
+            for line in rest:
+                console.print(Text(line), soft_wrap=True)
+            if finding.advice:
+                for line in wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)):
+                    console.print(Text(line), soft_wrap=True)
+        console.print()
+    for line in wrapped(summary(sections)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def summary(sections: Sequence[ReportSection]) -> str:
+    """Return the summary line of the report, with the number of findings to fix."""
+    counts = Counter(finding.state for section in sections for finding in section.findings)
+    noted = f"; {counts[State.NOTE]} worth a look" if counts[State.NOTE] else ""
+    if not counts[State.BAD]:
+        return f"Nothing to fix{noted}."
+    return f"{counts[State.BAD]} of {counted(counts.total(), 'check')} found something to fix{noted}."
+
+
+def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:
+    """Return the report as a dict that can be written as JSON.
+
+    The key ``well`` is True if nothing must be fixed. The key ``sections`` has the findings under their
+    headings.
+    """
+    return {
+        "well": is_well(sections),
+        "sections": [
+            {"title": section.title, "findings": [asdict(finding) for finding in section.findings]}
+            for section in sections
+        ],
+    }
+
+
+_KILLED_SECONDS = 2.0
+_MAX_ERROR_CHARACTERS = 300
+
+T = TypeVar("T")
+
+
+class CheckTimeout(KVFerryError):
+    """Raised if a check does not end by its deadline."""
+
+
+def run_within(seconds: float, call: Callable[[], T]) -> T:
+    """Run a function in a thread, and return its result.
+
+    Raises:
+        CheckTimeout: the function did not end in time.
+        Exception: any exception that the function raised.
+    """
+    (answer,) = run_all_within(seconds, [call])
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def run_all_within(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Run functions concurrently in threads, and return their results in the order of `calls`.
+
+    If a function raises, its result is the exception. If it does not end in time, its result is a
+    CheckTimeout, and the function continues in its thread.
+    """
+    answers: queue.SimpleQueue[tuple[int, T | BaseException]] = queue.SimpleQueue()
+
+    def run(number: int, call: Callable[[], T]) -> None:
+        try:
+            answers.put((number, call()))
+        except BaseException as error:  # noqa: BLE001 - returned to the caller
+            answers.put((number, error))
+
+    # Not a ThreadPoolExecutor: the interpreter would wait for its threads at exit, also for one that hangs.
+    for number, call in enumerate(calls):
+        threading.Thread(target=run, args=(number, call), name="kvferry-doctor", daemon=True).start()
+    late = CheckTimeout(f"no result in {seconds:g} s")
+    found: dict[int, T | BaseException] = {}
+    until = time.monotonic() + seconds
+    while len(found) < len(calls):
+        try:
+            number, answer = answers.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            break
+        found[number] = answer
+    return [found.get(number, late) for number in range(len(calls))]
+
+
+def run_check(subject: str, seconds: float, check: Callable[[], Iterable[T]]) -> list[T | Finding]:
+    """Run a check in a thread, and return its results. A timeout or an exception becomes a finding."""
+    try:
+        return run_within(seconds, lambda: [*check()])
+    except CheckTimeout as error:
+        return [bad(subject, f"no answer: {error}", "check whether a device, mount or driver hangs")]
+    except Exception as error:  # noqa: BLE001 - a broken check must not hide the findings of others
+        why = f"{type(error).__name__}: {error}"
+        return [bad(subject, f"this check failed unexpectedly: {why}", "please report it")]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessResult:
+    """The result of a process.
+
+    Attributes:
+        code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
+        out: standard output.
+        err: standard error.
+    """
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def how(self) -> str:
+        """How the process ended."""
+        if self.code is None:
+            return "it did not finish in time"
+        return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
+
+    @property
+    def last_words(self) -> str:
+        """The last line of standard error, cut to 300 characters, or else `how`."""
+        # Libraries may have written much before a process hangs, which is not why it was killed.
+        lines = [line.strip() for line in self.err.splitlines() if line.strip()]
+        return lines[-1][:_MAX_ERROR_CHARACTERS] if lines and self.code is not None else self.how
+
+
+def run_python(
+    arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> ProcessResult:
+    """Run another Python interpreter, and kill it and its children at the deadline.
+
+    Args:
+        arguments: arguments of the interpreter, such as ``["-m", module]``.
+        seconds: time limit.
+        environment: variables to add to those of this process; None for none.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,  # so that its children can be killed with it
+    )
+    code: int | None
+    try:
+        out, err = process.communicate(timeout=seconds)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        out, err = _kill(process)
+        code = None
+    except BaseException:
+        _kill(process)
+        raise
+    return ProcessResult(code, out, err)
+
+
+def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Kill a process and its process group, and return (standard output, standard error)."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # A process that hangs in the kernel does not end when it is killed, so it is left behind.
+    try:
+        return process.communicate(timeout=_KILLED_SECONDS)
+    except subprocess.TimeoutExpired as left:
+        return _text(left.stdout), _text(left.stderr)
+
+
+def _text(out: bytes | str | None) -> str:
+    return out if isinstance(out, str) else (out or b"").decode(errors="replace")

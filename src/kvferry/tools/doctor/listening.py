@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import stat
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import NODE, ConnectorConfig
 from kvferry.tools.doctor.finding import Finding, from_error, note, ok
-from kvferry.errors import ConfigError
 from kvferry.tools.serving.machine_checks import PortInUse, check_listening, node_address
-from kvferry.transport.address import is_loopback, parse_ip
-from kvferry.transport.key_file import existing_keys, key_location
+from kvferry.transport.addresses import is_loopback, parse_ip
+from kvferry.transport.security import existing_keys, key_location
 
 
 def check(config: ConnectorConfig) -> list[Finding]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvferry.tools.doctor.finding import Finding, bad, note, ok
-from kvferry.tools.doctor.limits import ProcessResult, run_python
+from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, note, ok, run_python
 from kvferry.tools.doctor.probes import MODULE, parse_output
 
 _SECONDS = 60.0

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
 
 MODULE = "kvferry.tools.doctor.probes"
 # Before each line, because libraries print to standard output, too.
@@ -48,7 +48,7 @@ def nixl() -> None:
     """Print NIXL's version, then start its plugins one by one, and print whether each starts."""
     from importlib.metadata import version  # noqa: PLC0415
 
-    from kvferry.transport.nixl_agent import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
+    from kvferry.transport.agent import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
 
     _print_result(version=version("nixl"), verbs=preload())
     # UCX first: it is the only plugin that kvferry needs, and another may crash the process.
@@ -71,11 +71,10 @@ def reads(device: str = "cpu") -> None:
     """
     import numpy as np  # noqa: PLC0415
 
-    from kvferry.tools.measuring.gpus import source_and_destination  # noqa: PLC0415 - loads torch
-    from kvferry.tools.measuring.machine import machine_facts  # noqa: PLC0415
     from kvferry.tools.measuring.producer_process import ProducerProcess  # noqa: PLC0415
     from kvferry.tools.measuring.raw_reads import RawReads  # noqa: PLC0415
     from kvferry.tools.measuring.reader import Reader  # noqa: PLC0415
+    from kvferry.tools.measuring.rounds import machine_facts, source_and_destination  # noqa: PLC0415
     from kvferry.tools.measuring.simulated import plain_engine  # noqa: PLC0415 - loads torch
 
     _print_result(machine=asdict(machine_facts()))
@@ -108,7 +107,7 @@ def connector() -> None:
     _print_result(version=vllm.__version__)
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from kvferry.engines.vllm.compat.contract import SupportsHMA  # noqa: PLC0415
+    from kvferry.engines.vllm.compat.connectors import SupportsHMA  # noqa: PLC0415
     from kvferry.engines.vllm.connector import KVFerryConnector  # noqa: PLC0415
 
     _print_result(
@@ -128,9 +127,9 @@ def path(where: str) -> None:
 
     If a file tier could not use the directory, print only its real path and the reason.
     """
-    from kvferry.tiers.files.directory_checks import check_directory, try_directory  # noqa: PLC0415
     from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage  # noqa: PLC0415
     from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
+    from kvferry.tiers.files.opening import check_directory, try_directory  # noqa: PLC0415
 
     _print_result(real=os.path.realpath(where))
     try:

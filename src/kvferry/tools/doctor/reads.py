@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
-from kvferry.tools.doctor.finding import Finding, bad, note, ok
-from kvferry.tools.doctor.limits import ProcessResult, run_python
+from kvferry.common.errors import KVFerryError
+from kvferry.common.files import expanded
+from kvferry.common.units import format_bytes
+from kvferry.planning.strategy import Costs, Strategy
+from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, from_error, note, ok, run_python
 from kvferry.tools.doctor.machine import devices
 from kvferry.tools.doctor.probes import MODULE, parse_output
-from kvferry.planning.strategy import Strategy
-from kvferry.units import format_bytes
+from kvferry.tools.measuring.rounds import machine_facts
+from kvferry.transport.costs import default_costs_path, write_costs
+
+if TYPE_CHECKING:
+    from kvferry.tools.measuring.calibrate import CalibrationResult
+
 
 _SECONDS = 90.0
 # Heading of the table in which UCX names the transports of READs, with UCX_PROTO_INFO.
@@ -206,3 +214,77 @@ def check_gpu(
             "see why UCX has no cuda_ipc: UCX_TLS must allow it, and containers must share the IPC namespace "
             "and see both GPUs",
         )
+
+
+# Meaning, scale and unit of each field of `Costs`.
+_WHAT = {
+    "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
+    "read_byte_seconds": ("READ, per byte", 1e12, "ps"),
+    "copy_call_seconds": ("gather or scatter, per call", 1e6, "µs"),
+    "copy_run_seconds": ("gather or scatter, per run", 1e9, "ns"),
+    "copy_byte_seconds": ("gather or scatter, per byte", 1e12, "ps"),
+    "ask_seconds": ("request for a gather", 1e6, "µs"),
+    "lanes_work_gain": ("gain of more lanes, short runs", 1, ""),
+    "lanes_byte_gain": ("gain of more lanes, long runs", 1, ""),
+    "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
+    "overlap": ("gathering hidden behind reading", 1e2, "%"),
+}
+
+
+def _measure(progress: Callable[[str], None]) -> CalibrationResult:
+    from kvferry.tools.measuring.calibrate import (  # noqa: PLC0415 - loads torch and NIXL
+        CalibrationJob,
+        calibrate,
+    )
+
+    return calibrate(CalibrationJob(device="auto"), progress)
+
+
+def calibrate(
+    path: str | None,
+    progress: Callable[[str], None],
+    measure: Callable[[Callable[[str], None]], CalibrationResult] = _measure,
+) -> Iterable[Finding]:
+    """Measure the costs of transfers, write them to a file, and yield findings with the values.
+
+    Args:
+        path: costs file that the configuration names; None for the user's default file.
+        progress: called with a short text before each step.
+        measure: measures the costs.
+    """
+    try:
+        found = measure(progress)
+        file = expanded(path) if path else default_costs_path()
+        write_costs(file, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), _facts(found))
+    except KVFerryError as error:
+        yield from_error("calibration", error, "run kvferry doctor, and repair what it finds")
+        return
+    yield from describe(found)
+    yield ok("costs file", f"written to {file}; engines read it when they start")
+
+
+def describe(found: CalibrationResult) -> Iterable[Finding]:
+    """Yield a finding for each cost, and one on how well the costs predict the measured times."""
+    built_in = Costs()
+    for name, (what, scale, unit) in _WHAT.items():
+        here, there = (
+            f"{getattr(costs, name) * scale:.3g} {unit}".strip() for costs in (found.costs, built_in)
+        )
+        yield ok(what, f"{here}; built in: {there}")
+    yield ok(
+        "prediction",
+        "; ".join(
+            f"{len(fitted.errors)} kinds of {what} within {fitted.median_error:.0%} (median), "
+            f"{fitted.worst_error:.0%} (worst)"
+            for what, fitted in (("reads", found.reads), ("copies", found.copies))
+        ),
+    )
+
+
+def _facts(found: CalibrationResult) -> dict[str, object]:
+    """Return what is stored with the costs: the machine and the errors of the fits."""
+    errors = {
+        what: {"median": fitted.median_error, "worst": fitted.worst_error}
+        for what, fitted in (("reads", found.reads), ("copies", found.copies))
+    }
+    return {**asdict(machine_facts()), "errors": errors}

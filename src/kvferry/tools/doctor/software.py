@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
-from kvferry import extras
 from kvferry.cache.weights import cached_digests
-from kvferry.tools.doctor.finding import Finding, bad, note, ok
-from kvferry.tools.doctor.limits import ProcessResult, run_python
-from kvferry.tools.doctor.probes import MODULE, parse_output
+from kvferry.common import extras
+from kvferry.common.units import counted
 from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
 from kvferry.memory import copy_kernel
-from kvferry.tools.serving.cpu_attention import REMEDY
-from kvferry.units import counted
+from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, note, ok, run_python
+from kvferry.tools.doctor.probes import MODULE, parse_output
+from kvferry.tools.serving.machine_checks import REMEDY
 
 _SECONDS = 120.0
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.connector.tier_config import Tiers
-from kvferry.tools.doctor.finding import Finding, bad, from_error, note, ok
-from kvferry.tools.doctor.limits import ProcessResult, run_check, run_python
-from kvferry.tools.doctor.mounts import Mount, list_mounts, mount_of
-from kvferry.tools.doctor.probes import MODULE, parse_output
-from kvferry.errors import ConfigError
-from kvferry.memory.available import available_memory
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import format_bytes, parse_size
+from kvferry.connector.config import ConnectorConfig, Tiers
+from kvferry.engines.vllm.transfer_config import TransferCheck, Verdict
+from kvferry.memory.shared_memory import available_memory
 from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
-from kvferry.tiers.files.settings import FileSettings
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.paths import default_directory
-from kvferry.tiers.sizes import parse_size
-from kvferry.tiers.storage_settings import StorageSettings
-from kvferry.units import format_bytes
+from kvferry.tiers.storage_tier import StorageSettings
+from kvferry.tools.doctor.finding import (
+    Finding,
+    ProcessResult,
+    bad,
+    from_error,
+    note,
+    ok,
+    run_check,
+    run_python,
+)
+from kvferry.tools.doctor.machine import Mount, list_mounts, mount_of
+from kvferry.tools.doctor.probes import MODULE, parse_output
 
 _PATH_SECONDS = 10.0
 # Permissions of the group and of all others.
@@ -221,3 +231,61 @@ def try_storage(subject: str, settings: StorageSettings) -> list[Finding]:
 
 OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding]]] = {FileSettings: file}
 """Checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""
+
+
+# Far more than any configuration has.
+_MOST_BYTES = 1 << 20
+_FINDINGS: Mapping[Verdict, Callable[[str, str], Finding]] = {
+    Verdict.ACCEPTED: ok,
+    Verdict.NOTED: lambda where, text: note(where, *text.split("; ", 1)),
+    Verdict.REFUSED: lambda where, text: from_error(where, ConfigError(text)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The settings of kvferry's connectors in a configuration file.
+
+    Attributes:
+        configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
+        findings: findings about the file.
+    """
+
+    configs: tuple[ConnectorConfig, ...]
+    findings: tuple[Finding, ...]
+
+
+def read_file(path: str) -> ConfigFile:
+    """Read and check a value of ``--kv-transfer-config``, or only its part ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a JSON object.
+    """
+    checked = TransferCheck(_load_json(path))
+    found = [_FINDINGS[one.verdict](one.where, one.text) for one in checked.remarks]
+    return ConfigFile(tuple(checked.configs), tuple(found))
+
+
+def _load_json(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)  # never all of a device or of a checkpoint
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(f"--config {path}: {why}; name the file with the settings") from error
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(
+            f"--config {path} is larger than 1 MiB, so it is no configuration; name another file"
+        )
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--config {path} is not JSON ({error}); `kvferry config` prints a configuration"
+        ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"--config {path} holds a JSON {type(given).__name__}; it must be an object, as "
+            "`kvferry config` prints it"
+        )
+    return given

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.errors import ConfigError, ProtocolError
 from kvferry.connector.events import Arrived
-from kvferry.errors import ConfigError, ProtocolError
 from kvferry.observe import socket_directory
+from kvferry.observe.trace_server import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 from kvferry.observe.traces import RequestTrace
-from kvferry.observe.wire import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 
 # Within this time all engines together must have answered.
 SECONDS = 5.0

@@ -12,31 +12,89 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain, combinations
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
-from kvferry.errors import TransferError
-from kvferry.tools.measuring.fit import Fit, fit
-from kvferry.tools.measuring.gpus import shortest_engine_run, source_and_destination
-from kvferry.tools.measuring.host_copies import HostCopy
-from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit, use_transports
-from kvferry.tools.measuring.raw_reads import RawReads
-from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.rounds import run_rounds
-from kvferry.tools.measuring.simulated import plain_engine
-from kvferry.tools.measuring.spread import Spread
+from kvferry.common.errors import TransferError
 from kvferry.memory.address_space import AddressSpace, region_over
+from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.device_stream import enter_stream
-from kvferry.memory.staging_copies import StagedImages, StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strategy import COPY_ENGINE_BYTES, LARGEST_SEGMENT_BYTES, Costs
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.gather_messages import Gathered, GatherRoute
-from kvferry.transport.settings import TransferSettings
+from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit, use_transports
+from kvferry.tools.measuring.raw_reads import HostCopy, RawReads
+from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.measuring.rounds import Spread, run_rounds, shortest_engine_run, source_and_destination
+from kvferry.tools.measuring.simulated import plain_engine
+from kvferry.transport.gather_client import GatherClient, Gathered, GatherRoute
+from kvferry.transport.staging import TransferSettings
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """The costs that were fitted to timings, and the errors of the fit.
+
+    Attributes:
+        costs: seconds per piece of work of each kind, float64 of shape (kinds,).
+        errors: relative error of each predicted timing, |predicted / measured - 1|, float64 of shape
+            (timings,).
+    """
+
+    costs: Floats
+    errors: Floats
+
+    @property
+    def median_error(self) -> float:
+        return float(np.median(self.errors))
+
+    @property
+    def worst_error(self) -> float:
+        return float(self.errors.max())
+
+
+def fit(work: Floats, seconds: Floats) -> Fit:
+    """Fit the cost of each kind of work to timings, by least squares of the relative errors.
+
+    For example, three descriptors with 300 bytes together take 6.3 µs, and one descriptor with 1,000 bytes
+    takes 3 µs. So a descriptor costs 2 µs, and a byte costs 1 ns:
+
+    >>> fit(np.array([[3.0, 300.0], [1.0, 1000.0]]), np.array([6.3e-6, 3e-6])).costs.round(12).tolist()
+    [2e-06, 1e-09]
+
+    Args:
+        work: number of pieces of work of each kind, for each timing, float64 of shape (n, kinds).
+        seconds: measured timings, float64 of shape (n,); all are positive.
+    """
+    # Dividing each row by its time turns the absolute error into the relative one.
+    relative = work / seconds[:, None]
+    costs = _not_negative(relative, np.ones(len(seconds)))
+    return Fit(costs, np.abs(relative @ costs - 1))
+
+
+def _not_negative(matrix: Floats, target: Floats) -> Floats:
+    """Return x of shape (kinds,), without negative elements, that minimizes ``|matrix @ x - target|``."""
+    kinds = matrix.shape[1]
+    best, least = np.zeros(kinds), float(target @ target)
+    # With few kinds, trying every subset of columns, with zeros for the others, is exact and quick.
+    for chosen in chain.from_iterable(combinations(range(kinds), n) for n in range(1, kinds + 1)):
+        part, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
+        if (part < 0).any():
+            continue
+        found = np.zeros(kinds)
+        found[list(chosen)] = part
+        left = matrix @ found - target
+        if float(left @ left) < least:
+            best, least = found, float(left @ left)
+    return best
+
 
 # The small gather measures the request itself, the large one the copy beside a READ.
 _SMALL_RUN, _LARGE_RUN = 64, 2048

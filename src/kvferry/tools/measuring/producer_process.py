@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
 from kvferry.tools.measuring.producer_main import (
     AllEnded,
     AskTicket,

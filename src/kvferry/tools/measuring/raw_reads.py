@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
+from kvferry.memory.address_space import AddressSpace, region_over
+from kvferry.memory.pool_cells import PoolCells
+from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
+from kvferry.planning.prepared_lists import DescriptorIndices
+from kvferry.planning.strategy import Strategy
+from kvferry.planning.strided_copy import StridedCopy
 from kvferry.tools.measuring.producer_process import WaitLimit
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.planning.prepared_lists import DescriptorIndices
-from kvferry.planning.strategy import Strategy
 from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.connected_peer import ConnectedPeer
-from kvferry.transport.lane_resources import LaneResources
-from kvferry.transport.read_order import ReadOrder
-from kvferry.transport.settings import TransferSettings
-from kvferry.transport.staging import StagingArea
+from kvferry.transport.lane_connections import ConnectedPeer
+from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
 
 # So large that the work per descriptor does not matter.
 LARGE_BYTES = 2 << 20
@@ -133,3 +136,56 @@ class RawReads:
         self._peer.close()
         self._lane.context.destroy(linger=0)
         self._agent.close()
+
+
+class HostCopy:
+    """Blocks of one run each, in random order, and as much host memory.
+
+    Args:
+        run: bytes of a block.
+        size: number of bytes to copy; rounded down to whole blocks, but at least one block.
+        device: torch device of the blocks.
+        engine_bytes: run length in bytes from which the GPU's copy engine copies instead of the kernel.
+
+    Attributes:
+        pool, host: memory of the blocks and of the host, uint8 of shape (bytes,).
+        order: block of each run in `host`, int64 of shape (blocks,).
+    """
+
+    def __init__(self, run: int, size: int, device: str, *, engine_bytes: int) -> None:
+        blocks = max(1, size // run)
+        self.pool = torch.zeros(blocks * run, dtype=torch.uint8, device=device)
+        # As the host tier pins its arena: a GPU cannot copy from other memory by itself.
+        self.host = torch.zeros(blocks * run, dtype=torch.uint8, pin_memory=device != "cpu")
+        # As in an engine that has run for a while, where free blocks are scattered.
+        self.order = np.random.default_rng(5).permutation(blocks)
+        self._offsets = np.arange(blocks) * run
+        region = region_over(self.pool)
+        self._store, self._load = (
+            PoolCells(
+                [PoolCopies(ONE_CELL, (copy,))],
+                AddressSpace([region]),
+                side=side,
+                stride=run,
+                blocks=blocks,
+                engine_bytes=engine_bytes,
+            )
+            for side, copy in (
+                ("src", StridedCopy(region.address, 0, run)),
+                ("dst", StridedCopy(0, region.address, run)),
+            )
+        )
+
+    def store(self) -> float:
+        return self._timed(self._store)
+
+    def load(self) -> float:
+        return self._timed(self._load)
+
+    def _timed(self, cells: PoolCells) -> float:
+        (part,) = cells.parts
+        memory = self.host.numpy() if cells.on_host else self.host
+        started = time.perf_counter()
+        cells.copy(part, part.places(self.order, np.zeros_like(self.order)), memory, self._offsets)
+        cells.wait()
+        return time.perf_counter() - started

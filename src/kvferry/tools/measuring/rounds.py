@@ -7,9 +7,15 @@ the CPU's cache.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
+
+from kvferry.common.errors import ConfigError
 
 
 def run_rounds(
@@ -36,3 +42,104 @@ def run_rounds(
         for which in draw.permutation(len(moves)):
             seconds[which].append(moves[which]())
     return seconds
+
+
+def source_and_destination(device: str) -> tuple[str, str]:
+    """Return the torch devices of the KV cache to read from, and of the KV cache to read into.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and not gpus):
+        return "cpu", "cpu"
+    if device not in ("cuda", "auto"):
+        raise ConfigError(f"--device {device} is not known; choose one of auto, cpu, cuda")
+    if not gpus:
+        raise ConfigError("--device cuda: torch finds no GPU here; choose cpu, or install a driver")
+    # Different GPUs if there are two, as those of two engines are.
+    return ("cuda:1" if gpus > 1 else "cuda:0"), "cuda:0"
+
+
+def shortest_engine_run(runs: Sequence[int], kernel: Sequence[float], engine: Sequence[float]) -> int:
+    """Return the run length from which the copy engine is at least as fast as the kernel.
+
+    It is as fast for this run and for all longer ones. If the kernel is faster for the longest run, return
+    twice the longest run.
+
+    >>> shortest_engine_run([64, 128, 256], kernel=[1.0, 1.0, 1.0], engine=[3.0, 0.9, 0.8])
+    128
+    >>> shortest_engine_run([64, 128, 256], kernel=[1.0, 1.0, 1.0], engine=[0.9, 0.9, 1.1])
+    512
+
+    Args:
+        runs: run lengths in bytes, ascending.
+        kernel, engine: seconds that each takes to copy the same bytes in runs of each length.
+    """
+    found = 2 * runs[-1]
+    for run, by_kernel, by_engine in sorted(zip(runs, kernel, engine, strict=True), reverse=True):
+        if by_engine > by_kernel:
+            break
+        found = run
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """The properties of a machine that affect measurements.
+
+    Attributes:
+        cores: number of processor cores that this process may use.
+        cpu: model name of the processor.
+        transports: value of UCX_TLS; None if it is not set.
+    """
+
+    cores: int
+    cpu: str
+    transports: str | None
+
+
+def machine_facts() -> MachineFacts:
+    """Return the properties of this machine and process."""
+    # A container may use fewer cores than the machine has.
+    return MachineFacts(len(os.sched_getaffinity(0)), _cpu_name(), os.environ.get("UCX_TLS"))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median, the lowest and the highest of several measured values.
+
+    >>> Spread.of([3.0, 1.0, 2.0, 9.0])
+    Spread(median=2.5, low=1.0, high=9.0)
+    """
+
+    # There is no mean, because a single slow round on a shared machine would dominate it.
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Return the median, the lowest and the highest of at least one value."""
+        return Spread(float(np.median(values)), float(min(values)), float(max(values)))
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Return the smallest value v such that at least `q` percent of the values are at most v.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 99)
+    4.0
+    """
+    return float(np.percentile(values, q, method="inverted_cdf"))

@@ -6,14 +6,99 @@ CUDA machine for this cache and element type. Some models bring layers of their 
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
 
-from kvferry.errors import ConfigError
-from kvferry.geometry import GroupKind
+from kvferry.common.errors import ConfigError
+from kvferry.geometry import GroupKind, Layer, PageFormat, RankGeometry
+from kvferry.geometry.layout import EngineShape, lay_out, lay_out_rank, layer_name
 from kvferry.geometry.models import ModelReading, per_layer
+from kvferry.geometry.models.config import FLOATS
+from kvferry.geometry.page import whole_page
+from kvferry.geometry.rank import PageMap
 from kvferry.geometry.store import LayerCache
-from kvferry.tools.plan.backends import BackendPages, pages_of, takes
-from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.plan.side import EngineSide, shape
+
+_NOT_RUN = "not run"
+
+
+class _Row(NamedTuple):
+    backend: str
+    dtypes: str
+    layouts: str
+    moves_as: str
+    shown_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendPages:
+    """How the pages of an attention backend move, for one KV cache dtype and layout.
+
+    Attributes:
+        fields: names of the fields of a page; empty if its pages move whole.
+        why_whole: reason why pages move whole; empty if they move by fields.
+    """
+
+    backend: str
+    fields: tuple[str, ...] = ()
+    why_whole: str = ""
+
+
+def pages_of(backend: str, dtype: str, layout: str) -> BackendPages:
+    """Return how the pages of an attention backend move.
+
+    >>> pages_of("FLASH_ATTN", "fp8", "BHLNC").fields
+    ('k', 'v')
+    >>> pages_of("CPU_MLA", "auto", "BLHNC").why_whole
+    'nothing is proved of them in layout BLHNC'
+
+    Args:
+        backend: name of the backend, as vLLM's ``--attention-backend`` takes it.
+        dtype: element type of the KV cache, one of `CACHE_DTYPES`.
+
+    Raises:
+        ConfigError: the backend does not support the element type or the layout.
+    """
+    # Without a proof, pages move whole. Some backends can be proved only on a machine that has them.
+    rows = [row for row in _table() if row.backend == backend]
+    if not rows:
+        return BackendPages(backend, why_whole="kvferry does not know this backend")
+    name = "auto" if dtype in FLOATS else dtype
+    fitting = [row for row in rows if not row.dtypes or name in row.dtypes.split()]
+    if not fitting:
+        known = ", ".join(dict.fromkeys(one for row in rows for one in row.dtypes.split()))
+        raise ConfigError(f"{backend} does not take KV cache dtype {dtype}; choose one of {known}")
+    for row in fitting:
+        if row.layouts in ("", "any") or layout in row.layouts.split():
+            return _pages(row, layout)
+    known = ", ".join(dict.fromkeys(one for row in fitting for one in row.layouts.split()))
+    raise ConfigError(f"{backend} does not take layout {layout} with {dtype}; choose one of {known}")
+
+
+def takes(backend: str, dtype: str) -> bool:
+    """Return True if the table says that an attention backend supports an element type of the KV cache."""
+    name = "auto" if dtype in FLOATS else dtype
+    return any(row.backend == backend and name in row.dtypes.split() for row in _table())
+
+
+def _pages(row: _Row, layout: str) -> BackendPages:
+    if row.moves_as == _NOT_RUN:
+        return BackendPages(row.backend, why_whole=f"they are proved only where it runs: {row.shown_by}")
+    if fields := tuple(re.findall(r"`([^`]+)`", row.moves_as)):
+        return BackendPages(row.backend, fields)
+    return BackendPages(row.backend, why_whole=f"nothing is proved of them in layout {layout}")
+
+
+@cache
+def _table() -> tuple[_Row, ...]:
+    lines = (files("kvferry.tools.plan") / "backends.csv").read_text().splitlines()
+    return tuple(_Row(*row) for row in csv.reader(lines[1:]))
+
 
 INDEXER = "indexer"
 # Backend of the indexers of MLA models. It belongs to no attention layer, so the table does not list it.
@@ -31,17 +116,17 @@ def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages |
     Raises:
         ConfigError: the requested backend does not support the model's KV, the element type or the layout.
     """
-    compressed = any(cache.state_tokens > 1 for cache in reading.cache.layers)
+    compressed = any(layer.state_tokens > 1 for layer in reading.cache.layers)
     found = list[BackendPages | None]()
     for caches in per_layer(reading):
-        for cache in caches:
+        for layer in caches:
             # The layer's weight loaders prove the fields of recurrent state, not its backend.
-            if cache.kind is GroupKind.STATE:
+            if layer.kind is GroupKind.STATE:
                 found.append(None)
             elif compressed:
-                found.append(_of_compressed(cache))
+                found.append(_of_compressed(layer))
             else:
-                found.append(_of_attention(cache, caches, reading.cache_dtype, side))
+                found.append(_of_attention(layer, caches, reading.cache_dtype, side))
     return tuple(found)
 
 
@@ -102,3 +187,69 @@ def _requested(backend: str, cache: LayerCache, dtype: str, layout: str) -> Back
 
 def _holds(cache: LayerCache, name: str) -> bool:
     return any(field.name == name for field in cache.fields)
+
+
+def lay_out_engine(reading: ModelReading, side: EngineSide, num_blocks: int) -> tuple[RankGeometry, ...]:
+    """Return the geometry of every rank of an engine.
+
+    Raises:
+        KVFerryError: an engine cannot have these settings.
+    """
+    engine = shape(reading, side, num_blocks)
+    changed = {
+        layer_name(number): (pages, cache)
+        for number, (pages, cache) in enumerate(
+            zip(layer_pages(reading, side), reading.cache.layers, strict=True)
+        )
+        if pages is not None and (pages.why_whole or _renamed(pages))
+    }
+    ranks = lay_out(reading.cache, engine)
+    if not changed:
+        return ranks
+    return tuple(_described(reading, engine, number, rank, changed) for number, rank in enumerate(ranks))
+
+
+def _renamed(pages: BackendPages) -> dict[str, str]:
+    """Return the fields whose name says that the backend stores another element type, by their usual name."""
+    return {name.partition(" in ")[0]: name for name in pages.fields if " in " in name}
+
+
+def _described(
+    reading: ModelReading,
+    engine: EngineShape,
+    number: int,
+    rank: RankGeometry,
+    changed: dict[str, tuple[BackendPages, LayerCache]],
+) -> RankGeometry:
+    maps = lay_out_rank(reading.cache, engine, number, rank.regions[0].address).maps
+    groups = []
+    for group, where in zip(rank.groups, maps, strict=True):
+        layers = tuple(
+            replace(layer, page=_page(layer, where, rank, *changed[layer.name]))
+            if layer.name in changed
+            else layer
+            for layer in group.layers
+        )
+        groups.append(replace(group, layers=layers))
+    return replace(rank, groups=tuple(groups))
+
+
+def _page(
+    layer: Layer, where: PageMap, rank: RankGeometry, pages: BackendPages, cache: LayerCache
+) -> PageFormat:
+    page = layer.page
+    if not pages.why_whole:
+        names = _renamed(pages)
+        fields = tuple(replace(field, name=names.get(field.name, field.name)) for field in page.fields)
+        return replace(page, fields=fields)
+    ranks = rank.tp_size if any(field.heads for field in cache.fields) else 1
+    kept = " ".join(f"{field.name}:{field.item_bytes}" for field in cache.fields)
+    return whole_page(
+        f"{pages.backend} {kept}",
+        page.block_tokens,
+        (where.kernels, *where.counts[2:]),
+        where.strides[1:],
+        item_bytes=1,
+        rank=rank.tp_rank if ranks > 1 else 0,
+        ranks=ranks,
+    )

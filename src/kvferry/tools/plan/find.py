@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
@@ -14,10 +15,122 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import ConfigError
-from kvferry.tools.plan.hub import CONFIG_FILE, PARAMS_FILE, QUANTIZATION_FILE, hub_config
-from kvferry.tools.plan.mistral import from_params
-from kvferry.user_cache import expanded
+from kvferry.common.errors import ConfigError
+from kvferry.common.files import expanded
+
+CONFIG_FILE = "config.json"
+# A model in Mistral's format has this file. Beside weights in this format, vLLM takes it for ``config.json``.
+PARAMS_FILE = "params.json"
+# Older releases of ModelOpt keep here what vLLM takes for the ``quantization_config`` of a ``config.json``
+# without one.
+QUANTIZATION_FILE = "hf_quant_config.json"
+
+
+class NotOnHub(ConfigError):
+    """Raised if the hub does not know or give a model, or cannot be reached. The message is a clause."""
+
+
+def hub_config(model: str) -> Path:
+    """Return the path of a model's ``config.json`` in the local Hugging Face cache. Download it if needed.
+
+    Also download the file with the quantization config, if the model has one.
+
+    Raises:
+        NotOnHub: the model is not in the cache, and the hub does not know it or cannot be reached.
+        ConfigError: the model has no ``config.json``. The message is a clause.
+    """
+    import huggingface_hub as hub  # noqa: PLC0415 - slow to import
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError  # noqa: PLC0415 - the same
+
+    try:
+        # Without a network this fails at once. The download alone would repeat its request for half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(model, CONFIG_FILE))
+        found = Path(hub.hf_hub_download(model, CONFIG_FILE))
+        with suppress(EntryNotFoundError):
+            hub.hf_hub_download(model, QUANTIZATION_FILE)
+    except Exception as error:  # for every failure of network or hub, the remedy is the same
+        with suppress(ValueError):  # not the name of a model
+            if isinstance(cached := hub.try_to_load_from_cache(model, CONFIG_FILE), str):
+                return Path(cached)
+        if isinstance(error, EntryNotFoundError):
+            raise ConfigError(f"the Hugging Face hub has no {CONFIG_FILE} of it") from error
+        if isinstance(error, HfHubHTTPError):
+            why = "does not give it (is the name right, does it need HF_TOKEN?)"
+        elif isinstance(error, ValueError):
+            why = "has no such names"
+        else:
+            why = "cannot be reached"
+        raise NotOnHub(f"the Hugging Face hub {why} ({type(error).__name__})") from error
+    return found
+
+
+_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+}
+# Keys that do not affect the KV cache, or that are converted one by one.
+_OTHERS = (
+    "hidden_dim", "norm_eps", "activation", "tied_embeddings", "max_seq_len", "yarn", "llama_4_scaling",
+    "moe", "quantization", "multimodal", "vision_encoder", "use_biases", "causal", "ragged_attention",
+    "q_lora_rank",
+)  # fmt: skip
+
+
+def from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values that a ``config.json`` of a model has, from its ``params.json``.
+
+    >>> from_params({"n_layers": 2, "n_heads": 4, "sliding_window": [8, None]}, {})["layer_types"]
+    ['sliding_attention', 'full_attention']
+
+    Args:
+        defaults: content of the ``config.json`` beside it, for keys that follow from nothing in ``params``.
+
+    Raises:
+        ConfigError: the file describes what kvferry does not know.
+    """
+    config = {_NAMES.get(key, key): value for key, value in params.items() if key not in _OTHERS}
+    moe, media = params.get("moe"), params.get("multimodal") or {}
+    if (media.get("whisper_model_args") or {}).get("encoder_args", {}).get("causal"):
+        raise ConfigError("params.json: its causal audio encoder keeps KV that kvferry does not know")
+    latent = bool(params.get("qk_nope_head_dim")) and not moe
+    if params.get("model_type") == "mamba":
+        config["model_type"] = "mamba2"
+    elif latent or (moe or {}).get("num_shared_experts"):
+        config["model_type"] = "deepseek_v3"
+    else:
+        config["model_type"] = "transformer"
+    config |= _windows(params) | _quantization(params)
+    if media or params.get("vision_encoder"):
+        top = {key: config.pop(key) for key in ("quantization_config",) if key in config}
+        config = {"model_type": "pixtral", "text_config": config, **top}
+    return {**defaults, **config}
+
+
+def _windows(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window and the type of every layer. Mistral gives one window, or a pattern that repeats."""
+    window, layers = params.get("sliding_window"), params.get("n_layers")
+    if not window or not isinstance(layers, int):
+        return {}
+    pattern = window if isinstance(window, list) else [window]
+    types = ["full_attention" if each is None else "sliding_attention" for each in pattern]
+    sizes = {each for each in pattern if each is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"params.json: sliding_window has {len(sizes)} sizes, one is expected")
+    return {
+        "sliding_window": next(iter(sizes), None),
+        "layer_types": params.get("layer_types") or types * (layers // len(pattern)),
+    }
+
+
+def _quantization(params: Mapping[str, Any]) -> dict[str, Any]:
+    found = params.get("quantization") or {}
+    method = str(found.get("quant_method", "")).lower().replace("_", "-")
+    # Only llm-compressor's checkpoints can quantise the KV cache. Other kinds concern weights.
+    if method != "compressed-tensors":
+        return {}
+    return {"quantization_config": {**found, "quant_method": method}}
 
 
 @dataclass(frozen=True, slots=True)

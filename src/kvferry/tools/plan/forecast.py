@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
+from kvferry.planning.select import needed_tokens
 from kvferry.tools.plan.contents import layer_pages, notes_of
-from kvferry.tools.plan.cost import Pricing
+from kvferry.tools.plan.cost import Pricing, TransferEstimate
 from kvferry.tools.plan.setting import PlannedTransfer, set_up
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.tools.plan.totals import TransferEstimate
-from kvferry.planning.select import needed_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

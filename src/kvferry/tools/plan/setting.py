@@ -10,11 +10,11 @@ import numpy as np
 from kvferry.geometry import GroupKind, GroupPattern, RankGeometry
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
-from kvferry.tools.plan.engine_memory import lay_out_engine
-from kvferry.tools.plan.side import EngineSide, shape
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, Template, build_templates
+from kvferry.tools.plan.contents import lay_out_engine
+from kvferry.tools.plan.side import EngineSide, shape
 
 
 def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, group_layers, split_stages
 from kvferry.geometry.models import ModelReading

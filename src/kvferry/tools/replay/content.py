@@ -11,8 +11,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvferry.tools.replay.trace.base import batches
-from kvferry.tools.replay.trace.request import Ids, TraceRequest, chunk_ids, tail_ids
+from kvferry.tools.replay.trace.base import Ids, TraceRequest, batches, chunk_ids, tail_ids
 
 KEY_BYTES = 8
 _KEYS = np.dtype(f"V{KEY_BYTES}")

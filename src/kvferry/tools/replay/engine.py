@@ -5,15 +5,175 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
-from kvferry.connector.local_prefix import LocalPrefix, last_boundary_before
-from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.engine_cache import EngineCache
-from kvferry.tools.replay.model import ServedModel
-from kvferry.tools.replay.stores import ComputedPrompt, snapshots_of, store_chunks
-from kvferry.tools.replay.tiers import SimulatedTiers
-from kvferry.tools.replay.trace.request import TraceRequest
+import numpy as np
+
+from kvferry.connector.room import LocalPrefix, last_boundary_before
+from kvferry.geometry import GroupKind
+from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
+from kvferry.planning.select import attends_to_all, first_attended
+from kvferry.tiers.eviction.policies import LRU
+from kvferry.tools.replay.content import RequestKeys, keys_of_each
+from kvferry.tools.replay.model import BlockGroup, ServedModel
+from kvferry.tools.replay.tiers import ComputedPrompt, SimulatedTiers, snapshots_of, store_chunks
+from kvferry.tools.replay.trace.base import TraceRequest
+
+# A running request holds this many blocks per table for recurrent state.
+_RUNNING_STATES = 2
+
+
+# Prefix of a prompt of which the engine has nothing.
+NO_PREFIX = LocalPrefix(0, 0)
+
+
+class EngineCache:
+    """The prefix cache of one engine.
+
+    Args:
+        num_blocks: number of blocks in the pool, over all KV cache groups; 0 without prefix caching.
+        unit_tokens: number of tokens per unit of the trace.
+    """
+
+    def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
+        self._model = model
+        block = model.block_tokens
+        has_tail = model.state is None and unit_tokens % block == 0
+        self._run = unit_tokens if has_tail else block
+        self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
+        self._capacity = max(num_blocks - 1, 0)  # without the null block
+
+    def keys_of_each(self, requests: Sequence[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
+        """Return the keys of the chunks of each request, and those of its runs of blocks."""
+        chunk_tokens, groups = self._model.chunk_tokens, len(self._model.groups)
+        if not self._capacity:  # nothing is looked up by runs
+            chunks = keys_of_each(requests, chunk_tokens, groups)
+            return chunks, chunks
+        ends = [self._whole_blocks(request.prompt_tokens) for request in requests]
+        runs = keys_of_each(requests, self._run, groups, ends)
+        chunks = runs if self._run == chunk_tokens else keys_of_each(requests, chunk_tokens, groups)
+        return chunks, runs
+
+    def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
+        """Return the prefix of a prompt that the engine has. The last token is never part of it."""
+        model, held = self._model, self._sizes
+        tokens = self._whole_blocks(prompt)
+        leading = keys.whole[model.widest]
+        if not held or not tokens or (model.attention and leading and leading[0] not in held):
+            return NO_PREFIX
+        rows = self._rows(tokens, keys)
+        if model.has_one_row:  # the result of `coverage` without its arrays, which would take twice as long
+            runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
+            leading_tokens = min(runs * self._run, tokens)
+            return LocalPrefix(leading_tokens, leading_tokens)
+        numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
+        found = coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
+        whole = found.tokens
+        return LocalPrefix(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
+
+    def keep(self, request: TraceRequest, keys: RequestKeys, snapshots: Sequence[int], shared: int) -> None:
+        """Allocate the blocks of a request, let it run, and keep those that later requests can share.
+
+        Args:
+            snapshots: positions in tokens at which the engine has taken and retained recurrent state.
+            shared: position up to which the engine had the attention blocks, but not all other blocks, of
+                another prompt; 0 if there is none.
+        """
+        if not self._capacity:
+            return
+        total = request.prompt_tokens + max(request.output_tokens - 1, 0)  # the last one is not computed
+        entries = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
+        each, sizes = [key for _, some in entries for key in some], self._sizes
+        held = [key for key in each if key in sizes]
+        # The request holds the blocks that it shares, so they are not evicted for its new ones.
+        self._policy.make_newest(held)
+        needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
+        self._make_room(needed - sum(map(sizes.__getitem__, held)))
+        for size, some in entries:
+            new = [key for key in some if key not in sizes] if held else some
+            new = new[: (self._capacity - self._used) // size]
+            if new:
+                self._policy.admit_all(new, size)
+                sizes.update(dict.fromkeys(new, size))
+                self._used += size * len(new)
+        # Freed from the last to the first, so the end of a prompt is evicted first.
+        self._policy.make_newest(each[::-1])
+
+    def _entries(
+        self, prompt: int, known: int, keys: RequestKeys, snapshots: Sequence[int], shared: int
+    ) -> list[tuple[int, list[bytes]]]:
+        """Return the runs of a request that stay in the cache, from the start of the prompt.
+
+        Args:
+            known: number of tokens whose identity is known, at least `prompt`.
+
+        Returns:
+            (number of blocks of each run, keys of the runs) of consecutive runs of one size.
+        """
+        model, run, runs = self._model, self._run, known // self._run
+        last = self._whole_blocks(prompt)
+        kept: list[Sequence[int]] = []
+        for group in model.block_groups:
+            if group.kind is GroupKind.STATE:
+                kept.append([at // run - 1 for at in snapshots if at % run == 0])
+            elif attends_to_all(group.kind):
+                kept.append(range(runs))
+            else:
+                kept.append(self._window_runs(group, runs, {last, shared}))
+        if len(kept) == 1:
+            group = model.block_groups[0]
+            found = [(run // group.block_tokens * group.tables, keys.whole[0][:runs])]
+        else:
+            order = sorted(
+                (number, n) for n, numbers in enumerate(kept) for number in numbers if number < runs
+            )
+            sizes = [run // group.block_tokens * group.tables for group in model.block_groups]
+            found = [
+                (size, [keys.whole[n][number] for number, n in some])
+                for size, some in groupby(order, lambda one: sizes[one[1]])
+            ]
+        if last % run and last // run == runs:
+            tail = zip(keys.tail(last), model.block_groups, strict=True)
+            found += [(last % run // group.block_tokens * group.tables, [key]) for key, group in tail]
+        return found
+
+    def _window_runs(self, group: BlockGroup, runs: int, ends: set[int]) -> list[int]:
+        """Return the runs that a group with an attention window keeps."""
+        # With `prefix_cache_retention_interval` 0, vLLM keeps only the last window before the end of a prompt
+        # and before the end of a prefix that another prompt shares.
+        retention = self._model.form.steps.retention
+        if retention is None:
+            return list(range(runs))
+        if retention:
+            ends = ends | set(range(retention, runs * self._run + 1, retention))
+        run, found = self._run, set[int]()
+        for end in ends:
+            found.update(range(max(int(first_attended(group, end)), 0) // run, -(-end // run)))
+        return sorted(found)
+
+    def _whole_blocks(self, prompt: int) -> int:
+        # The engine always computes the last token of a prompt.
+        return (prompt - 1) // self._model.block_tokens * self._model.block_tokens
+
+    def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
+        if group.kind is GroupKind.STATE:
+            return _RUNNING_STATES * group.tables
+        if group.attention_span:
+            tokens = min(tokens, group.attention_span + self._model.form.steps.step_tokens)
+        return -(-tokens // group.block_tokens) * group.tables
+
+    def _make_room(self, blocks: int) -> None:
+        """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
+        if (missing := self._used + blocks - self._capacity) > 0:
+            self._used -= sum(map(self._sizes.pop, self._policy.evict_bytes(missing)))
+
+    def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
+        """Return the keys of the runs of a request's first tokens, one list per group."""
+        # If the tokens end inside a run, a request that has the whole run is looked up by the whole run's
+        # key.
+        in_whole_run = len(keys.whole[0]) * self._run >= tokens
+        return keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)
 
 
 class Hit(NamedTuple):

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
+from kvferry.tools.replay.lookup import UNLIMITED, TierCounts
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.tier import UNLIMITED, TierCounts
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 
 

@@ -9,21 +9,223 @@ next one arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import ceil, exp, log
+from typing import Protocol
 
-from kvferry.tools.replay.content import in_batches
-from kvferry.tools.replay.engine import Arrived, Hit, Running, SimulatedEngine
-from kvferry.tools.replay.engine_cache import EngineCache
-from kvferry.tools.replay.model import ServedModel
-from kvferry.tools.replay.results import Results
-from kvferry.tools.replay.routes import route_named
-from kvferry.tools.replay.settings import ReplaySettings, TierSetting
-from kvferry.tools.replay.tier import SimulatedTier
-from kvferry.tools.replay.tiers import SimulatedTiers
-from kvferry.tools.replay.trace.request import TraceRequest
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
+from kvferry.tools.replay.content import in_batches
+from kvferry.tools.replay.engine import Arrived, EngineCache, Hit, Running, SimulatedEngine
+from kvferry.tools.replay.lookup import SimulatedTier
+from kvferry.tools.replay.model import ServedModel
+from kvferry.tools.replay.settings import ReplaySettings, RouteName, TierSetting
+from kvferry.tools.replay.tiers import SimulatedTiers
+from kvferry.tools.replay.trace.base import TraceRequest
+
+# The route `prefix` remembers at most this many prefixes. The oldest half is then forgotten.
+_MOST_PREFIXES = 1 << 22
+# Share of a prompt that an engine must have served to be preferred: the default of vllm-router's policy
+# ``cache_aware`` (``--cache-threshold``).
+_LEAST_SHARE = 0.3
+# Requests by which the queue of a preferred engine may be longer than the shortest queue.
+_MOST_AHEAD = 4
+
+
+class Route(Protocol):
+    """A way to choose an engine."""
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        """Return the index of the engine for a request, by the requests that wait or run at each engine."""
+
+
+class RandomRoute:
+    """Chooses any engine."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - a simulation
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        del request
+        return self._random.randrange(len(queues))
+
+
+class SessionRoute:
+    """Chooses the same engine for all requests of a session.
+
+    A request without a session goes to an engine by its first unit of content.
+    """
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
+        seed = request.session or first
+        return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
+
+
+class PrefixRoute:
+    """Chooses the engine that served the longest prefix of the prompt before.
+
+    A prompt of which no engine served at least `_LEAST_SHARE` goes to the engine with the shortest queue, of
+    several to the one that got the fewest tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, int] = {}
+        self._tokens: Counter[int] = Counter()
+
+    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        units = request.prompt_tokens // request.unit_tokens
+        ids = request.prefix_ids[:units].tolist()
+        shortest = min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
+        least = max(int(units * _LEAST_SHARE), 1)
+        owner = next(
+            (self._owners[one] for one in reversed(ids[least - 1 :]) if one in self._owners), shortest
+        )
+        # A long queue costs more time than the prefix saves.
+        if queues[owner] - queues[shortest] >= _MOST_AHEAD:
+            owner = shortest
+        self._tokens[owner] += request.prompt_tokens
+        self._owners.update(dict.fromkeys(ids, owner))
+        if len(self._owners) > _MOST_PREFIXES:
+            for old in list(self._owners)[: _MOST_PREFIXES // 2]:
+                del self._owners[old]
+        return owner
+
+
+def route_named(name: RouteName, seed: int) -> Route:
+    """Return the route with a name. Random choices have a seed."""
+    routes: dict[RouteName, Callable[[], Route]] = {
+        "random": lambda: RandomRoute(seed),
+        "session": SessionRoute,
+        "prefix": PrefixRoute,
+    }
+    return routes[name]()
+
+
+# Classes are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
+_STEP = log(1.02)
+_LEAST = 1e-6
+
+
+class Times:
+    """A histogram of times in seconds.
+
+    >>> times = Times()
+    >>> for number in range(1, 101):
+    ...     times.add(number)
+    >>> round(times.quantile(0.5)), round(times.mean, 1), len(times)
+    (50, 50.5, 100)
+    """
+
+    def __init__(self) -> None:
+        self._classes: Counter[int] = Counter()
+        self._sum, self._count = 0.0, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, seconds: float) -> None:
+        """Add a time. Times below a microsecond count as a microsecond."""
+        self._classes[round(log(max(seconds, _LEAST)) / _STEP)] += 1
+        self._sum += seconds
+        self._count += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean in seconds; 0 without times."""
+        return self._sum / self._count if self._count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the time in seconds that a share (0 to 1) of all times does not exceed; 0 without times."""
+        left = max(ceil(share * self._count), 1)
+        for number in sorted(self._classes):
+            left -= self._classes[number]
+            if left <= 0:
+                return exp(number * _STEP)
+        return 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """Sums over the counted requests of a replay. Tokens are tokens of prompts.
+
+    Attributes:
+        tier_tokens: tokens that each tier provided, host memory first.
+        tier_bytes: bytes that loads took from each tier.
+        group_tokens: tokens of the longest prefix that each group alone could use.
+        local_tokens: tokens that engines had in their own prefix caches.
+        lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window
+            or a snapshot was missing at their end.
+        units, unit_hits: number of units of the trace in all prompts, and of those that were not computed.
+        first_arrival, last_arrival: seconds from the start of the trace to the first and the last counted
+            arrival.
+        waits: times from arrival to the first token.
+        waits_without_tiers: the same if the engines had no tiers.
+    """
+
+    tier_tokens: list[int]
+    tier_bytes: list[int]
+    group_tokens: list[int]
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    local_tokens: int = 0
+    lost_tokens: int = 0
+    units: int = 0
+    unit_hits: int = 0
+    first_arrival: float = 0.0
+    last_arrival: float = 0.0
+    waits: Times = field(default_factory=Times)
+    waits_without_tiers: Times = field(default_factory=Times)
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.local_tokens + sum(self.tier_tokens)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed; 0 without requests."""
+        return self.hit_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def local_hit_rate(self) -> float:
+        """Share of the prompt tokens that engines had in their own prefix caches; 0 without requests."""
+        return self.local_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def tier_hit_rate(self) -> float:
+        """Share of the prompt tokens that tiers provided; 0 without requests."""
+        return sum(self.tier_tokens) / max(self.prompt_tokens, 1)
+
+    @property
+    def unit_hit_rate(self) -> float:
+        """Share of the trace's units that were not computed; 0 without requests."""
+        return self.unit_hits / self.units if self.units else 0.0
+
+    def add(self, request: TraceRequest, hit: Hit) -> None:
+        """Add a request that an engine has admitted."""
+        prompt, unit = request.prompt_tokens, request.unit_tokens
+        found = hit.found
+        if not self.requests:
+            self.first_arrival = request.arrival
+        self.last_arrival = request.arrival
+        self.requests += 1
+        self.prompt_tokens += prompt
+        self.output_tokens += request.output_tokens
+        self.local_tokens += hit.local_tokens
+        self.lost_tokens += max(hit.attention_tokens - found, 0)
+        # An incomplete last unit is a hit only if the whole prompt was found.
+        self.units += -(-prompt // unit)
+        self.unit_hits += -(-found // unit) if found == prompt else found // unit
+        for number, tokens in enumerate(hit.tier_tokens):
+            self.tier_tokens[number] += tokens
+            self.tier_bytes[number] += hit.tier_bytes[number]
+        for number, tokens in enumerate(hit.group_tokens):
+            self.group_tokens[number] += tokens
 
 
 class Simulation:

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from math import sqrt
 
-from kvferry.errors import ConfigError
-from kvferry.tools.plan.choices import settings_with_more_snapshots
-from kvferry.tools.replay.capacities import hit_rate_curve
-from kvferry.tools.replay.curve import CurvePoint
+from kvferry.common.errors import ConfigError
+from kvferry.tools.plan.kept import settings_with_more_snapshots
+from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
+from kvferry.tools.replay.lookup import UNLIMITED
 from kvferry.tools.replay.model import ServedModel
 from kvferry.tools.replay.settings import ReplaySettings, TierSetting
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.tier import UNLIMITED
-from kvferry.tools.replay.trace.request import TraceRequest
+from kvferry.tools.replay.trace.base import TraceRequest
 
 # Ratio of the limits of a range below which it is not narrowed further.
 _CLOSE = 1.2

@@ -12,17 +12,25 @@ hold the request, because a slow tier accepts only as many writes at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from kvferry.planning.retention import MAX_CHUNKS_PER_ORDER
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical.derive import content_alignment
+from kvferry.planning.retention import (
+    MAX_CHUNKS_PER_ORDER,
+    keeps_chunk,
+    keeps_snapshot,
+    last_prefix_ends,
+    needed_chunks,
+)
+from kvferry.planning.select import first_attended
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.lookup import Found, Wanted, look_up
+from kvferry.tools.replay.lookup import Found, SimulatedTier, Wanted, look_up
 from kvferry.tools.replay.model import ServedModel
-from kvferry.tools.replay.tier import SimulatedTier
 
 
 class Run(NamedTuple):
@@ -164,3 +172,172 @@ class SimulatedTiers:
             tier.policy.make_newest(last_first)
         if cold:
             self._host.policy.make_cold(cold)
+
+
+class ComputedPrompt(NamedTuple):
+    """A prompt that an engine has computed, and where it began.
+
+    Attributes:
+        tokens: length of the prompt in tokens.
+        found: number of tokens at its start that the engine had or loaded, less than `tokens`.
+        shared: position up to which the engine had the attention blocks, but not all other blocks, of another
+            prompt; 0 if there is none.
+        shared_tokens: length in tokens of the longest prefix whose full-attention chunks the tiers and the
+            engine had at look-up.
+    """
+
+    tokens: int
+    found: int
+    shared: int
+    shared_tokens: int
+
+
+def snapshots_of(model: ServedModel, prompt: ComputedPrompt) -> list[int]:
+    """Return the positions at which the engine takes and retains snapshots; none without recurrent state."""
+    if model.state is None:
+        return []
+    placed = _placed(model, prompt)
+    return list(model.form.steps.positions(prompt.tokens, prompt.found, prompt.shared, placed))
+
+
+def _placed(model: ServedModel, prompt: ComputedPrompt) -> tuple[int, ...]:
+    """Return the positions at which the connector has the engine take snapshots, for shared prefixes."""
+    # The engine tells the connector the attention blocks that it has, and then uses fewer of them.
+    start = max(prompt.found, prompt.shared) if model.completes_prefixes else prompt.found
+    return model.form.placed(prompt.tokens, start, prompt.shared_tokens)
+
+
+def store_chunks(
+    model: ServedModel,
+    tiers: SimulatedTiers,
+    keys: RequestKeys,
+    prompt: ComputedPrompt,
+    snapshots: Sequence[int],
+) -> None:
+    """Store the chunks of a request that its engine has computed, and mark its prompt as used.
+
+    Args:
+        tiers: tiers of the engine. Mutated.
+        snapshots: positions at which the engine has retained snapshots.
+    """
+    size, state = model.chunk_tokens, model.state
+    used = keys.in_order(prompt.tokens if state is None else 0)
+    if model.has_one_row and tiers.store_at_once([_only_run(keys, prompt, used)]):
+        tiers.mark_used(used)
+        return
+    ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
+    kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
+    storable = [
+        () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
+        for group, one in enumerate(model.groups)
+    ]
+
+    def runs_of(begin: int, end: int) -> list[Run]:
+        runs = _attention_runs(model, keys, prompt, storable, (begin, end))
+        if state is not None and (snapshots := [at for at in kept if begin < at <= end]):
+            runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
+        return runs
+
+    cold, unneeded = set[bytes](), dict[bytes, int]()
+    generated = prompt.tokens // size  # number of the first chunk with generated tokens
+    if model.has_cold_chunks:
+        likely = (*ends, prompt.found, prompt.shared_tokens)
+        cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
+        unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
+    # The steps of a prompt usually leave what a single step would, and one is much faster.
+    at_once = not (cold or unneeded or model.has_one_row)
+    if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
+        for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
+            tiers.store(runs_of(begin, end), cold)
+    tiers.mark_used(
+        [key for key in used if key not in unneeded] if unneeded else used,
+        cold=[key for key, number in unneeded.items() if number >= generated],
+    )
+
+
+def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) -> Run:
+    """Return all chunks of a request of a model with one group, which attends to all tokens.
+
+    Args:
+        used: keys in the order of the request, with that of the prompt's incomplete last chunk.
+    """
+    size = keys.chunk_tokens
+    tail = prompt.tokens % size > 0
+    unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
+    return Run(0, used[: keys.computed_tokens // size + tail], unchanged)
+
+
+def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
+    """Yield the positions, in tokens, at which steps end that may complete chunks."""
+    steps, size = model.form.steps, model.chunk_tokens
+    if model.state is None:
+        yield from range(prompt.found + steps.step_tokens, prompt.tokens, steps.step_tokens)
+        yield prompt.tokens
+    else:
+        yield from steps.step_ends(prompt.tokens, prompt.found, prompt.shared, _placed(model, prompt))
+    yield from range((prompt.tokens // size + 1) * size, keys.computed_tokens + 1, size)
+
+
+def _attention_runs(
+    model: ServedModel,
+    keys: RequestKeys,
+    prompt: ComputedPrompt,
+    storable: Sequence[Sequence[int]],
+    step: tuple[int, int],
+) -> list[Run]:
+    """Return the chunks that a step completes in groups of attention, for `SimulatedTiers.store`.
+
+    Args:
+        storable: chunks of the request that each group may store, ascending.
+        step: (begin, end) of the step in tokens.
+    """
+    size = model.chunk_tokens
+    first, last = (at // size for at in step)
+    unchanged = (prompt.found + 1) // size
+    tail = prompt.tokens % size and step[0] < prompt.tokens <= step[1] and model.state is None
+    runs: list[Run] = []
+    for group, numbers in enumerate(storable):
+        if some := numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]:
+            whole = keys.whole[group]
+            dense = some[-1] - some[0] == len(some) - 1
+            names = whole[some[0] : some[-1] + 1] if dense else [whole[number] for number in some]
+            runs.append(Run(group, names, bisect_left(some, unchanged)))
+        if tail:
+            runs.append(Run(group, [keys.tail(prompt.tokens)[group]], int(prompt.tokens <= prompt.found + 1)))
+    return runs
+
+
+def _storable_chunks(
+    model: ServedModel, group: int, keys: RequestKeys, found: int, ends: tuple[int, int]
+) -> Sequence[int]:
+    """Return the chunks of an attention group that are worth storing and in the engine's blocks."""
+    one, size, every = model.groups[group], model.chunk_tokens, model.form.snapshot_tokens
+    chunks = range(keys.computed_tokens // size)
+    if not one.attention_span:
+        return chunks
+    # Of the first `found` tokens, the engine has only the last window.
+    block = model.block_groups[group].block_tokens
+    looked = max(int(first_attended(one, found)), 0) // block * block
+    alignment = content_alignment(one, size)
+
+    def needed(number: int) -> int:  # the first token of a chunk that its content depends on
+        low = number * size
+        attended = int(first_attended(one, low + size - 1))
+        return max(low, attended // alignment * alignment)
+
+    in_blocks = chunks[bisect_left(chunks, looked, key=needed) if found else 0 :]
+    if every == size:
+        return in_blocks
+    return [number for number in in_blocks if keeps_chunk(one, number, size, every, ends)]
+
+
+def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dict[bytes, int]:
+    """Return the index of each whole chunk that no likely prefix needs, by key."""
+    needed = needed_chunks(model.groups, model.chunk_tokens, ends)
+    return {
+        key: number
+        for whole, some in zip(keys.whole, needed, strict=True)
+        if some is not None
+        for number, key in enumerate(whole)
+        if number not in some
+    }

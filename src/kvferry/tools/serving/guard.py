@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvferry.orphans import die_with_parent
+from kvferry.common.machine import die_with_parent
 
 STOP = b"s"
 KILL = b"k"

@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import ConfigError, KVFerryError
-from kvferry.tools.serving.arguments import value_of
-from kvferry.tools.serving.cpu_attention import check_attention
-from kvferry.tools.serving.devices import Devices, engine_environments, memory_arguments, visible_devices
+from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.tools.serving.devices import (
+    Devices,
+    engine_environments,
+    free_ports,
+    memory_arguments,
+    visible_devices,
+)
 from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.kv_config import kv_transfer_config
-from kvferry.tools.serving.model_name import check_path
-from kvferry.tools.serving.ports import free_ports
-from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.machine_checks import check_attention, check_path, value_of
 
 
 @dataclass(frozen=True, slots=True)

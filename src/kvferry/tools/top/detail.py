@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvferry.table import Column, fit_table
+from kvferry.common.text import Column, fit_table
+from kvferry.common.units import format_bytes, format_seconds, plural
 from kvferry.tools.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
-from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, without_end, wrapped
-from kvferry.tools.top.units import number, percent
-from kvferry.units import format_bytes, format_seconds, plural
+from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, number, percent, without_end, wrapped
 
 SOURCE = (
     Column("source", left=True, minimum=MARGIN - 2, least=MARGIN - 2),

@@ -5,17 +5,97 @@ https://prometheus.io/docs/instrumenting/exposition_formats/ describes the forma
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.errors import ProtocolError
-from kvferry.observe.exposed_names import COMMON, EXPOSED, VLLM_PREFIX, series_names
-from kvferry.observe.metrics import PREFIX
-from kvferry.tools.top.values import Labels, Values
+from kvferry.common.errors import ProtocolError
+from kvferry.observe.metrics import COMMON, EXPOSED, PREFIX, SUFFIXES, VLLM_PREFIX, series_names
+
+
+class HistogramBucket(NamedTuple):
+    """A cumulative histogram bucket: the number `n` of observations that are at most `end`."""
+
+    end: float
+    n: float
+
+
+def quantile(q: float, buckets: Sequence[HistogramBucket]) -> float | None:
+    """Estimate the q-quantile of a histogram; None if the histogram is empty.
+
+    The rule is that of Prometheus's `histogram_quantile` (`bucketQuantile` in promql/quantile.go):
+    observations are assumed to be spread evenly within their bucket, the lowest bucket begins at 0, and
+    observations above the last finite end count as equal to that end.
+
+    Args:
+        buckets: cumulative buckets in order of their ends; the last end is infinite. All ends are above 0.
+
+    >>> quantile(0.5, [HistogramBucket(1, 0), HistogramBucket(2, 4), HistogramBucket(math.inf, 4)])
+    1.5
+    """
+    # Without the last bucket the number of observations is unknown.
+    if len(buckets) < 2 or not math.isinf(buckets[-1].end) or not buckets[-1].n > 0:
+        return None
+    rank = q * buckets[-1].n
+    at = next(number for number, bucket in enumerate(buckets) if bucket.n >= rank)
+    # The last bucket has no end to estimate with.
+    if at == len(buckets) - 1:
+        return buckets[-2].end
+    below = buckets[at - 1] if at else HistogramBucket(0.0, 0.0)
+    share = (rank - below.n) / (buckets[at].n - below.n)
+    return below.end + (buckets[at].end - below.end) * share
+
+
+Labels: TypeAlias = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values of metrics of one engine, or their sums over several engines, by name and then by labels.
+
+    >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
+    >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")
+    (5.0, 3.0, {('peer',): 3.0, ('tiers',): 2.0})
+    """
+
+    of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+
+    def total(self, name: str, **where: str) -> float:
+        """Return the sum of a metric over all its series with the given labels; 0 without such series."""
+        return sum(
+            value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
+        )
+
+    def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
+        """Group a metric's series by the values of labels, and return the sum of each group."""
+        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for has, value in self.of.get(name, {}).items():
+            own = dict(has)
+            if where.items() <= own.items():
+                sums[tuple(own.get(label, "") for label in labels)] += value
+        return dict(sorted(sums.items()))
+
+    def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
+        """Return the cumulative buckets of a histogram, in the order of their upper ends."""
+        return sorted(
+            HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
+        )
+
+    @classmethod
+    def added(cls, several: Iterable[Values]) -> Values:
+        """Return the sums of several engines' values, by metric name and labels."""
+        sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        for values in several:
+            for name, series in values.of.items():
+                for labels, value in series.items():
+                    sums[name][labels] += value
+        return cls(sums)
+
 
 _STARTED = "process_start_time_seconds"
 _LABELS = {one: {*COMMON, *metric.labels} for name, metric in EXPOSED.items() for one in series_names(name)}
@@ -92,3 +172,53 @@ def _wanted(text: str) -> Iterator[str]:
         name = _NAME.match(line)
         if name is not None and name[0] in _WANTED:
             yield line
+
+
+# Counters and the parts of histograms grow, so they have rates. Gauges have none.
+_CUMULATIVE = ("_total", *SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The current metric values and the rates of one engine, or their sums over several engines.
+
+    Attributes:
+        now: values of the last reading.
+        rates: counters per second between the last two readings; None with only one reading.
+    """
+
+    now: Values
+    rates: Values | None
+
+    @classmethod
+    def added(cls, windows: list[Window]) -> Window:
+        """Return the sums of several engines' values and rates. Engines without rates add none."""
+        rates = [window.rates for window in windows if window.rates is not None]
+        return cls(Values.added(window.now for window in windows), Values.added(rates) if rates else None)
+
+
+def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
+    """Return the metric values of one engine, and the rates of its counters between two readings.
+
+    Args:
+        before: reading before the last one; None if there is none.
+        engine: value of the label ``engine`` of the engine's metrics, such as ``0``.
+    """
+    values = now.engines[engine]
+    if before is None or now.at <= before.at:
+        return Window(values, None)
+    # A counter starts at 0 in a new process. So it does if it is new, or has decreased.
+    again = before.started is not None and now.started is not None and now.started != before.started
+    base = None if again else before.engines.get(engine)
+    seconds = now.at - before.at
+
+    def rates(name: str, series: Mapping[Labels, float]) -> dict[Labels, float]:
+        was = {} if base is None else base.of.get(name, {})
+        return {labels: _increase(was.get(labels, 0.0), value) / seconds for labels, value in series.items()}
+
+    counted = {name: series for name, series in values.of.items() if name.endswith(_CUMULATIVE)}
+    return Window(values, Values({name: rates(name, series) for name, series in counted.items()}))
+
+
+def _increase(was: float, value: float) -> float:
+    return value - was if value >= was else value

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvferry.connector.events import MissReason
 from kvferry.connector.load import LoadOutcome
-from kvferry.tools.top.values import Values, quantile
+from kvferry.observe.metrics import CONNECTOR
+from kvferry.tiers.names import PEER, tier_kind
+from kvferry.tiers.registry import TIER_KINDS
+from kvferry.tools.top.exposition import Values, Window, quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +213,165 @@ class Figures:
     levels: Gauges
     rates: ActivityCounts | None
     totals: ActivityCounts
+
+
+def compute_figures(windows: list[Window]) -> Figures:
+    """Compute the counts, rates and gauges of one engine, or of several combined, from their metrics."""
+    several = Window.added(windows)
+    rates = None if several.rates is None else _activity_counts(several.rates)
+    return Figures(_gauges(several.now, [one.now for one in windows]), rates, _activity_counts(several.now))
+
+
+_ASKED = "kvferry_multi_queries_total"
+
+
+def _activity_counts(values: Values) -> ActivityCounts:
+    """Compute the counts of requests, loads and chunks, all per second or all since the engines' start."""
+    sources = {
+        source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
+    }
+    pages = values.total("kvferry_transfer_pages_total")
+    descriptors = values.total("kvferry_transfer_descriptors_total")
+    ended = values.by("kvferry_leases_ended_total", "outcome")
+    return ActivityCounts(
+        prompt_tokens=values.total("vllm:prompt_tokens_total"),
+        generated_tokens=values.total("vllm:generation_tokens_total"),
+        tokens=_tokens(values),
+        first_token_seconds=Latency.of(values, "vllm:time_to_first_token_seconds"),
+        sources={source: _source(values, source) for source in sorted(sources)},
+        connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
+        misses=_miss_counts(values),
+        moved=_loaded_bytes(values),
+        stages={
+            stage: Latency.of(values, "kvferry_transfer_seconds", stage=stage)
+            for (stage,) in values.by("kvferry_transfer_seconds_count", "stage")
+        },
+        pages_per_descriptor=pages / descriptors if descriptors else None,
+        descriptor_bytes=(
+            values.total("kvferry_load_bytes_total", source=PEER) / descriptors if descriptors else None
+        ),
+        tiers={tier: _tier(values, tier) for tier in _tiers(values)},
+        recomputed_tokens=values.total("kvferry_recomputed_tokens_total"),
+        leases_granted=values.total("kvferry_leases_granted_total"),
+        leases_released=ended.get(("released",), 0.0),
+        leases_expired=ended.get(("expired",), 0.0),
+    )
+
+
+def _miss_counts(values: Values) -> tuple[MissCount, ...]:
+    of = values.by("kvferry_misses_total", "source", "reason", "group")
+    found = [MissCount(source, reason, group, n) for (source, reason, group), n in of.items() if n]
+    return tuple(sorted(found, key=lambda one: -one.count))
+
+
+def _loaded_bytes(values: Values) -> tuple[LoadedBytes, ...]:
+    of = values.by("kvferry_load_bytes_total", "source", "group", "strategy")
+    found = [LoadedBytes(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
+    return tuple(sorted(found, key=lambda one: -one.size))
+
+
+_VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
+
+
+def _tokens(values: Values) -> dict[str, float]:
+    of = values.by("vllm:prompt_tokens_by_source_total", "source")
+    own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
+    loaded = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
+    found = own | {tier: loaded[tier] for tier in _ordered(loaded)}
+    # Connectors that are not kvferry's do not count their tokens, so what vLLM has from outside is compared.
+    if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
+        external = of.get(("external_kv_transfer",), 0.0)
+        found["others"] = max(0.0, external - sum(loaded.values()))
+    return found
+
+
+def _source(values: Values, source: str) -> SourceFigures:
+    queries = values.total("kvferry_queries_total", source=source)
+    hits = values.total("kvferry_hits_total", source=source)
+    # If all usable tokens are in the engine's own prefix cache, no source could have hit.
+    looked = queries - values.total("kvferry_misses_total", source=source, reason=MissReason.LOCAL)
+    return SourceFigures(
+        queries=queries,
+        hits=hits,
+        hit_rate=hits / looked if looked > 0 else None,
+        loads={
+            outcome: n for (outcome,), n in values.by("kvferry_loads_total", "outcome", source=source).items()
+        },
+        load_bytes=values.total("kvferry_load_bytes_total", source=source),
+        load_seconds=Latency.of(values, "kvferry_load_seconds", source=source),
+    )
+
+
+def _connector(values: Values, name: str) -> ConnectorFigures:
+    def count(what: str) -> float:
+        return values.total(f"kvferry_multi_{what}_total", connector=name)
+
+    ended = values.by("kvferry_multi_loads_total", "outcome", connector=name)
+    return ConnectorFigures(
+        queries=count("queries"),
+        hits=count("hits"),
+        passed_over=count("passed_over"),
+        misses=count("misses"),
+        hit_tokens=count("hit_tokens"),
+        loads={outcome: n for (outcome,), n in ended.items()},
+    )
+
+
+def _tiers(values: Values) -> list[str]:
+    told = (series for name, series in values.of.items() if name.startswith("kvferry_tier_"))
+    return _ordered({dict(labels)["tier"] for series in told for labels in series})
+
+
+def _ordered(tiers: Iterable[str]) -> list[str]:
+    # The fastest kind first, as `TIER_KINDS` has them.
+    return sorted(tiers, key=lambda name: (*(kind != tier_kind(name) for kind in TIER_KINDS), name))
+
+
+def _tier(values: Values, tier: str) -> TierCounts:
+    def by_reason(name: str) -> dict[str, float]:
+        return {reason: n for (reason,), n in values.by(name, "reason", tier=tier).items() if n}
+
+    return TierCounts(
+        fetched_chunks=values.total("kvferry_tier_fetched_chunks_total", tier=tier),
+        stored_chunks=values.total("kvferry_tier_stored_chunks_total", tier=tier),
+        stored_bytes=values.total("kvferry_tier_stored_bytes_total", tier=tier),
+        evicted_chunks=values.total("kvferry_tier_evicted_chunks_total", tier=tier),
+        missed_chunks=by_reason("kvferry_tier_missed_chunks_total"),
+        dropped_chunks=by_reason("kvferry_tier_dropped_chunks_total"),
+        fetch_seconds=Latency.of(values, "kvferry_tier_fetch_seconds", tier=tier),
+        store_seconds=Latency.of(values, "kvferry_tier_store_seconds", tier=tier),
+    )
+
+
+def _gauges(values: Values, each: list[Values]) -> Gauges:
+    pending = values.by("kvferry_pending_loads", "source")
+    return Gauges(
+        running=values.total("vllm:num_requests_running"),
+        waiting=values.total("vllm:num_requests_waiting"),
+        # The fullest engine is the one that needs attention.
+        cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
+        pending_loads={source: n for (source,), n in pending.items()},
+        pending_connectors={
+            name: n for (name,), n in values.by("kvferry_multi_pending_loads", CONNECTOR).items()
+        },
+        late_blocks=values.total("kvferry_late_blocks"),
+        leases=values.total("kvferry_leases"),
+        tiers={tier: _fullest(tier, each) for tier in _tiers(values)},
+    )
+
+
+def _fullest(tier: str, each: list[Values]) -> TierUsage:
+    usages = (usage for one in each for usage in _tier_usages(one, tier))
+    # The reports are not added up: a tier may be a directory that several engines share.
+    return max(usages, key=lambda usage: (usage.share, usage.used is not None, usage.owed_chunks is not None))
+
+
+def _tier_usages(values: Values, tier: str) -> list[TierUsage]:
+    """Return the usage of a KV tier as one engine reports it, with an entry per connector."""
+    used, capacity, owed = (
+        values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
+        for name in ("used_bytes", "capacity_bytes", "owed_chunks")
+    )
+    # With several connectors each reports a tier of its own by this name.
+    told = used.keys() | capacity.keys() | owed.keys() or {("",)}
+    return [TierUsage(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

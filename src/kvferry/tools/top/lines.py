@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 from rich.cells import cell_len
 
-from kvferry.table import Column, fit_table, shortened
-from kvferry.tools.top.addresses import EngineRow, FleetView
+from kvferry.common.text import Column, fit_table, shortened
+from kvferry.common.units import format_age, format_bytes, format_seconds
 from kvferry.tools.top.detail import detail, extra
 from kvferry.tools.top.figures import Figures
-from kvferry.tools.top.layout import TextLine, TextStyle, broken, fit
-from kvferry.tools.top.units import number, percent
-from kvferry.units import format_age, format_bytes, format_seconds
+from kvferry.tools.top.layout import TextLine, TextStyle, broken, fit, number, percent
+from kvferry.tools.top.poller import EngineRow, FleetView
 
 # The column with engines' names keeps this width, in cells, if its longest name needs it.
 _NAME = 22

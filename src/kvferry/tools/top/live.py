@@ -12,12 +12,11 @@ import anyio
 from rich.console import Console
 from rich.text import Text
 
+from kvferry.common.machine import termios, tty
 from kvferry.observe.fetch import client
-from kvferry.operating_system import termios, tty
-from kvferry.tools.top.addresses import FleetView
 from kvferry.tools.top.layout import TextLine
 from kvferry.tools.top.lines import screen
-from kvferry.tools.top.poller import Poller
+from kvferry.tools.top.poller import FleetView, Poller
 
 # Index of the control characters in what `termios.tcgetattr` returns.
 _CC = 6

@@ -17,14 +17,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from kvferry.tools.cli.admin_client import ask, read_tokens
-from kvferry.tools.cli.cache import app
-from kvferry.connector.admin.actions import AdminActions
-from kvferry.connector.admin.calls import AdminCalls
-from kvferry.connector.admin.server import AdminServer
-from kvferry.errors import ConfigError
-from kvferry.transport.key_file import existing_keys
-from kvferry.transport.security import admin_token
+from kvferry.common.errors import ConfigError
+from kvferry.connector.admin import AdminActions, AdminCalls, AdminServer
+from kvferry.tools.cli.cache import app, ask, read_tokens
+from kvferry.transport.security import admin_token, existing_keys
 from support.waiting import wait_for
 
 SECRET = "0123456789abcdef0123456789abcdef"

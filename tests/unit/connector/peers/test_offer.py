@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec import structs
 
-from kvferry.connector.adapters import Adapters
+from kvferry.common.errors import ProtocolError, Unnameable
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.peers.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
-from kvferry.connector.prompt_content import content_of
-from kvferry.errors import ProtocolError, Unnameable
 from kvferry.transport.redeem import PromptContent
 from support.block_pool import MadeUpRequest
 from support.examples import examples

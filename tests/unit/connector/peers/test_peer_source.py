@@ -9,18 +9,14 @@ import pytest
 from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.bids import Bid, Bidding, PlaceTokens
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import GroupBytes, LoadFigures
+from kvferry.connector.content import Adapters, content_of
+from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.load import Bid, Bidding, GroupBytes, LoadFigures, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
-from kvferry.connector.peers.connections import UNUSED_SECONDS
+from kvferry.connector.peers.connections import UNUSED_SECONDS, FoundTurn
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.peers.turn_finder import FoundTurn
-from kvferry.connector.prompt_content import content_of
-from kvferry.connector.stream import Refusals
 from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan

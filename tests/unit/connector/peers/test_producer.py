@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.adapters import Adapters
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.peers.offer import Offer, read_offer, write_nothing, write_offer
-from kvferry.connector.prompt_content import content_of
-from kvferry.engines.vllm.compat.request_ids import parent_of
+from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from support.block_pool import request

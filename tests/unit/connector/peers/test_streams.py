@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.adapters import Adapters
+from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LeaseEnded, LeaseGranted
 from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.offer import write_nothing
-from kvferry.connector.prompt_content import content_of
 from kvferry.geometry import GroupKind
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged

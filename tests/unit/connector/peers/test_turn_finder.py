@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.peers.turn_finder import FoundTurn, TurnFinder
-from kvferry.connector.peers.turn_names import CHUNK_TOKENS, TurnNames
+from kvferry.connector.content import CHUNK_TOKENS, Adapters, TurnNames
+from kvferry.connector.peers.connections import FoundTurn, TurnFinder
 from kvferry.transport.handshake import Pending
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LeaseGranted
-from kvferry.connector.peers.turn_names import CHUNK_TOKENS, TurnNames
 from kvferry.geometry import GroupKind
 from kvferry.transport.messages import AskTurn, KeptTurn
 from support.block_pool import request

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.connector.peers.unclaimed import UnclaimedLeases
+from kvferry.connector.peers.kept import UnclaimedLeases
 from kvferry.transport.lease import LeaseBook
 from support.clock import Clock
 

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.block_runs import BlockRun
-from kvferry.connector.events import BlocksRemoved, BlocksStored, Event
-from kvferry.connector.plain import PlainRequest
-from kvferry.connector.stream import EventStream
+from kvferry.connector.engine import BlockRun, PlainRequest
+from kvferry.connector.events import BlocksRemoved, BlocksStored, Event, EventStream
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import length
+from kvferry.geometry.canonical import derive as length
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import first_attended
-from kvferry.tools.replay.engine_cache import NO_PREFIX
+from kvferry.tools.replay.engine import NO_PREFIX
 from support.engine_pairs import Turn, conversations, small_model
 from support.examples import examples
 from support.models import attention, state

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.cache.beginnings import BegunChunk
-from kvferry.connector.block_runs import BlockRun
-from kvferry.connector.events import BlocksStored
-from kvferry.connector.plain import PlainRequest
-from kvferry.connector.stream import EventStream
+from kvferry.cache.prompt_chunks import BegunChunk
+from kvferry.connector.engine import BlockRun, PlainRequest
+from kvferry.connector.events import BlocksStored, EventStream
 from kvferry.connector.tiers.block_events import BlockEvents
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.index.key_table import KeyTable

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from kvferry.connector.tier_config import read_tiers
-from kvferry.connector.tiers.opening import open_tiers
-from kvferry.errors import Unnameable
+from kvferry.common.errors import Unnameable
+from kvferry.connector.config import read_tiers
+from kvferry.connector.tiers.tiering import open_tiers
 from kvferry.tiers.index.key_table import KeyTable
 from support.stores import NAMESPACE
 

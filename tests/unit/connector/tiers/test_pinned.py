@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.tiers.pinned import PinnedChunks
+from kvferry.connector.tiers.stats import PinnedChunks
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 

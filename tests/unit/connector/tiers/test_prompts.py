@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.peers.turn_names import TurnNames
+from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.connector.config import parse_config
-from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import SnapshotsPlaced
-from kvferry.connector.plain import PlainRequest, PlainStep
-from kvferry.connector.stream import EventStream
-from kvferry.connector.tiers.snapshot_places import SnapshotPlaces, SnapshotRule, snapshot_rule
+from kvferry.connector.engine import CacheGroup, PlainRequest, PlainStep
+from kvferry.connector.events import EventStream, SnapshotsPlaced
+from kvferry.connector.tiers.prompts import SnapshotPlaces, SnapshotRule, snapshot_rule
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out

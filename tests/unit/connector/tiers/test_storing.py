@@ -9,18 +9,17 @@ from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.writing import SlowTier
-from kvferry.connector.adapters import Adapters
-from kvferry.connector.engine import CacheGroup
+from kvferry.cache.reading import SlowTier
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.plain import PlainStep
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_form_of, length
+from kvferry.geometry.canonical import canonical_form_of, derive as length
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import LoadSpan, first_attended

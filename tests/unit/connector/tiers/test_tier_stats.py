@@ -6,17 +6,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.counts import TransferTimes
-from kvferry.cache.fetch import WantedChunk
-from kvferry.cache.writing import SlowTier
-from kvferry.connector.events import TierChanged
-from kvferry.connector.stream import EventStream
+from kvferry.cache.reading import SlowTier, TransferTimes, WantedChunk
+from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.stats import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StoreUsage
 from support.clock import Clock
 from support.models import attention, model

@@ -6,14 +6,13 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
-from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.tier_config import Tiers
+from kvferry.common.errors import ConfigError
+from kvferry.connector.config import ConnectorConfig, Tiers
 from kvferry.connector.tiers.tiering import _canonical, _host_bytes
 from kvferry.engines.vllm.compat import specs
-from kvferry.engines.vllm.info import cache_group
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.scheduler import cache_group
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
-from kvferry.tiers.host import memory_check
+from kvferry.tiers.host import settings as memory_check
 from kvferry.tiers.host.settings import HostSettings
 from support.engine_info import made_up
 

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.connector.worker.chunk_routes import ChunkRoutes
-from kvferry.connector.worker.mover import ChunkMover
-from kvferry.connector.worker.orders import ArenaCard, LoadOrder, Piece, StoreOrder
-from kvferry.errors import TransferError
+from kvferry.common.errors import TransferError
+from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
+from kvferry.connector.worker.mover import ChunkMover, ChunkRoutes
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.memory import address_space, device_stream, host_registration, pool_cells
+from kvferry.memory import address_space, device_copy as host_registration, device_stream, pool_cells
 from kvferry.memory.address_space import tensor_over
 from kvferry.memory.device_copy import copy_cells_on_device
 from kvferry.memory.owned import OwnedCache, allocate

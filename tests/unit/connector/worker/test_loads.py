@@ -6,14 +6,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvferry.connector.bids import Bid
-from kvferry.connector.load import Load, LoadFigures
-from kvferry.connector.messages import LoadPart, Report
+from kvferry.connector.load import Bid, Load, LoadFigures
+from kvferry.connector.messages import LoadOrder, LoadPart, Report
 from kvferry.connector.worker.loads import MOST_TIMEOUTS, Loads
-from kvferry.connector.worker.orders import LoadOrder
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_order import ReadResult
-from kvferry.transport.read_plan import ReadPlan, TransferCounts
+from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts
 from support.clock import Clock
 from support.examples import examples
 from support.loads import made_up_load

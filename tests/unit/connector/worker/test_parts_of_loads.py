@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.bids import Bid
+from kvferry.connector.load import Bid
 from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import MOST_TIMEOUTS
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.read_order import ReadResult
+from kvferry.transport.read_plan import ReadResult
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 

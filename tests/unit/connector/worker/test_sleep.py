@@ -9,13 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.messages import StepOrders
+from kvferry.connector.messages import StepOrders, StoreOrder
 from kvferry.connector.worker import half as module
 from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.orders import StoreOrder
-from kvferry.connector.worker.stale import ASLEEP
-from kvferry.errors import ConfigError
+from kvferry.connector.worker.loads import ASLEEP
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import LoadSpan
 from support.loads import made_up_load, only_read

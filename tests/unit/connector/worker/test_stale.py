@@ -9,11 +9,10 @@ from unittest import mock
 
 import pytest
 
-from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
+from kvferry.connector.messages import LoadOrder, LoadPart, Report, StepOrders, StepReports, StoreOrder
 from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.orders import LoadOrder, StoreOrder
-from kvferry.connector.worker.stale import CHANGED, MOVED, StaleEpochs
-from kvferry.engines.vllm.compat import weights
+from kvferry.connector.worker.loads import CHANGED, MOVED, StaleEpochs
+from kvferry.engines.vllm.compat import model as weights
 from kvferry.planning.select import LoadSpan
 from support.loads import made_up_load, only_read
 

@@ -6,11 +6,10 @@ from unittest import mock
 
 import pytest
 
-from kvferry.connector.messages import LoadPart, StepOrders
+from kvferry.connector.messages import LoadOrder, LoadPart, StepOrders
 from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
-from kvferry.connector.worker.orders import LoadOrder
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_order import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, ReadResult
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 

@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 
+from kvferry.common.errors import Incompatible
 from kvferry.engines.vllm.content import Shard, page_of_attention, scales_of
 from kvferry.engines.vllm.content.adapters import ADAPTERS
-from kvferry.errors import Incompatible
 from kvferry.geometry import Scale
-from kvferry.planning.page_copy import differences, plan_page_copy
+from kvferry.planning.cell_copy import differences, plan_page_copy
 from support.backends.layers import BLOCKS, Case, make
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvferry.engines.vllm.content import Shard, adapters, page_of_attention, probe
+from kvferry.engines.vllm.content.probe import element_types
 from kvferry.engines.vllm.content.strides import strides_of
-from kvferry.engines.vllm.content.values import element_types
 from support.backends.layers import BLOCKS, Case, make
 from support.backends.mutants import mutants
 from support.processor import HAS_AVX512, NO_AVX512

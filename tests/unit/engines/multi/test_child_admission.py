@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
-from kvferry.connector.bids import Bid, PlaceTokens
-from kvferry.connector.choosing import BidChooser
+from kvferry.connector.choosing import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.load import Bid, PlaceTokens
+from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind

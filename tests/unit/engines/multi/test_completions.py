@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults as Results
+from kvferry.engines.vllm.compat.connectors import KVConnectorTransferResults as Results
 from kvferry.engines.vllm.multi.completions import Completions
 
 

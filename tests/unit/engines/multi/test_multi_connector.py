@@ -16,19 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.common.errors import ConfigError
+from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import check, children_of
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.engines.vllm.multi.meta import MultiEvents, MultiMeta, MultiWorkerMeta
-from kvferry.engines.vllm.multi.stats import MultiStats
+from kvferry.engines.vllm.multi.stats import MultiEvents, MultiMeta, MultiStats, MultiWorkerMeta
 from kvferry.engines.vllm.scheduler import sorted_cards
-from kvferry.errors import ConfigError
-from kvferry.observe.metrics_delta import MetricsDelta
-from kvferry.tools.top.derive import compute_figures
-from kvferry.tools.top.exposition import parse_page
-from kvferry.tools.top.window import window
+from kvferry.observe.metrics import MetricsDelta
+from kvferry.tools.top.exposition import parse_page, window
+from kvferry.tools.top.figures import compute_figures
 from support.tiny_connectors import Hybrid, Tally
 
 OURS = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.engines.vllm.connector"}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.multi.settings import parse_multi
-from kvferry.errors import ConfigError
 
 NIXL, OURS = {"kv_connector": "NixlConnector"}, {"kv_connector": "KVFerryConnector"}
 

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.replay.trace.base import ArrivalTimes, batches
-from kvferry.tools.replay.trace.trace_file import TraceFile
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import ArrivalTimes, TraceFile, batches
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import TraceFile
 from kvferry.tools.replay.trace.csv_trace import CsvTrace
-from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 HEADER = "arrival,prompt_tokens,output_tokens,session\n"

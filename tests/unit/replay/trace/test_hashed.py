@@ -5,10 +5,9 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import TraceFile, chained
 from kvferry.tools.replay.trace.hashed import HashedTrace
-from kvferry.tools.replay.trace.request import chained
-from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 MOONCAKE = [

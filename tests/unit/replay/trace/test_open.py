@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given, strategies as st
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.replay.trace.open import open_trace
 from support.examples import examples
 

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import RecordedHits, TraceFile
 from kvferry.tools.replay.trace.recorded import RecordedTrace
-from kvferry.tools.replay.trace.request import RecordedHits
-from kvferry.tools.replay.trace.trace_file import TraceFile
 from support.examples import examples
 
 HEADER = {"kvferry_trace": 1, "unit_tokens": 16, "model": "m", "groups": ["full"]}

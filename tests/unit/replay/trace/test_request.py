@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kvferry.tools.replay.trace.request import chained, chained_each
+from kvferry.tools.replay.trace.base import chained, chained_each
 from support.examples import examples
 
 requests = st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=8)

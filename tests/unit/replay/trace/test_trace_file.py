@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tools.replay.trace.trace_file import TraceFile
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import TraceFile
 
 TEXT = b"\n first\n\nsecond\r\nlast"
 LINES = [(2, b" first\n"), (4, b"second\r\n"), (5, b"last")]

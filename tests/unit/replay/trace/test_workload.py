@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.replay.trace.workload import Workload
 
 CHAT = Workload(

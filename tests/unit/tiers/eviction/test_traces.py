@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.eviction.arc import ARC
+from kvferry.tiers.eviction.policies import ARC
 
 
 def hits(name, capacity, trace):

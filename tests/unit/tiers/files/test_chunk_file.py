@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.tiers.files import chunk_file
-from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
-from kvferry.tiers.files.direct_io import whole_pages
-from kvferry.tiers.format import body as images
+from kvferry.tiers.files.chunk_file import read_chunk, whole_pages, write_chunk
+from kvferry.tiers.format import decode as images
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
 from support.chunk_files import CHUNKS, body_of, image, verify_bytes
 from support.examples import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.paths import temporary_path
 from support.chunk_files import key
 from support.stores import FILE_BYTES, fetch, file_of, keep, open_store, total

@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvferry.tools.cli.main import main
-from kvferry.errors import ConfigError
-from kvferry.tiers import survey
+from kvferry.common.errors import ConfigError
+from kvferry.tiers import admin as survey
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tools.cli.main import main
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, OTHER, fetch, file_of, keep, open_store, total
 

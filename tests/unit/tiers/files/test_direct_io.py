@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from kvferry.tiers.files import direct_io
-from kvferry.tiers.files.direct_io import read_all, set_direct, whole_pages, write_all
+from kvferry.tiers.files import chunk_file as direct_io
+from kvferry.tiers.files.chunk_file import read_all, set_direct, whole_pages, write_all
 
 SIZE = 5 * 4096
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key, verify_file
 from support.stores import die_while_writing, fetch, file_of, keep, open_store, temporaries, total
 from support.system_calls import CHANGING, WRITING, Fault, How, counted, possible, run

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tiers.files import directory_checks
-from kvferry.tiers.files.settings import FileSettings, make_default_directory
+from kvferry.common.errors import ConfigError
+from kvferry.tiers.files import opening as directory_checks
+from kvferry.tiers.files.tier import FileSettings, make_default_directory
 from kvferry.tiers.index.key_table import KeyTable
 
 

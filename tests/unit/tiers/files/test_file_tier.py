@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ChunkError, ConfigError
+from kvferry.common.errors import ChunkError, ConfigError
 from kvferry.keys import Namespace
-from kvferry.tiers.files.chunk_file import read_chunk, write_chunk
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import read_chunk, whole_pages, write_chunk
 from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.paths import temporary_path
 from support.chunk_files import key
 from support.stores import (

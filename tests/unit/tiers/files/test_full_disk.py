@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.files import tier as tier_module
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.tier import write_chunk
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, OTHER, fetch, file_of, keep, open_store, temporaries, total
 

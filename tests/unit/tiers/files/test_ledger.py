@@ -4,9 +4,8 @@ from itertools import count
 
 import pytest
 
-from kvferry.tiers.files.ledger import Ledger, read_ledger
-from kvferry.tiers.files.lock_handoff import LockTimeout
-from kvferry.tiers.outcome import PutOutcome
+from kvferry.tiers.files.ledger import Ledger, LockTimeout, read_ledger
+from kvferry.tiers.names import PutOutcome
 from support.stores import FILE_BYTES, keep, open_store
 
 

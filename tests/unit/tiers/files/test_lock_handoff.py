@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from kvferry.tiers.files.lock_handoff import LockHandoff, LockTimeout
+from kvferry.tiers.files.ledger import LockHandoff, LockTimeout
 from support.waiting import wait_for
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import verify_file
 from support.namespaces import NotPermitted
 from support.nfs.machines import LEASE_SECONDS, Machine, Network, ServerEnded, shared_over_nfs

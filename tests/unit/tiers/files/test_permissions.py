@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tiers.files.directory_checks import writable_by_others
+from kvferry.tiers.files.opening import writable_by_others
 from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.outcome import GetOutcome
+from kvferry.tiers.names import GetOutcome
 from support.stores import FILE_BYTES, die_while_writing, fetch, file_of, keep, open_store, temporaries
 
 pytestmark = pytest.mark.slow

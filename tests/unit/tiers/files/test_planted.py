@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
+from kvferry.tiers.admin import cache_totals, namespace_usage, verify_all
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
-from kvferry.tiers.survey import cache_totals, namespace_usage, verify_all
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.stores import FILE_BYTES, NAMESPACE, fetch, file_of, keep, open_store, temporaries
 

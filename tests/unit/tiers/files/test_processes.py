@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tiers.files import direct_io, ledger as ledgers
+from kvferry.tiers.files import chunk_file as direct_io, ledger as ledgers
 from kvferry.tiers.files.ledger import Ledger, read_ledger
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import verify_file
 from support.sharing import work
 from support.stores import FILE_BYTES, keep, open_store, temporaries, total

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.files.chunk_file import write_chunk
 from kvferry.tiers.files.ledger import Ledger, read_ledger
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.paths import MARKER, note_name
 from support.chunk_files import key
 from support.stores import (

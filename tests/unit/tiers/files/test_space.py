@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from kvferry.tiers.files import space
 from kvferry.tiers.files.ledger import read_ledger
 from kvferry.tiers.files.space import least_recently_used
-from kvferry.tiers.outcome import PutOutcome
+from kvferry.tiers.names import PutOutcome
 from support.chunk_files import key
 from support.examples import examples
 from support.stores import FILE_BYTES, file_of, keep, open_store, total

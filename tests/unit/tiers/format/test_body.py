@@ -7,12 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.geometry.canonical import CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.rank import GroupKind
-from kvferry.tiers.format.body import check_body, chunk_group, is_chunk, make_header, zero_padding
 from kvferry.tiers.format.chunk import Chunk
-from kvferry.tiers.format.decode import decode_header
+from kvferry.tiers.format.decode import (
+    check_body,
+    chunk_group,
+    decode_header,
+    is_chunk,
+    make_header,
+    zero_padding,
+)
 from support.chunk_files import CHUNKS, image, verify_bytes
 from support.examples import examples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvferry.tiers.format.checksum import unit_digests
+from kvferry.tiers.format.chunk import unit_digests
 
 
 @pytest.mark.parametrize(

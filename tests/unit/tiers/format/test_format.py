@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.tiers.format import chunk as chunk_format
-from kvferry.tiers.format.checksum import header_digest
-from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection, aligned, header_digest
 from kvferry.tiers.format.decode import check_units, decode_header, header_span
 from support.chunk_files import CHUNKS, content, image, verify_bytes
 from support.examples import examples

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import ConfigError, TransferError
+from kvferry.common.errors import ConfigError, TransferError
 from kvferry.geometry import Region
-from kvferry.memory import huge_pages
+from kvferry.memory import shared_memory as huge_pages
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.staging_copies import StagingCopies
+from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.tiers.eviction import EVICTION_POLICIES

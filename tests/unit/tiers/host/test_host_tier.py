@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.errors import GeometryError
+from kvferry.common.errors import GeometryError
 from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.host.counters import HostCounters, HostDropReason, HostMissReason
-from kvferry.tiers.host.slabs import Slabs
-from kvferry.tiers.host.slot_table import SlotTable
+from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
+from kvferry.tiers.host.slots import Slabs, SlotTable
 from kvferry.tiers.host.tier import HostTier
 from support.examples import examples
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvferry.errors import ConfigError
-from kvferry.tiers.host.slabs import Slabs
+from kvferry.common.errors import ConfigError
+from kvferry.tiers.host.slots import Slabs
 
 
 def test_slots_never_overlap_and_everything_given_back_is_there_again():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, tags_of
-from kvferry.tiers.index.tag_rows import TagRows
+from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, TagRows, tags_of
 from kvferry.tiers.index.tier_keys import TierKeys
 from support.examples import examples
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.listed_keys import ListedKeys
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
 from support.chunk_files import key
 
 

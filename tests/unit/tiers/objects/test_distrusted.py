@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.tiers.objects.distrusted import DistrustedObjects
+from kvferry.tiers.objects.bucket_index import DistrustedObjects
 from support.chunk_files import key
 
 

@@ -14,9 +14,9 @@ from itertools import count
 import pytest
 
 from benchmarks.object_server import BUCKET
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.tier import ObjectTier
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import key
 from support.object_server import Server

@@ -13,10 +13,10 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.object_server import BUCKET
-from kvferry.tiers.files.direct_io import whole_pages
+from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.format.chunk import Chunk
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.faults import Fault
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import content, image, key
 from support.object_server import Server, error, ill, response
 from support.objects import get, known, open_objects, put, warnings

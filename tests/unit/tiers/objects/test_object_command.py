@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from kvferry.tools.cli.main import main
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
+from kvferry.tools.cli.main import main
 from support.chunk_files import key
 from support.object_server import Server
 from support.objects import get, open_objects, put

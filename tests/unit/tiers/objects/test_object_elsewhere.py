@@ -6,11 +6,11 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.format.chunk import Chunk
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import image, key
 from support.object_server import error, ill, response

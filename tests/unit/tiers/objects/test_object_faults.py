@@ -11,10 +11,10 @@ import pytest
 from obstore.exceptions import GenericError
 
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects import client
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Fault, Unavailable
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from support.chunk_files import key
 from support.clock import Clock
 from support.object_server import Line, Server, error, ill, response

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvferry.errors import ChunkError
+from kvferry.common.errors import ChunkError
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.outcome import GetOutcome, PutOutcome
 from kvferry.tiers.paths import chunk_name
 from support.chunk_files import image, key, verify_bytes
 from support.clock import Clock

@@ -9,9 +9,9 @@ from pathlib import Path
 import obstore
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.options import AZURE, CLIENT, GCS, S3, store_settings
+from kvferry.tiers.objects.settings import AZURE, CLIENT, GCS, S3, store_settings
 
 
 def declared(module: str, name: str) -> set[str]:

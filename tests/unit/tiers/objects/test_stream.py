@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import ChunkError
-from kvferry.tiers.objects.stream import OpenObject
+from kvferry.common.errors import ChunkError
+from kvferry.tiers.objects.client import OpenObject
 
 WHOLE = bytes(range(100))
 

@@ -14,8 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvferry.connector.block_runs import BlockRun
-from kvferry.connector.engine import Request
+from kvferry.connector.engine import BlockRun, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, Event
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.tiers.names import Medium

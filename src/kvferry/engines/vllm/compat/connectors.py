@@ -13,7 +13,18 @@ from vllm.config import (
     get_current_vllm_config_or_none,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 
 def register_connector(name: str, module: str) -> None:
@@ -83,3 +94,17 @@ def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
     """Return a context manager within which vLLM uses this configuration as the current one."""
     context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
     return context
+
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorKVEvents",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+]

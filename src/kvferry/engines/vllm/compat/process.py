@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from functools import wraps
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine.core import EngineCore
+
+import kvferry
+from kvferry.common.errors import ConfigError
+from kvferry.connector.events import Listener
+from kvferry.engines.vllm.compat.model import worker_of
+from kvferry.engines.vllm.compat.requests import external_id
+from kvferry.observe.spans import SpanListener, TraceSpan
 
 # With 20 us and three ranks on two cores, control messages were still delayed in 4 of 10 runs.
 _SLEEP_SECONDS = 500e-6
@@ -41,3 +56,221 @@ def tensor_and_pipeline_rank() -> tuple[int, int]:
 def node_address() -> str:
     """Return the IP address of this machine: ``VLLM_HOST_IP`` if set, else that of the default route."""
     return str(get_ip())
+
+
+# The same attribute, with the same id, as in vLLM's own spans, so that tools join them.
+_REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
+
+
+def is_traced(vllm_config: VllmConfig) -> bool:
+    """Return True if the engine exports trace spans. OpenTelemetry then runs in the scheduler's process."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
+
+
+def tracing() -> Listener:
+    """Return an event listener that exports trace spans of requests. The engine must have tracing on."""
+    return SpanListener(_exported())
+
+
+def _exported() -> Callable[[TraceSpan], None]:
+    from opentelemetry import trace  # noqa: PLC0415 - installed and needed only in an engine with tracing
+
+    tracer = trace.get_tracer("kvferry", kvferry.__version__)
+
+    def export(span: TraceSpan) -> None:
+        # Spans are in wall time, and the wall clock may be set while the engine runs.
+        zero = time.time_ns() - time.monotonic_ns()
+        made = tracer.start_span(
+            span.name,
+            extract_trace_context(dict(span.parent)),
+            trace.SpanKind.INTERNAL,
+            {_REQUEST_ID: external_id(span.request_id), **span.attributes},
+            start_time=zero + round(span.begin * 1e9),
+        )
+        if span.failure:
+            made.set_status(trace.Status(trace.StatusCode.ERROR, span.failure))
+        made.end(zero + round(span.end * 1e9))
+
+    return export
+
+
+_TELLS = "_kvferry_tells"
+_SHARES_CARDS = "_set_kv_connector_handshake_metadata"
+"""Method of vLLM 0.33's EngineCore that passes the workers' handshakes to the scheduler's connector."""
+
+
+def tell_of_sleep() -> None:
+    """Patch vLLM's `EngineCore` to tell its connector when the engine sleeps.
+
+    It calls ``on_sleep()`` before the engine gives up the memory of its KV cache, and resets its caches for
+    that, and ``on_asleep(failed)`` when it sleeps or has failed to.
+    """
+    sleep, release, wake_up = EngineCore.sleep, EngineCore.release_kv_cache_memory, EngineCore.wake_up
+    if getattr(sleep, _TELLS, False):
+        return
+
+    @wraps(sleep)
+    def tell_and_sleep(self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
+        if level < 1:  # it only pauses
+            return sleep(self, level, *arguments, **named)
+        return _told(self, lambda: sleep(self, level, *arguments, **named))
+
+    @wraps(release)
+    def tell_and_release(self: Any) -> None:
+        _told(self, lambda: release(self))
+
+    @wraps(wake_up)
+    def wake_up_and_share_cards(self: Any, tags: list[str] | None = None) -> bool:
+        awake: bool = wake_up(self, tags)
+        if tags is None or "kv_cache" in tags:
+            _share_cards(self)
+        return awake
+
+    setattr(tell_and_sleep, _TELLS, True)
+    EngineCore.sleep, EngineCore.release_kv_cache_memory = tell_and_sleep, tell_and_release
+    # After a wake-up, vLLM passes the handshakes to the connector again only since 0.33.
+    if not hasattr(EngineCore, _SHARES_CARDS):
+        EngineCore.wake_up = wake_up_and_share_cards
+
+
+def _told(core: Any, sleep: Callable[[], Any]) -> Any:
+    """Make an engine sleep, and tell its connector before and after. The function may return a future."""
+    connector = core.scheduler.get_kv_connector()
+    if not hasattr(connector, "on_sleep"):
+        return sleep()
+    connector.on_sleep()
+    try:
+        found = sleep()
+    except BaseException:
+        connector.on_asleep(failed=True)
+        raise
+    # vLLM first waits until requests have ended.
+    if isinstance(found, Future):
+        found.add_done_callback(lambda done: connector.on_asleep(failed=done.exception() is not None))
+    else:
+        connector.on_asleep(failed=False)
+    return found
+
+
+def _share_cards(core: Any) -> None:
+    connector = core.scheduler.get_kv_connector()
+    if not hasattr(connector, "on_sleep"):  # not one of kvferry's, which may not expect it
+        return
+    found = core.model_executor.get_kv_connector_handshake_metadata() or ()
+    cards = {place: card for of_worker in found if of_worker is not None for place, card in of_worker.items()}
+    if cards:
+        connector.set_xfer_handshake_metadata_pp_aware(cards)
+
+
+def find_waker() -> Callable[[], None]:
+    """Return a function that makes the engine in whose start this is called run a step soon.
+
+    The engine runs one if its connector then has work (``has_pending_push_work``).
+    """
+    core = _engine_core()
+    if core is None:
+        # The engine lives in its client's process, where only the client runs steps.
+        return lambda: None
+    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415 - the engine has imported it
+
+    return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _engine_core() -> Any:
+    """Return vLLM's EngineCoreProc whose creation led to this call; None if there is none."""
+    # vLLM gives a connector no reference to it.
+    frame = sys._getframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(found, "input_queue") and hasattr(found, "engines_running"):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# torch uses the first of these variables that is set.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+_CACHE, _WEIGHTS = "kv_cache", "weights"
+"""vLLM's tags of memory that a worker can give up and get back."""
+_LOSES_WEIGHTS = 2
+"""Level of sleep from which the weights are discarded."""
+
+
+def check_fixed_memory(
+    vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Check that the KV cache stays in the memory that vLLM allocates, except while the engine sleeps.
+
+    Args:
+        transfers: True if peers read the cache, so its memory is registered with NIXL.
+
+    Raises:
+        ConfigError: `transfers` is True and torch uses expandable segments for the KV cache.
+    """
+    # Memory on CPUs is not torch's CUDA allocator's. vLLM's cumem allocator turns expandable segments off.
+    if (
+        not transfers
+        or vllm_config.device_config.device_type == "cpu"
+        or getattr(vllm_config.model_config, "enable_cumem_allocator", False)
+    ):
+        return
+    name = next((name for name in _VARIABLES if environment.get(name)), "")
+    for option in environment.get(name, "").split(","):
+        key, _, value = option.partition(":")
+        if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
+            raise ConfigError(
+                f"{name} has expandable_segments:True, with which the memory of the KV cache cannot be "
+                "registered for peers reliably; take expandable_segments out of it"
+            )
+
+
+def hook_sleep(
+    vllm_config: Any,
+    *,
+    release: Callable[[], None],
+    restore: Callable[[], None],
+    lose_weights: Callable[[], None],
+) -> None:
+    """Make a worker call functions when it gives up the memory of its KV cache and gets it back; mutates it.
+
+    Args:
+        release: called before the memory of the KV cache is given up. An exception prevents that.
+        restore: called when the KV cache has memory again, at the same addresses.
+        lose_weights: called before the weights are discarded.
+
+    Raises:
+        ConfigError: the worker is not in this process.
+    """
+    worker = worker_of(vllm_config)
+    # `/sleep`, `/release_kv_cache_memory` and `/wake_up` end in these methods. vLLM 0.33 has hooks of
+    # connectors there (`unregister_kv_caches`, `restore_kv_caches`), but 0.32 lacks them, and they do not
+    # tell whether the weights are lost.
+    sleep, discard, wake_up = worker.sleep, worker.discard, worker.wake_up
+
+    def give_up(tags: Collection[str]) -> None:
+        # The cache first: `release` refuses while loads are under way, and then nothing has changed.
+        if _CACHE in tags:
+            release()
+        if _WEIGHTS in tags:
+            lose_weights()
+
+    @wraps(sleep)
+    def sleep_after_release(level: int = 1) -> None:
+        give_up((_CACHE, _WEIGHTS) if level >= _LOSES_WEIGHTS else (_CACHE,))
+        sleep(level=level)
+
+    @wraps(discard)
+    def discard_after_release(tags: tuple[str, ...]) -> None:
+        give_up(tags)
+        discard(tags)
+
+    @wraps(wake_up)
+    def wake_up_and_restore(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        # No tags stand for all memory.
+        if tags is None or _CACHE in tags:
+            restore()
+
+    worker.sleep, worker.discard = sleep_after_release, discard_after_release
+    worker.wake_up = wake_up_and_restore

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine import BlockIds, LoraAdapter
 from kvferry.engines.vllm import items
-from kvferry.engines.vllm.compat.block_hashes import hash_block_tokens
-from kvferry.engines.vllm.compat.models import reads_ahead
+from kvferry.engines.vllm.compat.model import reads_ahead
+
+
+def external_id(request_id: str) -> str:
+    """Return a request's id without the suffix that vLLM appends (a hyphen and eight random hex digits)."""
+    return re.sub(r"-[0-9a-f]{8}$", "", request_id)
+
+
+def parent_of(request_id: str) -> str | None:
+    """Return the id that all samples of one prompt share (``n`` above 1); None for any other request."""
+    # The number of the sample, an underscore, and the shared id, which ends with eight random digits.
+    found = re.fullmatch(r"\d+_(.*-[0-9a-f]{8})", request_id, re.DOTALL)
+    return None if found is None else found.group(1)
+
+
+def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Return the number of tokens that each block hash of a request covers; None without prefix caching."""
+    if hasattr(kv_cache_config, "hash_block_size"):
+        resolved: int | None = kv_cache_config.hash_block_size
+        return resolved
+    # vLLM 0.31: its scheduler computes the number with the same function.
+    _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(tokens)
 
 
 @dataclass(frozen=True, slots=True)

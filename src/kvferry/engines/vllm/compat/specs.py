@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
 
 KINDS: dict[type[KVCacheSpec], GroupKind] = {

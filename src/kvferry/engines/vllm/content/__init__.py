@@ -9,7 +9,6 @@ token are moved in `cells`. Pages whose content cannot be proved move whole, as 
 
 from kvferry.engines.vllm.content.adapters import is_known
 from kvferry.engines.vllm.content.page import page_of_attention, whole_page
-from kvferry.engines.vllm.content.scales import scales_of
-from kvferry.engines.vllm.content.strides import Shard
+from kvferry.engines.vllm.content.strides import Shard, scales_of
 
 __all__ = ["Shard", "is_known", "page_of_attention", "scales_of", "whole_page"]

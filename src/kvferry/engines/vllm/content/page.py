@@ -11,8 +11,8 @@ import torch
 from kvferry.engines.vllm.compat.specs import is_replicated
 from kvferry.engines.vllm.content import cells, probe
 from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
+from kvferry.engines.vllm.content.probe import element_types
 from kvferry.engines.vllm.content.strides import Shard, strides_of
-from kvferry.engines.vllm.content.values import element_types
 from kvferry.geometry import Field, PageFormat
 from kvferry.geometry.page import whole_page as whole_page_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.vllm.compat.layers import is_indexer, write_index_keys
+from kvferry.engines.vllm.compat.model import is_indexer, write_index_keys
 from kvferry.engines.vllm.content.adapters import INDEX_GROUP
 from kvferry.engines.vllm.content.strides import Strides
 from kvferry.geometry import Field

@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from kvferry.connector.bids import Bid, Bidding, PlaceTokens
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import PrefixCache
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.local_prefix import LocalPrefix
+from kvferry.connector.load import Bid, Bidding, PlaceTokens
 from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
+from kvferry.connector.room import Headroom, LocalPrefix
 from kvferry.engines.vllm.compat.requests import VLLMRequest
-from kvferry.engines.vllm.multi.late_loads import LateLoad, LateLoads
+from kvferry.engines.vllm.multi.completions import LateLoad, LateLoads
 from kvferry.engines.vllm.multi.stats import Counts
 
 

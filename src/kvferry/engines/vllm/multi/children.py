@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.compat.connectors import (
     connector_class,
     supports_hybrid,
@@ -22,7 +23,6 @@ from kvferry.engines.vllm.multi.settings import (
     check_hand_over,
     parse_multi,
 )
-from kvferry.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

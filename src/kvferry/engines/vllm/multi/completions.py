@@ -8,11 +8,140 @@ request as sent when every child that keeps the request's blocks has reported it
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from kvferry.engines.vllm.compat.contract import KVConnectorTransferResults
-from kvferry.engines.vllm.multi.late_loads import LateLoad
+from kvferry.common.text import shown
+from kvferry.common.units import counted
+from kvferry.connector.engine import BlockPool
+from kvferry.connector.transfer import Transfer, TransferBook, may_hold
+from kvferry.engines.vllm.compat.connectors import KVConnectorTransferResults
+
+logger = logging.getLogger(__name__)
+
+Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
+"""Answer of a connector when a request has ended: (True if it keeps the blocks, ``kv_transfer_params``)."""
+
+
+class BlockHolders:
+    """The children that keep blocks of ended requests. Only the engine's thread may use it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._holders: dict[str, set[int]] = {}
+        self._warned_of: set[tuple[str, ...]] = set()
+
+    def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
+        """Merge what all children return when a request ends, and record which of them keep its blocks.
+
+        Args:
+            endings: result of each child, in the order of the children.
+
+        Returns:
+            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some
+            (None if no child has any).
+        """
+        keeps = self.record(request_id, [held for held, _ in endings])
+        said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
+        self._warn_once(tuple(name for name, _ in said))
+        return keeps, said[0][1] if said else None
+
+    def record(self, request_id: str, held: Sequence[bool]) -> bool:
+        """Record which children keep blocks of an ended request; return True if any of them does.
+
+        Args:
+            held: True for each child that keeps blocks, in the order of the children.
+        """
+        if any(held):
+            child_indices = {child_index for child_index, holds in enumerate(held) if holds}
+            # A child may tell of blocks twice: at the end of a request, and of its last, partial block.
+            self._holders.setdefault(request_id, set()).update(child_indices)
+        return any(held)
+
+    def take_new(self) -> dict[str, frozenset[int]]:
+        """Return the children that keep blocks, by id of each request that has ended since the last call."""
+        holders, self._holders = self._holders, {}
+        return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}
+
+    def _warn_once(self, names: tuple[str, ...]) -> None:
+        # Once for each combination, because every request of a workload has the same one.
+        if len(names) > 1 and names not in self._warned_of:
+            self._warned_of.add(names)
+            logger.warning(
+                "%s all answer requests with kv_transfer_params; those of %s, the first in connectors, are "
+                "what callers get. Blocks that the others keep for a consumer wait for their own deadline",
+                ", ".join(names), names[0],
+            )  # fmt: skip
+
+
+_NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LateLoad:
+    """A load that its request no longer waits for, as the workers are told.
+
+    Attributes:
+        key: unique name of the load.
+        block_ids: ids of the blocks that it may still write. Until its end, no request has them.
+    """
+
+    key: str
+    block_ids: frozenset[int]
+
+
+class LateLoads:
+    """Loads of children that their requests no longer wait for. Only the engine's thread uses it."""
+
+    def __init__(self, workers: int, deadline_seconds: float) -> None:
+        """Begin without late loads. Call `start` before the first one.
+
+        Args:
+            deadline_seconds: time after which a load is late, for the log.
+        """
+        self._workers, self._seconds = workers, deadline_seconds
+        self._pool: BlockPool | None = None
+        self._loads: TransferBook[Transfer] | None = None
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        """Return the number of late loads whose end the workers have not all reported."""
+        return 0 if self._loads is None else len(self._loads)
+
+    def start(self, pool: BlockPool) -> None:
+        """Begin to pin blocks of late loads in vLLM's pool."""
+        self._pool, self._loads = pool, TransferBook(self._workers, pool)
+
+    def hold(self, child: str, request_id: str, blocks: Sequence[Sequence[Any]]) -> LateLoad:
+        """Pin the blocks of a late load, for each KV cache group. The request still holds them."""
+        assert self._loads is not None, "a load needs blocks"
+        held = [block for group in blocks for block in group if block.block_id != _NULL_BLOCK]
+        key = f"{request_id}#{next(self._numbers)}"
+        self._loads.begin(Transfer(key=key, holder=child, blocks=held, late=True))
+        logger.error(
+            "%s has not ended its load of request %s in %g s (load_timeout_seconds): the request goes on "
+            "without it, and %s reports the end before %s can be reused",
+            child, shown(request_id), self._seconds, child, counted(len(held), "block"),
+        )  # fmt: skip
+        return LateLoad(key, frozenset(block.block_id for block in held))
+
+    def end(self, workers: Mapping[str, int]) -> None:
+        """Unpin the blocks of loads that have ended on every worker, from the number of workers by load."""
+        if self._loads is not None:
+            for key, count in workers.items():
+                self._loads.end(key, count)
+
+    def has_room(self, child: str, in_flight: Mapping[str, int]) -> bool:
+        """Return True if a child may begin a load, given the blocks of loads in flight by child."""
+        if self._pool is None or self._loads is None:
+            return True
+        # Any load in flight may become late. A child may hold half of the blocks that the loads of the others
+        # leave.
+        return may_hold(child, 1, Counter(self._loads.held) + Counter(in_flight), len(self._pool.blocks))
 
 
 class Completions:

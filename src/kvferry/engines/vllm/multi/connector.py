@@ -15,20 +15,19 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from kvferry.connector.bids import Bid
-from kvferry.connector.choosing import BidChooser
-from kvferry.connector.headroom import Headroom
-from kvferry.connector.policies import policy_named
+from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.load import Bid
+from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds, StepTimes
-from kvferry.engines.vllm.compat.connectors import class_of_transfer, register_connector
-from kvferry.engines.vllm.compat.contract import KVConnectorRole, SupportsHMA
-from kvferry.engines.vllm.compat.hit_sources import Label
-from kvferry.engines.vllm.compat.prefix_cache import VLLMPrefixCache
+from kvferry.engines.vllm.compat.connectors import (
+    KVConnectorRole,
+    SupportsHMA,
+    class_of_transfer,
+    register_connector,
+)
 from kvferry.engines.vllm.compat.process import share_logging
-from kvferry.engines.vllm.compat.scheduler import prepare_scheduler
+from kvferry.engines.vllm.compat.scheduler import Label, VLLMPrefixCache, prepare_scheduler
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.info import cache_group, step_tokens
-from kvferry.engines.vllm.multi.block_holders import BlockHolders, Ending
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.engines.vllm.multi.children import (
     agreed_count,
@@ -37,11 +36,11 @@ from kvferry.engines.vllm.multi.children import (
     children_of,
     read_multi,
 )
-from kvferry.engines.vllm.multi.meta import MultiMeta
-from kvferry.engines.vllm.multi.metrics import MultiMetrics
+from kvferry.engines.vllm.multi.completions import BlockHolders, Ending
 from kvferry.engines.vllm.multi.settings import parse_multi
-from kvferry.engines.vllm.multi.stats import MultiStats, path_of
+from kvferry.engines.vllm.multi.stats import MultiMeta, MultiMetrics, MultiStats, path_of
 from kvferry.engines.vllm.multi.worker_hooks import WorkerHooks
+from kvferry.engines.vllm.scheduler import cache_group, step_tokens
 from kvferry.engines.vllm.transfer_config import wrong_name
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.choices import parse_settings
-from kvferry.connector.policies import PolicyName
-from kvferry.connector.tier_config import check_weight
+from kvferry.common.errors import ConfigError
+from kvferry.connector.choosing import PolicyName
+from kvferry.connector.config import check_weight
+from kvferry.connector.parse import parse_settings
 from kvferry.engines.vllm.config import check_transfer_keys
-from kvferry.errors import ConfigError
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
 """Keys that a child inherits: by default, they have the value that the `FerryMultiConnector` itself has."""

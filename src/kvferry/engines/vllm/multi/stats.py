@@ -10,11 +10,26 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from kvferry.engines.vllm.compat.contract import KVConnectorStats
+from prometheus_client import REGISTRY
+from prometheus_client.metrics import MetricWrapperBase
+
+from kvferry.engines.vllm.compat.connectors import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorKVEvents,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+)
+from kvferry.engines.vllm.messages import create_metric, unregister
+from kvferry.engines.vllm.multi.children import Child
+from kvferry.engines.vllm.multi.completions import LateLoad
+from kvferry.observe.metrics import CONNECTOR, MULTI, PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -157,3 +172,148 @@ def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
         found = getattr(found, part)
     stats: KVConnectorStats | None = found.build_kv_connector_stats(data)
     return stats
+
+
+@dataclass(slots=True)
+class MultiMeta(KVConnectorMetadata):
+    """Message from the scheduler half of a `FerryMultiConnector` to its worker halves, once per step.
+
+    Attributes:
+        children: message of each child, in the order of the configuration.
+        loads: index of the child that runs an asynchronous load that starts, by id of the request. Workers
+            ignore the other children's reports that the load has ended.
+        holders: indices of the children that keep blocks, by id of an ended request.
+        given_up: loads that were not ended in time, by id of the request.
+    """
+
+    children: tuple[KVConnectorMetadata, ...]
+    loads: dict[str, int] = field(default_factory=dict)
+    holders: dict[str, frozenset[int]] = field(default_factory=dict)
+    given_up: dict[str, LateLoad] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiWorkerMeta(KVConnectorWorkerMetadata):
+    """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
+
+    Attributes:
+        children: message of each child, in the order of the configuration; None for a child that sends none.
+        ended: number of workers on which a load that was given up has ended, by the name of the load.
+    """
+
+    children: tuple[KVConnectorWorkerMetadata | None, ...]
+    ended: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
+        assert isinstance(other, MultiWorkerMeta)
+        return MultiWorkerMeta(
+            tuple(
+                (mine.aggregate(theirs) if theirs is not None else mine) if mine is not None else theirs
+                for mine, theirs in zip(self.children, other.children, strict=True)
+            ),
+            dict(Counter(self.ended) + Counter(other.ended)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MultiHandshake(KVConnectorHandshakeMetadata):
+    """Handshakes that a worker sends to the scheduler for all children; None for a child without one."""
+
+    children: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class MultiEvents(KVConnectorKVEvents):
+    """KV cache events of a worker's children, which vLLM merges with those of the other workers."""
+
+    def __init__(self, children: tuple[KVConnectorKVEvents | None, ...]) -> None:
+        self.children = list(children)
+
+    def get_all_events(self) -> list[Any]:
+        """Return (index of the child, its KVConnectorKVEvents) for every child that has events."""
+        return [(place, of) for place, of in enumerate(self.children) if of is not None]
+
+    def add_events(self, events: list[Any]) -> None:
+        """Add the result of `get_all_events` of another worker."""
+        for place, theirs in events:
+            mine = self.children[place]
+            if mine is None:
+                self.children[place] = theirs
+            else:
+                mine.add_events(theirs.get_all_events())
+                # vLLM calls `increment_workers` for each other worker. But a worker may have events of only
+                # some children in a step, so they are counted for each child.
+                mine.increment_workers(theirs.get_number_of_workers())
+
+    def aggregate(self) -> MultiEvents:
+        return MultiEvents(tuple(of.aggregate() if of is not None else None for of in self.children))
+
+    def increment_workers(self, count: int = 1) -> None:
+        """Do nothing: `add_events` counts the workers of each child."""
+
+    def get_number_of_workers(self) -> int:
+        return max((of.get_number_of_workers() for of in self.children if of is not None), default=0)
+
+    def clear_events(self) -> None:
+        for of in self.children:
+            if of is not None:
+                of.clear_events()
+
+
+class MultiMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of a `FerryMultiConnector` and its children, in the API server's process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+        children: Sequence[Child],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        unregister({f"{PREFIX}{name}" for name in MULTI})
+        self._metrics = {
+            name: create_metric(metric, metric_types, labelnames) for name, metric in MULTI.items()
+        }
+        names = [*labelnames, CONNECTOR]
+        shared = _Shared()
+        types = {kind: partial(shared.metric, make) for kind, make in metric_types.items()}
+        self._children: dict[str, Any] = {}
+        for child in children:
+            values = {engine: [*those, child.name] for engine, those in per_engine_labelvalues.items()}
+            metrics = child.cls.build_prom_metrics(child.config, types, names, values)
+            if metrics is not None:
+                self._children[child.name] = metrics
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an engine's stats, as `MultiStats.to_dict` returns them, to the Prometheus metrics."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for metric, child, outcome, n in transfer_stats_data["more"]:
+            labels = (child, outcome) if outcome else (child,)
+            self._metrics[f"multi_{metric}"].labels(*engine, *labels).inc(n)
+        for child, n in transfer_stats_data["pending"].items():
+            self._metrics["multi_pending_loads"].labels(*engine, child).set(n)
+        for child, (_, data) in transfer_stats_data["children"].items():
+            # A child may have stats without metrics.
+            if child in self._children:
+                self._children[child].observe(data, engine_idx)
+
+
+class _Shared:
+    """Factory of the children's Prometheus metrics, which creates one metric per name."""
+
+    def __init__(self) -> None:
+        # A name can be registered only once, so children share its metric. The label `connector` tells them
+        # apart.
+        self._made: dict[str, Any] = {}
+
+    def metric(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the Prometheus metric with a given name; create it with `make` if it does not exist yet."""
+        # Callers of prometheus_client pass the name by position or by keyword.
+        name = str(kwargs["name"] if "name" in kwargs else args[0])
+        if name not in self._made:
+            self._made[name] = make(*args, **kwargs)
+        metric = self._made[name]
+        if isinstance(metric, MetricWrapperBase) and metric not in REGISTRY._collector_to_names:
+            REGISTRY.register(metric)  # a second child of the same class has unregistered it
+        return metric

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvferry.engines.vllm.compat.connectors import as_current_config
-from kvferry.engines.vllm.compat.contract import (
+from kvferry.common.errors import ConfigError
+from kvferry.engines.vllm.compat.connectors import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
+    as_current_config,
 )
 from kvferry.engines.vllm.multi.children import Child
 from kvferry.engines.vllm.multi.completions import Completions
-from kvferry.engines.vllm.multi.meta import MultiEvents, MultiHandshake, MultiMeta, MultiWorkerMeta
-from kvferry.errors import ConfigError
+from kvferry.engines.vllm.multi.stats import MultiEvents, MultiHandshake, MultiMeta, MultiWorkerMeta
 
 
 class WorkerHooks(KVConnectorBase_V1):

@@ -6,13 +6,222 @@ A *strip* is a contiguous piece of memory, drawn as a rectangle. A *lane* is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
-from kvferry.tools.plan.page.place import WIDTH, DrawnLane, MemoryLane, place
-from kvferry.tools.plan.page.runs import DrawnRun
-from kvferry.units import format_bytes
+import numpy as np
+
+from kvferry.common.units import format_bytes
+from kvferry.geometry import Group, PageFormat, RankGeometry
+from kvferry.geometry.page import join_loops, loop_offsets
+from kvferry.planning.descriptors import Int64s, merge
+from kvferry.planning.template import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A contiguous piece of memory with bytes of one layer, by index in its group and name, and one block."""
+
+    address: int
+    length: int
+    layer: int
+    block: int
+    name: str
+
+    @property
+    def stop(self) -> int:
+        return self.address + self.length
+
+
+def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
+    """Return the strips of blocks 0 to ``blocks - 1`` in some layers of a group, sorted by address."""
+    found = []
+    for number in layers:
+        layer = group.layers[number]
+        starts, lengths = _stretches(layer.page)
+        for block in range(blocks):
+            base = layer.address + block * layer.block_stride
+            found += [
+                Strip(base + start, length, number, block, layer.name)
+                for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+            ]
+    return sorted(found, key=lambda strip: strip.address)
+
+
+def rank_label(rank: RankGeometry) -> str:
+    """Return a short name of a rank, such as ``TP rank 0 of 2``."""
+    stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
+    return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
+
+
+def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
+    """Return (offsets, lengths) in bytes of the contiguous pieces of a page, ascending, int64."""
+    starts, lengths = [], []
+    for field in page.fields:
+        run, outer = join_loops(field.item_bytes, (loop for axis in field.axes for loop in axis.loops))
+        starts.append(loop_offsets(field.offset, outer))
+        lengths.append(np.full(len(starts[-1]), run, np.int64))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start)
+    # Fields such as K and V may be adjacent.
+    found = merge(start[order], start[order], length[order])
+    return found.src, found.length
+
+
+WIDTH = 1000.0
+_GAP = 5.0
+_BETWEEN_RANKS = 18.0
+_MOST_GAPS = WIDTH / 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLane:
+    """The memory of one rank to draw as a row in a picture: its name, and strips sorted by address."""
+
+    label: str
+    strips: tuple[Strip, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLane:
+    """A lane with its horizontal positions in a picture, in SVG units.
+
+    Attributes:
+        addresses: memory address of the first byte of each strip.
+        starts: horizontal position of the first byte of each strip.
+        per_byte: width of a byte.
+    """
+
+    lane: MemoryLane
+    addresses: tuple[int, ...]
+    starts: tuple[float, ...]
+    per_byte: float
+
+    def at(self, address: int) -> float:
+        """Return the horizontal position of an address; of the preceding strip's end if it is between two."""
+        number = max(bisect_right(self.addresses, address) - 1, 0)
+        inside = min(address - self.addresses[number], self.lane.strips[number].length)
+        return self.starts[number] + inside * self.per_byte
+
+    def interval(self, address: int, length: int) -> tuple[float, float]:
+        """Return the horizontal positions at which a range of memory begins and ends."""
+        return self.at(address), self.at(address + length - 1) + self.per_byte
+
+
+def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
+    """Place the memory of all ranks of one engine next to each other."""
+    total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
+    breaks = sum(_breaks(lane) for lane in lanes)
+    gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
+    between = _BETWEEN_RANKS * max(len(lanes) - 1, 0)
+    per_byte = (WIDTH - gap * breaks - between) / total
+    x, placed = 0.0, []
+    for lane in lanes:
+        starts = []
+        for number, strip in enumerate(lane.strips):
+            if number and lane.strips[number - 1].stop != strip.address:
+                x += gap
+            starts.append(x)
+            x += strip.length * per_byte
+        placed.append(DrawnLane(lane, tuple(s.address for s in lane.strips), tuple(starts), per_byte))
+        x += _BETWEEN_RANKS
+    return placed
+
+
+def _breaks(lane: MemoryLane) -> int:
+    return sum(before.stop != after.address for before, after in pairwise(lane.strips))
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRun:
+    """Copied bytes that are drawn as one band: a run, a part of a run, or parts of several runs.
+
+    Attributes:
+        src, dst: address of the first byte on each side.
+        src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
+        bytes: number of copied bytes.
+        longest: length of the longest of these runs. A part of a run counts with the length of the whole run.
+        pieces: number of runs, or parts of runs.
+    """
+
+    src: int
+    dst: int
+    src_span: int
+    dst_span: int
+    bytes: int
+    longest: int
+    pieces: int = 1
+
+
+def runs_of(route: Route, src_blocks: int, dst_blocks: int) -> Iterator[DrawnRun]:
+    """Yield the runs that are copied from the source's first blocks to the destination's first blocks."""
+    cells = max(min(dst_blocks * route.dst_cells, src_blocks * route.src_cells), 1)
+    for cell in range(cells):
+        src_block, src_cell = divmod(cell, route.src_cells)
+        dst_block, dst_cell = divmod(cell, route.dst_cells)
+        for cell_copy in route.cell_copies:
+            src = src_block * route.src_stride + cell_copy.src_offsets[src_cell]
+            dst = dst_block * route.dst_stride + cell_copy.dst_offsets[dst_cell]
+            pieces = cell_copy.descriptors
+            rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
+            for a, b, length in rows:
+                yield DrawnRun(a + src, b + dst, length, length, length, length)
+
+
+def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[tuple[int, int, DrawnRun]]:
+    """Divide a run into parts, so that each is inside one strip on both sides. Strips are sorted by address.
+
+    Yields:
+        (index of the source's strip, index of the destination's strip, part of the run).
+    """
+    at = 0
+    while at < run.bytes:
+        a, b = _next(src, run.src + at), _next(dst, run.dst + at)
+        if a is None or b is None:
+            return
+        skip = max(src[a].address - run.src, dst[b].address - run.dst, at) - at
+        if skip:
+            at += skip
+            continue
+        size = min(src[a].stop - run.src, dst[b].stop - run.dst, run.bytes) - at
+        yield a, b, DrawnRun(run.src + at, run.dst + at, size, size, size, run.longest)
+        at += size
+
+
+def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
+    """Join the copied bytes that connect the same two strips.
+
+    Args:
+        parts: tuples as `cut` yields them.
+    """
+    joined: dict[tuple[int, int], DrawnRun] = {}
+    for a, b, part in parts:
+        before = joined.get((a, b))
+        joined[a, b] = part if before is None else _both(before, part)
+    return list(joined.values())
+
+
+def _next(strips: Sequence[Strip], address: int) -> int | None:
+    """Return the index of the first strip that ends after an address; None if there is none."""
+    number = bisect_right(strips, address, key=lambda strip: strip.stop)
+    return number if number < len(strips) else None
+
+
+def _both(one: DrawnRun, other: DrawnRun) -> DrawnRun:
+    src, dst = min(one.src, other.src), min(one.dst, other.dst)
+    return DrawnRun(
+        src=src,
+        dst=dst,
+        src_span=max(one.src + one.src_span, other.src + other.src_span) - src,
+        dst_span=max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
+        bytes=one.bytes + other.bytes,
+        longest=max(one.longest, other.longest),
+        pieces=one.pieces + other.pieces,
+    )
+
 
 # Distinct colours for layers, and for ranks of the destination. The colours repeat.
 COLOURS = 6

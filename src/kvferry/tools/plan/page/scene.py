@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
-from kvferry.tools.plan.page.draw import Ribbon
-from kvferry.tools.plan.page.place import MemoryLane
-from kvferry.tools.plan.page.runs import by_strip, cut, runs_of
-from kvferry.tools.plan.page.strips import rank_label, strips
-from kvferry.tools.plan.setting import PlannedTransfer
 from kvferry.planning.template import Route
+from kvferry.tools.plan.page.draw import MemoryLane, Ribbon, by_strip, cut, rank_label, runs_of, strips
+from kvferry.tools.plan.setting import PlannedTransfer
 
 # Maximum number of drawn ranks per side.
 MAX_RANKS = 4

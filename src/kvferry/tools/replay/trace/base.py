@@ -2,16 +2,343 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import sys
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, TypeAlias, TypeVar
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from kvferry.tools.replay.trace.request import TraceRequest
-from kvferry.tools.replay.trace.trace_file import TraceFile
-from kvferry.terminal import shown
-from kvferry.units import counted
+from kvferry.common.errors import ConfigError
+from kvferry.common.text import printable, shown
+from kvferry.common.units import counted
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+# Identities of content, uint64. Equal identities mean equal tokens.
+Ids: TypeAlias = npt.NDArray[np.uint64]
+
+_GOLDEN, _FIRST, _SECOND = (
+    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+# Number of a unit that no request has.
+_BEYOND = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedHits:
+    """Prompt tokens that an engine found in its own prefix cache, and loaded from each tier by name."""
+
+    local_tokens: int
+    loaded_tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceRequest:
+    """A request of a trace. Its content is divided into units of equal length.
+
+    Attributes:
+        arrival: seconds from the start of the trace to the arrival of the request.
+        prompt_tokens: length of the prompt in tokens, at least 1.
+        output_tokens: number of generated tokens.
+        prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal
+            identities mean that all tokens so far are equal. The units may include generated tokens.
+        prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
+        session: name of the conversation that the request belongs to; empty if unknown.
+        recorded: cache hits of the engine that recorded the trace; None for other traces.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    unit_tokens: int
+    prefix_ids: Ids
+    prompt_id: int
+    session: str = ""
+    recorded: RecordedHits | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 0 or self.unit_tokens < 1:
+            raise ConfigError(
+                f"a request has {self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens, units"
+                f" of {self.unit_tokens} tokens; prompts and units have at least 1"
+            )
+        if len(self.prefix_ids) < self.prompt_tokens // self.unit_tokens:
+            raise ConfigError(
+                f"a prompt of {self.prompt_tokens} tokens has {len(self.prefix_ids)} identities for units of "
+                f"{self.unit_tokens}; give one for each whole unit"
+            )
+
+
+def identity(text: str) -> int:
+    """Return an identity for a name: the first 64 bits of its BLAKE2b digest."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def mixed(values: Ids) -> Ids:
+    """Return a digest of each value: the finalizer of SplitMix64, a bijection without visible pattern.
+
+    Source: Guy Steele, Doug Lea, Christine Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014.
+    """
+    found = values + _GOLDEN
+    found = (found ^ (found >> _SHIFTS[0])) * _FIRST
+    found = (found ^ (found >> _SHIFTS[1])) * _SECOND
+    return found ^ (found >> _SHIFTS[2])
+
+
+def chained(ids: npt.ArrayLike) -> Ids:
+    """Return identities of prefixes, uint64, from the identity of each unit's own content.
+
+    Each result depends on all units up to its own and on their order.
+
+    >>> first, second = chained([7, 8, 9]), chained([7, 9, 9])
+    >>> (first == second).tolist()
+    [True, False, False]
+    """
+    own = np.asarray(ids).astype(np.uint64)
+    return chained_each(own, np.array([len(own)]))
+
+
+def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
+    """Return what `chained` returns for each of several requests, in one array.
+
+    >>> both = chained_each(np.array([7, 8, 7], np.uint64), np.array([2, 1]))
+    >>> both.tolist() == [*chained([7, 8]).tolist(), *chained([7]).tolist()]
+    True
+
+    Args:
+        ids: identity of each unit's own content, of all requests one after the other, shape (units,).
+        counts: number of units of each request, int64 of shape (requests,).
+    """
+    # One array for many short requests takes a tenth of the time.
+    places = places_within(counts) + 1
+    sums = mixed(mixed(ids) + places.astype(np.uint64) * _FIRST).cumsum(dtype=np.uint64)
+    earlier = np.concatenate([np.zeros(1, np.uint64), sums])[counts.cumsum() - counts]
+    found: Ids = sums - np.repeat(earlier, counts)
+    return found
+
+
+def places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the place of each element in its group, counted from 0, for groups one after the other.
+
+    >>> places_within(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    starts = counts.cumsum() - counts
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
+
+
+def chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.NDArray[np.int64]) -> Ids:
+    """Return the identities of the first whole chunks of each request, uint64, in one array.
+
+    A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
+
+    Args:
+        requests: requests of one trace.
+        counts: number of chunks of each request, int64 of shape (requests,).
+    """
+    # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
+    # prompts differ later in that unit, and the replay counts too few hits, unless units divide chunks.
+    unit = requests[0].unit_tokens
+    ends = (places_within(counts) + 1) * chunk_tokens
+    units = (ends - 1) // unit
+    found = _prefix_ids(requests, np.arange(len(requests)).repeat(counts), units)
+    found += ((units + 1) * unit - ends).astype(np.uint64) * _SECOND
+    return found
+
+
+def tail_ids(requests: Sequence[TraceRequest], chunk_tokens: int, tokens: npt.NDArray[np.int64]) -> Ids:
+    """Return the identity of the incomplete last chunk of each request's first tokens, uint64.
+
+    Args:
+        tokens: number of tokens from the start of each request, int64 of shape (requests,); at most its
+            prompt. An identity means nothing where this is a multiple of `chunk_tokens`.
+    """
+    unit = requests[0].unit_tokens
+    units = (tokens - 1) // unit
+    whole = np.array([request.prompt_tokens // unit for request in requests])
+    units[units >= whole] = _BEYOND
+    known = _prefix_ids(requests, np.arange(len(requests)), units)
+    found: Ids = mixed(mixed(known ^ (tokens % chunk_tokens).astype(np.uint64)) + tokens.astype(np.uint64))
+    return found
+
+
+def _prefix_ids(
+    requests: Sequence[TraceRequest], owners: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
+) -> Ids:
+    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
+
+    Args:
+        owners: index of the request of each prefix, int64 of shape (prefixes,).
+        units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
+    """
+    each = [request.prefix_ids for request in requests]
+    prompts = np.array([request.prompt_id for request in requests], np.uint64)
+    known = np.array([len(ids) for ids in each])
+    places = np.where(units < known[owners], (known.cumsum() - known)[owners] + units, known.sum() + owners)
+    found: Ids = np.concatenate([*each, prompts])[places]
+    return found
+
+
+STANDARD_INPUT = "-"
+# A file without line breaks must not fill the memory.
+_MAX_LINE_BYTES = 64 << 20
+_BUFFER_BYTES = 256 << 10
+_GZIP = b"\x1f\x8b"
+
+
+class TraceFile:
+    """A trace file, or standard input (``-``).
+
+    A regular file is opened anew for each reading. Standard input and pipes can be read once.
+
+    Attributes:
+        name: name of the file, safe to print on a terminal.
+        size_bytes: size of the file, compressed if it is; None for standard input and pipes.
+        read_bytes: number of bytes, compressed if the file is, that the latest reading has read so far.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be examined, or it is a directory.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = None if str(path) == STANDARD_INPUT else Path(path)
+        self.name = printable(self._path.name) if self._path else "standard input"
+        self.size_bytes = None if self._path is None else self._size(self._path)
+        self.read_bytes = 0
+        self._is_compressed = self._is_marked = False
+        # The rest of what can be read once.
+        self._rest: Iterator[tuple[int, bytes]] | None = self._read()
+
+    def first_line(self) -> tuple[int, bytes]:
+        """Return the first line that is not blank, and its number. A later reading yields this line again.
+
+        Raises:
+            ConfigError: the file cannot be read, or has no such line.
+        """
+        lines = self.all_lines()
+        read = []
+        for number, line in lines:
+            read.append((number, line))
+            if not line.isspace():
+                break
+        else:
+            raise ConfigError(f"{self.name} is empty; give a trace with at least one request")
+        if self.size_bytes is None:
+            self._rest = chain(read, lines)
+        return read[-1]
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Read the lines that are not blank, with their line breaks, and their numbers from 1.
+
+        Raises:
+            ConfigError: the file cannot be read, or only once, and was read before. The iterator raises it
+                too.
+        """
+        return (each for each in self.all_lines() if not each[1].isspace())
+
+    def all_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Read the file as `lines` does, but return blank lines too."""
+        if self.size_bytes is not None:
+            return self._read()
+        rest, self._rest = self._rest, None
+        if rest is None:
+            raise ConfigError(f"{self.name} can be read only once; save it to a file and give its path")
+        return rest
+
+    def open_seekable(self) -> IO[bytes] | None:
+        """Open the file to read lines at any place. Call this after `first_line`.
+
+        None if the file is compressed, begins with a byte-order mark, or is standard input or a pipe.
+
+        Raises:
+            ConfigError: the file cannot be opened.
+        """
+        if self._path is None or self.size_bytes is None or self._is_compressed or self._is_marked:
+            return None
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise self.unreadable(error) from error
+
+    def refusal(self, number: int, problem: str, remedy: str = "correct or remove this line") -> ConfigError:
+        """Return the error for a line that cannot be used."""
+        return ConfigError(f"{self.name}, line {number}: {problem}; {remedy}")
+
+    def unreadable(self, error: Exception) -> ConfigError:
+        """Return the error for a file that the operating system or the decompression refuses to read."""
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return ConfigError(f"{self.name} cannot be read: {reason}; give a complete and readable file")
+
+    def _size(self, path: Path) -> int | None:
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise self.unreadable(error) from error
+        if path.is_dir():
+            raise ConfigError(f"{shown(str(path))} is a directory; give the path of a trace file")
+        return size if path.is_file() else None
+
+    def _read(self) -> Iterator[tuple[int, bytes]]:
+        with ExitStack() as stack:
+            try:
+                source = stack.enter_context(self._path.open("rb")) if self._path else sys.stdin.buffer
+                self.read_bytes = 0
+                stream = io.BufferedReader(_CountingReader(source, self), _BUFFER_BYTES)
+                self._is_compressed = stream.peek(len(_GZIP)).startswith(_GZIP)
+                if self._is_compressed:
+                    stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), _BUFFER_BYTES)  # type: ignore[arg-type]
+                self._is_marked = stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
+                stream.read(len(BOM_UTF8) if self._is_marked else 0)
+                yield from self._split(stream)
+            except (EOFError, OSError, zlib.error) as error:
+                raise self.unreadable(error) from error
+
+    def _split(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        number = 1
+        while line := stream.readline(_MAX_LINE_BYTES):
+            if len(line) == _MAX_LINE_BYTES:
+                raise self.refusal(
+                    number,
+                    f"the line has {_MAX_LINE_BYTES >> 20} MiB or more; a request has one shorter line",
+                    "give a file of requests, one on each line",
+                )
+            yield number, line
+            number += 1
+
+
+class _CountingReader(io.RawIOBase):
+    """A stream that counts the bytes read from it in a `TraceFile`."""
+
+    def __init__(self, source: BinaryIO, file: TraceFile) -> None:
+        self._source = source
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        with memoryview(buffer) as view:
+            data = self._source.read1(len(view))  # type: ignore[attr-defined]
+            view[: len(data)] = data
+        self._file.read_bytes += len(data)
+        return len(data)
+
 
 # A prompt or an output has at most this many tokens. It bounds the memory that a wrong number in a file can
 # take.

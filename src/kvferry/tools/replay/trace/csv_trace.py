@@ -21,11 +21,16 @@ import csv
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
-from kvferry.tools.replay.trace.base import MAX_TOKENS, ArrivalTimes, FileTrace
-from kvferry.tools.replay.trace.made_up import Outline, Passage, write_out
-from kvferry.tools.replay.trace.request import TraceRequest, identity
-from kvferry.tools.replay.trace.trace_file import TraceFile
-from kvferry.terminal import shown
+from kvferry.common.text import shown
+from kvferry.tools.replay.trace.base import (
+    MAX_TOKENS,
+    ArrivalTimes,
+    FileTrace,
+    TraceFile,
+    TraceRequest,
+    identity,
+)
+from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
 
 # Smaller units make the replay slower.
 DEFAULT_UNIT_TOKENS = 256

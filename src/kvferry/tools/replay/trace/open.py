@@ -6,14 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.errors import ConfigError
-from kvferry.tools.replay.trace.base import MAX_TOKENS, Trace
+from kvferry.common.errors import ConfigError
+from kvferry.common.text import shown
+from kvferry.tools.replay.trace.base import MAX_TOKENS, Trace, TraceFile
 from kvferry.tools.replay.trace.csv_trace import CsvTrace, csv_columns
 from kvferry.tools.replay.trace.hashed import HashedTrace
 from kvferry.tools.replay.trace.recorded import RecordedTrace
-from kvferry.tools.replay.trace.trace_file import TraceFile
 from kvferry.tools.replay.trace.workload import DESCRIBED, WorkloadTrace
-from kvferry.terminal import shown
 
 _FORMATS = (
     'JSON lines with "hash_ids" and "input_length" (Mooncake, Bailian, kvcache-simulator), CSV with the '

@@ -26,10 +26,18 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from kvferry.errors import ConfigError
-from kvferry.tools.replay.trace.base import ArrivalTimes, FileTrace, OutputTokens, PromptTokens, UnitTokens, decode
-from kvferry.tools.replay.trace.request import RecordedHits, TraceRequest
-from kvferry.tools.replay.trace.trace_file import TraceFile
+from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.trace.base import (
+    ArrivalTimes,
+    FileTrace,
+    OutputTokens,
+    PromptTokens,
+    RecordedHits,
+    TraceFile,
+    TraceRequest,
+    UnitTokens,
+    decode,
+)
 
 VERSION = 1
 _HEADER = b'{"kvferry_trace"'

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError
-from kvferry.tools.replay.trace.base import Trace
-from kvferry.tools.replay.trace.made_up import Outline, Passage, write_out
-from kvferry.tools.replay.trace.request import TraceRequest, identity
-from kvferry.units import parse_count
+from kvferry.common.errors import ConfigError
+from kvferry.common.units import parse_count
+from kvferry.tools.replay.trace.base import Trace, TraceRequest, identity
+from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
 
 # Pattern of the texts that describe a workload.
 DESCRIBED = re.compile(r"[a-z-]+=[^/]*")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvferry.tools.serving.demo.pair import DemoModel, chat_model, family_model, measure
-from kvferry.tools.serving.demo.screen import Screen
-from kvferry.tools.serving.demo.verdict import AnswerVerdict
+from kvferry.tools.serving.demo.report import AnswerVerdict, Screen
 
 __all__ = ["AnswerVerdict", "DemoModel", "Screen", "chat_model", "family_model", "measure"]

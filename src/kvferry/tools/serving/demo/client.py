@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
+from kvferry.tools.serving.devices import listen, url_of
+from kvferry.tools.serving.router.app import RouterApp
+from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.run import run_app
 
 
 class CompletionError(KVFerryError):
@@ -106,3 +112,32 @@ def _error_text(body: bytes) -> str:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return body[:300].decode(errors="replace")
+
+
+@contextmanager
+def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
+    """Run the prefill/decode router in a thread until the ``with`` block ends, and yield its base URL.
+
+    Raises:
+        ConfigError: there is no decode engine, or an address is not a URL.
+    """
+    app = RouterApp(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
+    sock = listen("127.0.0.1", 0)
+    url = url_of(sock)
+    ended = threading.Event()
+
+    def serve() -> None:
+        try:
+            run_app(app, sock, lambda: not ended.is_set())
+        except BaseException:
+            # An error after `ended` is set comes from stopping the router, so it is not reported.
+            if not ended.is_set():
+                raise
+
+    thread = threading.Thread(target=serve, name="router")
+    thread.start()
+    try:
+        yield url
+    finally:
+        ended.set()
+        thread.join()

@@ -11,20 +11,15 @@ from typing import Any
 
 import httpx
 
-from kvferry.tools.serving.corpus import passages
-from kvferry.tools.serving.demo.client import StreamedAnswer, ask
-from kvferry.tools.serving.demo.endpoint import routed
-from kvferry.tools.serving.demo.report import RequestRow
-from kvferry.tools.serving.demo.screen import Screen
-from kvferry.tools.serving.demo.transfers import read_transfer
-from kvferry.tools.serving.demo.verdict import AnswerVerdict, compare
+from kvferry.tools.serving.demo.client import StreamedAnswer, ask, routed
+from kvferry.tools.serving.demo.report import AnswerVerdict, RequestRow, Screen, compare, read_transfer
 from kvferry.tools.serving.devices import visible_devices
-from kvferry.tools.serving.launch import Fleet, fleet_specs, make_log_dir
-from kvferry.tools.serving.progress import wait_ready
-from kvferry.tools.serving.signals import StopSignals
+from kvferry.tools.serving.launch import Fleet, fleet_specs, make_log_dir, wait_ready
+from kvferry.tools.serving.processes import StopSignals
 from kvferry.tools.serving.smollm2 import TITLE, smollm2_checkpoint
 from kvferry.tools.serving.specs import flag
 from kvferry.tools.serving.tiny import cache_directory, family, tiny_checkpoint
+from kvferry.tools.serving.tiny.tokenizer import passages
 
 _LIKELIEST = 5
 _REQUEST_SECONDS = 300.0

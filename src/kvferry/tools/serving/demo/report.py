@@ -3,13 +3,114 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
-from kvferry.tools.serving.demo.transfers import Transfer
-from kvferry.tools.serving.demo.verdict import AnswerVerdict
-from kvferry.table import Column
-from kvferry.units import counted, format_bytes, format_seconds
+import msgspec
+from rich.console import Console
+
+from kvferry.common.text import Column, Report, printable
+from kvferry.common.units import counted, format_bytes, format_seconds
+from kvferry.tools.serving.demo.client import StreamedAnswer
+from kvferry.tools.serving.engine import EngineProcess
+from kvferry.tools.serving.launch import startup_progress
+
+# Each of the two tokens' log probabilities may be wrong by the gap, in opposite directions.
+_SIDES = 2
+
+
+class AnswerVerdict(StrEnum):
+    """The result of comparing a prefill and decode engine's answer with a single engine's answer.
+
+    YES: all tokens are equal. OWN_GAP: the single engine's numerical error can explain the difference. NO:
+    the answers differ in another way.
+    """
+
+    YES = "yes"
+    OWN_GAP = "own gap"
+    NO = "NO"
+
+
+def compare(
+    pair: StreamedAnswer, single: StreamedAnswer, prefill: Callable[[Sequence[int]], Mapping[int, float]]
+) -> AnswerVerdict:
+    """Compare the answer of a prefill and a decode engine with the answer of a single engine.
+
+    If one answer is the beginning of the other, the verdict is NO. Otherwise it depends on the first position
+    at which the tokens differ. The single engine has computed the log probabilities there by decoding. It
+    computes them again by prefilling its own answer up to this position. The *gap* is the largest difference
+    between a token's two log probabilities. The verdict is OWN_GAP if decoding gave the two different tokens
+    log probabilities that differ by at most twice the gap, else NO. It is also NO if the pair's token is not
+    among the likeliest tokens of the single engine.
+
+    Args:
+        single: answer of the single engine, with the log probabilities of the likeliest tokens.
+        prefill: function that prefills token ids on the single engine and returns the log probabilities of
+            the next token, by token id.
+    """
+    if pair.tokens == single.tokens:
+        return AnswerVerdict.YES
+    pairs = zip(pair.tokens, single.tokens, strict=False)
+    at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if at is None:
+        return AnswerVerdict.NO
+    ours, theirs = pair.tokens[at], single.tokens[at]
+    decoded = single.logprobs[at]
+    if ours not in decoded:
+        return AnswerVerdict.NO
+    prefilled = prefill([*single.prompt, *single.tokens[:at]])
+    common = decoded.keys() & prefilled.keys()
+    gap = max((abs(decoded[token] - prefilled[token]) for token in common), default=0.0)
+    return AnswerVerdict.OWN_GAP if decoded[theirs] - decoded[ours] <= _SIDES * gap else AnswerVerdict.NO
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """A finished KV load: one line of the transfer log.
+
+    Attributes:
+        request_id: id that the decode engine gave the request. It contains the id that the client sent.
+        outcome: ``ready`` if the load succeeded, ``expired`` if it was not complete in time, ``failed`` if
+            it failed for another reason.
+        bytes: bytes of KV that were loaded, without gaps that are read and discarded.
+        bytes_by_group: these bytes by the group's number and kind, such as ``0 full_attention``.
+        full_attention_bytes: bytes that the load would have moved if all layers had full attention.
+        reads: number of reads of the load: more than 1 if the KV was read while it was computed.
+        descriptors: number of transfer descriptors, after adjacent ones are merged.
+        run_bytes: length of the longest contiguous run that is transferred.
+        transfer_seconds: time from posting the reads to their completion.
+        total_seconds: time from the decode engine's first query about the request's KV until the loaded
+            blocks are usable.
+        reason: reason for the failure; None if the load succeeded.
+    """
+
+    request_id: str
+    outcome: str
+    tokens: int
+    bytes: int
+    bytes_by_group: dict[str, int]
+    full_attention_bytes: int
+    reads: int
+    descriptors: int
+    run_bytes: int
+    plan_seconds: float
+    transfer_seconds: float
+    total_seconds: float
+    peer: str
+    reason: str | None
+
+
+def read_transfer(log: Path, request_id: str) -> Transfer | None:
+    """Return the last successful load of a request, or the last one if all failed; None if there is none."""
+    if not log.exists():
+        return None
+    # The engine's id of a request contains the client's.
+    lines = [line for line in log.read_bytes().splitlines() if request_id.encode() in line]
+    loads = [msgspec.json.decode(line, type=Transfer) for line in lines]
+    ready = [load for load in loads if load.outcome == "ready"]
+    return ready[-1] if ready else loads[-1] if loads else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +231,75 @@ def _kinds(load: Transfer) -> Iterator[str]:
 
 
 _SHORT = {"full_attention": "full", "sliding_window": "window", "chunked_local": "chunk"}
+
+
+_INDENT = "    "
+# Width of lines with prompts and answers where the output is no terminal.
+_EXCERPT = 80
+
+
+class Screen:
+    """The demo's output. Prompts and answers are shortened to one line each."""
+
+    def __init__(self, console: Console, width: int | None) -> None:
+        self._console = console
+        self._report = Report(console, width)
+        self._line = _EXCERPT if width is None else width
+
+    def note(self, text: str) -> None:
+        for line in text.split("\n"):
+            self._report.text(line)
+
+    def model(self, title: str) -> None:
+        """Print a heading with the name of the model that the next lines are about."""
+        self._console.print()
+        self._report.heading(title)
+
+    @contextmanager
+    def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
+        """Show the progress of starting engines during the ``with`` block, then print that they are ready."""
+        with startup_progress(self._console) as show:
+            yield show
+        self.note("Both engines are ready.")
+
+    def handshake(self, seconds: float) -> None:
+        """Print the first request's time to first token, which includes the engines' handshake."""
+        self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
+
+    def asked(self, number: int, prompt: str) -> None:
+        """Print a prompt, cut to one line of the console."""
+        text, room = printable(prompt, " "), self._line - len(_INDENT) - 4
+        self.note(f"\n{number:>3} {text if len(text) <= room else text[:room] + ' ...'}")
+
+    @contextmanager
+    def answering(self, who: str) -> Iterator[Callable[[str], None]]:
+        """Yield a function that prints an answer piece by piece, cut to one line of the console."""
+        begin = f"{_INDENT}{who:<5}  "
+        room = self._line - len(begin) - len("...")
+        self._piece(begin)
+
+        def on_text(text: str) -> None:
+            nonlocal room
+            if room > 0:
+                piece = printable(text, " ")[:room]
+                room -= len(piece)
+                self._piece(piece if room > 0 else f"{piece}...")
+
+        try:
+            yield on_text
+        finally:
+            self._console.print()
+
+    def results(self, rows: Sequence[RequestRow]) -> None:
+        self._report.text()
+        self._report.heading("What happened")
+        self._report.text(story(rows))
+        self._report.text()
+        self._report.table(COLUMNS, table_cells(rows))
+        self._report.text(LEGEND)
+        for failure in failures(rows):
+            self._report.text(failure)
+
+    def _piece(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()

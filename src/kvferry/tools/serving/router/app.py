@@ -15,30 +15,107 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Send
 
-from kvferry.tools.serving.router.backends import Backend, Pool
-from kvferry.tools.serving.router.bodies import MalformedBody, parse_body, without_kv_params
+from kvferry.tools.serving.router.backends import Backend, Pool, session_of
+from kvferry.tools.serving.router.bodies import (
+    CHAT,
+    COMPLETIONS,
+    DECODE_ONLY,
+    MalformedBody,
+    parse_body,
+    without_kv_params,
+)
 from kvferry.tools.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
-from kvferry.tools.serving.router.engines_file import watch_engines
 from kvferry.tools.serving.router.failures import Failures
+from kvferry.tools.serving.router.fleet import Introductions, Prober, watch_engines
 from kvferry.tools.serving.router.flow import Completion, CompletionFlow
-from kvferry.tools.serving.router.hop import LOOP, Hop
-from kvferry.tools.serving.router.introductions import Introductions
-from kvferry.tools.serving.router.keys import KeyCheck
 from kvferry.tools.serving.router.metrics import CONTENT_TYPE, RouterMetrics
-from kvferry.tools.serving.router.probe import Prober
-from kvferry.tools.serving.router.replies import NO_DECODE_ENGINE, ApiError, Reply
-from kvferry.tools.serving.router.responses import Responses, previous_response
-from kvferry.tools.serving.router.routes import COMPLETED, OF_RESPONSES, PASSED_THROUGH, REFUSED
-from kvferry.tools.serving.router.sessions import session_of
-from kvferry.tools.serving.router.settings import RouterSettings
+from kvferry.tools.serving.router.prompts import Responses, previous_response
+from kvferry.tools.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, RESPONSES, ApiError, Reply
+from kvferry.tools.serving.router.settings import KeyCheck, RouterSettings
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
+    LOOP,
     NOT_CONNECTED,
     EngineClient,
+    Hop,
     describe_error,
     note_unreachable,
     read_whole,
 )
+
+COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *sorted(DECODE_ONLY))
+PASSED_THROUGH = (
+    ("GET", "/v1/models"),
+    ("GET", "/version"),
+    ("GET", "/tokenizer_info"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+)
+OF_RESPONSES = (
+    ("GET", f"{RESPONSES}/{{response_id}}"),
+    ("POST", f"{RESPONSES}/{{response_id}}/cancel"),
+)
+ANSWERED = (
+    ("GET", "/health"),
+    ("GET", "/load"),
+    ("GET", "/metrics"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
+)
+
+_ONE_ENGINE = "it describes or changes a single engine; send it to the engine itself"
+_BY_TOKENS = "it would let clients choose what an engine does for another one; send it to the engine itself"
+_AUDIO = "the router relays no audio; send it to the engine itself"
+
+# Reasons by path, for all methods.
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "/abort_requests",
+            "/adapters",
+            "/adapters/{adapter_name}",
+            "/collective_rpc",
+            "/docs",
+            "/docs/oauth2-redirect",
+            "/fault_tolerance/apply",
+            "/fault_tolerance/status",
+            "/finish_weight_update",
+            "/get_world_size",
+            "/init_weight_transfer_engine",
+            "/is_paused",
+            "/is_scaling_elastic_ep",
+            "/is_sleeping",
+            "/kv_event_sources",
+            "/openapi.json",
+            "/pause",
+            "/redoc",
+            "/release_kv_cache_memory",
+            "/reset_encoder_cache",
+            "/reset_mm_cache",
+            "/reset_prefix_cache",
+            "/resume",
+            "/scale_elastic_ep",
+            "/server_info",
+            "/shutdown_weight_transfer_engine",
+            "/sleep",
+            "/start_draft_weight_update",
+            "/start_profile",
+            "/start_weight_update",
+            "/stop_profile",
+            "/update_weight_version",
+            "/update_weights",
+            "/v1/load_lora_adapter",
+            "/v1/unload_lora_adapter",
+            "/wake_up",
+            "/weight_checker",
+            "/weight_info",
+        ),
+        _ONE_ENGINE,
+    ),
+    **dict.fromkeys(("/inference/v1/abort_requests", "/inference/v1/generate"), _BY_TOKENS),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _AUDIO),
+}
+
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 

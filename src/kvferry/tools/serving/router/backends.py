@@ -2,17 +2,130 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kvferry.tools.serving.router.sessions import score
-from kvferry.tools.serving.router.streaming import StreamSource
-from kvferry.tools.serving.router.waits import Waits
+import xxhash
+
+from kvferry.tools.serving.router.replies import Headers
+
+_SESSION_HEADER = b"x-session-id"
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+
+
+def session_of(headers: Headers, body: dict[str, Any]) -> int | None:
+    """Return a 64-bit hash of the name of a request's session; None if it names none.
+
+    The name is the header ``x-session-id``, else the field ``prompt_cache_key``, else the field ``user``.
+    """
+    name = next((value for name, value in headers if name == _SESSION_HEADER and value), None)
+    if name is None:
+        fields = (body.get(field) for field in _SESSION_FIELDS)
+        text = next((value for value in fields if isinstance(value, str) and value), None)
+        if text is None:
+            return None
+        name = text.encode("utf-8", "surrogatepass")  # JSON may have half of a surrogate pair
+    return xxhash.xxh3_64_intdigest(name)
+
+
+def score(session: int, url: str) -> int:
+    """Return the score of an engine for a session: the engine with the highest score serves it.
+
+    >>> urls = ("http://a:1", "http://b:1")
+    >>> [max(urls, key=lambda url: score(session, url)) for session in (1, 2, 3)]
+    ['http://b:1', 'http://a:1', 'http://b:1']
+    """
+    return xxhash.xxh3_64_intdigest(session.to_bytes(8, "little") + url.encode())
+
+
+_IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSource:
+    """A prefill engine whose KV can be read while it computes a prompt.
+
+    Attributes:
+        identity: the parameters of an offer that say which engine to read from.
+        step_tokens: number of tokens of a prompt that the engine computes in one step. Only the KV of longer
+            prompts can be read before the end.
+    """
+
+    identity: tuple[tuple[str, Any], ...]
+    step_tokens: int
+
+    @classmethod
+    def of(cls, params: dict[str, Any]) -> StreamSource | None:
+        """Return the engine that made an offer; None if its KV can only be read after its last step."""
+        step_tokens = params.get("remote_step_tokens")
+        if not isinstance(step_tokens, int) or step_tokens < 1 or not params.keys() >= set(_IDENTITY):
+            return None
+        return cls(tuple((key, params[key]) for key in _IDENTITY), step_tokens)
+
+    def offer(self, ticket: str) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` for the decode engine, with a ticket that both engines get."""
+        # How many tokens the KV has is known only at its end.
+        named = {"remote_request_id": ticket, "remote_num_tokens": None}
+        known = {"remote_step_tokens": self.step_tokens, **dict(self.identity)}
+        return {"do_remote_prefill": True, "do_remote_decode": False, **known, **named}
+
+
+def new_ticket() -> str:
+    """Return a new random ticket: 128 bits, as 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+class SilentEngine(Exception):
+    """Raised if an engine sent nothing and its probes failed for so long that the wait for it ends."""
+
+
+class Waits:
+    """The waits of all requests, and of the probe, for one engine."""
+
+    def __init__(self) -> None:
+        self._now, self._heard = 0, 0
+        self._begun: dict[asyncio.Timeout, int] = {}
+
+    def note_alive(self) -> None:
+        self._heard = self._now
+
+    def tick(self, limit: int) -> None:
+        """Advance the time, and end waits of `limit` ticks or more if the engine was silent for as long."""
+        self._now += 1
+        if self._now - self._heard < limit:
+            return
+        for wait, begun in [*self._begun.items()]:
+            if self._now - begun >= limit:
+                del self._begun[wait]
+                wait.reschedule(0.0)  # in the past, so that it ends now
+
+    @asynccontextmanager
+    async def wait(self) -> AsyncIterator[None]:
+        """Wait for the engine's next bytes in the ``with`` block.
+
+        Raises:
+            SilentEngine: the engine is silent.
+        """
+        wait = asyncio.timeout(None)
+        self._begun[wait] = self._now
+        try:
+            async with wait:
+                yield
+        except TimeoutError:
+            if not wait.expired():
+                raise
+            raise SilentEngine from None
+        finally:
+            self._begun.pop(wait, None)
+
 
 _log = logging.getLogger("kvferry.router")
 

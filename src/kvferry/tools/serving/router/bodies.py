@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.errors import KVFerryError
+from kvferry.common.errors import KVFerryError
 from kvferry.tools.serving.router.metrics import AloneReason
 from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES, Headers
 

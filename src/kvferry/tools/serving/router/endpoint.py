@@ -13,10 +13,9 @@ from typing import Any, Self
 
 from starlette.types import Message, Receive, Scope, Send
 
-from kvferry.tools.serving.router.hop import LOOP, Hop
 from kvferry.tools.serving.router.metrics import RequestRecord, RouterMetrics
 from kvferry.tools.serving.router.replies import ApiError, Headers
-from kvferry.tools.serving.router.upstream import relayed
+from kvferry.tools.serving.router.upstream import LOOP, Hop, relayed
 
 _REQUEST_ID = b"x-request-id"
 # Ids end up in logs, metrics and answers of every engine, so a client's may not hold anything else.

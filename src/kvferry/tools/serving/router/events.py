@@ -7,7 +7,13 @@ import asyncio
 from starlette.types import Send
 
 from kvferry.tools.serving.router.replies import ApiError, Headers
-from kvferry.tools.serving.router.upstream import BROKEN, BrokenBeforeFirst, EngineAnswer, describe_error, relayed
+from kvferry.tools.serving.router.upstream import (
+    BROKEN,
+    BrokenBeforeFirst,
+    EngineAnswer,
+    describe_error,
+    relayed,
+)
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 # Lines of last events: of completions, of ``/v1/messages`` (two) and of ``/v1/responses``. JSON has no line

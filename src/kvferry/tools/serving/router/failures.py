@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
 
 from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.bodies import encoded
 from kvferry.tools.serving.router.replies import NO_RETRY, RETRY_LATER, ApiError, Headers, Reply
 
 _log = logging.getLogger("kvferry.router")
@@ -97,3 +103,103 @@ def failure_of(reply: Reply) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"status {reply.status}"
     return f"status {reply.status}: {message}"
+
+
+REMEMBERED_SECONDS = 600.0
+_MAX_REQUESTS = 1000
+# Keys of a body that do not change what an engine computes.
+_OF_THE_CALLER = frozenset(
+    {"stream", "stream_options", "user", "metadata", "request_id", "safety_identifier", "store"}
+)
+
+# Time and description by (URL of the engine, how often it had been lost). Copies of a request that were under
+# way at one engine have one death in common.
+_Deaths = dict[tuple[str, int], tuple[float, str]]
+
+
+class Suspects:
+    """Requests during which engines died. The least recently remembered one is dropped."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._deaths)
+
+    def begin(self, path: str, body: Mapping[str, Any]) -> Failures:
+        """Return the failures of a request so far: the deaths of engines during equal ones."""
+        since = self._clock() - REMEMBERED_SECONDS
+        while self._deaths and max(at for at, _ in next(iter(self._deaths.values())).values()) <= since:
+            self._deaths.popitem(last=False)
+        # Digesting a long prompt costs time, and nearly always no engine has died.
+        if not self._deaths:
+            return Failures()
+        deaths = self._deaths.get(_digest_of_suspects(path, body), {})
+        return Failures(tuple(text for at, text in deaths.values() if at > since))
+
+    def end(self, path: str, body: Mapping[str, Any], failures: Failures) -> None:
+        """Remember a request during which an engine died, and forget one that was answered."""
+        died = failures.deaths()
+        if not died and not (failures.answered and self._deaths):
+            return
+        digest, now = _digest_of_suspects(path, body), self._clock()
+        if failures.answered:
+            self._deaths.pop(digest, None)
+            return
+        known = self._deaths.setdefault(digest, {})
+        self._deaths.move_to_end(digest)
+        known |= {death: (now, text) for death, text in died.items()}
+        if len(self._deaths) > _MAX_REQUESTS:
+            self._deaths.popitem(last=False)
+
+
+def _digest_of_suspects(path: str, body: Mapping[str, Any]) -> bytes:
+    kept = {key: value for key, value in body.items() if key not in _OF_THE_CALLER}
+    return hashlib.blake2b(json.dumps([path, kept], sort_keys=True).encode(), digest_size=16).digest()
+
+
+_MAX_REMEMBERED = 1000
+# The prompt, and keys that differ between requests of one kind.
+_NOT_COMPARED = frozenset(
+    {
+        "cache_salt",
+        "documents",
+        "messages",
+        "metadata",
+        "prompt",
+        "prompt_cache_key",
+        "request_id",
+        "safety_identifier",
+        "seed",
+        "session_id",
+        "system",
+        "tools",
+        "user",
+    }
+)
+
+
+class Refusals:
+    """Fields of requests that decode engines have refused. The least recently refused ones are dropped."""
+
+    def __init__(self) -> None:
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+
+    def includes(self, path: str, body: Mapping[str, Any]) -> bool:
+        """Return whether a request with equal fields was refused, and none was accepted since."""
+        # Digesting costs time, and nearly always nothing was refused.
+        return bool(self._refused) and _digest_of_refusals(path, body) in self._refused
+
+    def add(self, path: str, body: Mapping[str, Any]) -> None:
+        self._refused[_digest_of_refusals(path, body)] = None
+        if len(self._refused) > _MAX_REMEMBERED:
+            self._refused.popitem(last=False)
+
+    def discard(self, path: str, body: Mapping[str, Any]) -> None:
+        self._refused.pop(_digest_of_refusals(path, body), None)
+
+
+def _digest_of_refusals(path: str, body: Mapping[str, Any]) -> bytes:
+    kept = [(key, body[key]) for key in sorted(body.keys() - _NOT_COMPARED)]
+    return xxhash.xxh3_128_digest(encoded([path, kept]))

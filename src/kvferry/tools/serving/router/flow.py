@@ -28,8 +28,8 @@ from typing import Any
 import anyio
 from starlette.types import Send
 
-from kvferry.limited_log import LimitedLog
-from kvferry.tools.serving.router.backends import Backend, Pool
+from kvferry.common.limited_log import LimitedLog
+from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import (
     COMPLETIONS,
     DECODE_ONLY,
@@ -45,19 +45,30 @@ from kvferry.tools.serving.router.bodies import (
 )
 from kvferry.tools.serving.router.endpoint import Call
 from kvferry.tools.serving.router.events import is_events, relay_events
-from kvferry.tools.serving.router.failures import Failures, failure_of, is_busy, is_failure
-from kvferry.tools.serving.router.hop import LOOP_DETECTED, LOOP_REASON
+from kvferry.tools.serving.router.failures import (
+    Failures,
+    Refusals,
+    Suspects,
+    failure_of,
+    is_busy,
+    is_failure,
+)
+from kvferry.tools.serving.router.fleet import probe
 from kvferry.tools.serving.router.metrics import AloneReason
-from kvferry.tools.serving.router.probe import probe
-from kvferry.tools.serving.router.prompts import Turns, estimated_tokens, has_media
-from kvferry.tools.serving.router.refusals import Refusals
+from kvferry.tools.serving.router.prompts import (
+    Turns,
+    estimated_tokens,
+    has_media,
+    not_found,
+    previous_response,
+    with_response_id,
+)
 from kvferry.tools.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
-from kvferry.tools.serving.router.responses import not_found, previous_response, with_response_id
 from kvferry.tools.serving.router.settings import RouterSettings
-from kvferry.tools.serving.router.streaming import StreamSource, new_ticket
-from kvferry.tools.serving.router.suspects import Suspects
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
+    LOOP_DETECTED,
+    LOOP_REASON,
     NOT_CONNECTED,
     BrokenBeforeFirst,
     EngineAnswer,

@@ -8,10 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvferry.common.files import user_cache
 from kvferry.tools.serving.tiny.families import Family, family
-from kvferry.tools.serving.tiny.publish import digest, publish
-from kvferry.tools.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY, trained_tokenizer
-from kvferry.user_cache import user_cache
+from kvferry.tools.serving.tiny.tokenizer import SPECIAL_IDS, VOCABULARY, digest, publish, trained_tokenizer
 
 _SEED = 20_260_101
 _SHARED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.errors import ConfigError
+from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.tiny.tokenizer import VOCABULARY
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

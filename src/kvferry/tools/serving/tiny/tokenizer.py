@@ -2,12 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pydoc_data.topics
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvferry.tools.serving.corpus import corpus, corpus_digest
-from kvferry.tools.serving.tiny.publish import digest, publish
+from kvferry.common.errors import ConfigError
+
+
+@cache
+def corpus() -> str:
+    """Return the Python language reference as one English text of about 400,000 characters."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+@cache
+def corpus_digest() -> str:
+    """Return the SHA-256, in hex, of the text that `corpus` returns."""
+    return hashlib.sha256(corpus().encode()).hexdigest()
+
+
+def passages(characters: int) -> Iterator[str]:
+    """Yield passages of the text that `corpus` returns, in order, without overlap, each from a paragraph on.
+
+    Raises:
+        ConfigError: `characters` is not positive, or the text is shorter than one passage.
+    """
+    text = corpus()
+    if not 0 < characters <= len(text):
+        message = f"a passage of {characters} characters was asked for; the text has {len(text)}"
+        raise ConfigError(message)
+    start = 0
+    while start + characters <= len(text):
+        yield text[start : start + characters]
+        # A passage that begins within a sentence reads oddly in the demo.
+        paragraph = text.find("\n\n", start + characters)
+        if paragraph < 0:
+            return
+        start = paragraph + 2
+
+
+def digest(*parts: object) -> str:
+    """Return the first ten hex digits of the SHA-256 of ``repr(parts)``."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+
+
+def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        return _published(directory, name, fill)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep {name} in {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory with "
+            "room that you may write"
+        ) from error
+
+
+def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """Do the work of `publish`, and raise an OSError as it is."""
+    final = directory / name
+    if final.is_dir():
+        return final
+    directory.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete. Of several callers, the first to rename wins.
+    private = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
+    try:
+        fill(private)
+        private.chmod(0o755)
+        try:
+            private.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return final
+
 
 VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"

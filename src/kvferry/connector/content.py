@@ -1,0 +1,356 @@
+"""Names for the content of a prompt: digests of everything that determines its KV, and of its cache salt.
+
+A peer gives the KV of a ticket only to a prompt of the same content (`transport.redeem`). Tiers keep chunks
+under keys derived from their content (`keys.chunk`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+
+from kvferry.cache.weights import weights_of
+from kvferry.common.errors import ConfigError, NotYetNamed, Unnameable
+from kvferry.common.text import shown
+from kvferry.connector.engine import LoraAdapter, Request
+from kvferry.geometry.canonical import CanonicalForm
+from kvferry.keys import prompt_digest
+from kvferry.keys.chunk import ChunkKeys, Item
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.format.chunk import VERSION
+from kvferry.transport.messages import Fact
+from kvferry.transport.redeem import MAX_ADAPTER, PromptContent
+from kvferry.transport.turns import TurnContent
+
+logger = logging.getLogger(__name__)
+
+_FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
+"""(name, size in bytes, time of modification in ns) of each file of an adapter."""
+
+_GRACE_SECONDS = 0.005
+"""Seconds that a call which starts to read files waits for the digest. Enough if the digest is cached."""
+
+AGAIN_SECONDS = 10.0
+"""Seconds after which the files of an adapter are read again if they could not be read."""
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """The files of one LoRA adapter, and their digest once it is known.
+
+    Attributes:
+        file_stats: (name, size in bytes, modification time in ns) of each file when a thread began to read
+            the files.
+        again: earliest time for another attempt to read the files, monotonic seconds.
+        done: event that is set when the thread has ended, with or without a digest.
+        digest: digest of the files; None if it is not known yet, or if the files could not be read.
+        absent: True if the thread found no weights on disk. The engine cannot have loaded any before then.
+    """
+
+    file_stats: _FileStats
+    again: float
+    done: threading.Event = field(default_factory=threading.Event)
+    digest: str | None = None
+    absent: bool = False
+
+    def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
+        """Return whether to try again to read the adapter's files after a failed attempt.
+
+        Return True if the last attempt failed, the time `again` has come, and the files have not changed
+        since that attempt. Changed files are not read, because the engine may have loaded the earlier ones.
+        They are read only if the attempt found no weights (`absent`): then there were none to load earlier.
+
+        Args:
+            file_stats: (name, size in bytes, modification time in ns) of each file now.
+            now: present time, monotonic seconds.
+        """
+        failed = self.done.is_set() and self.digest is None
+        return failed and now >= self.again and (self.absent or file_stats == self.file_stats)
+
+
+class Adapters:
+    """Gives each LoRA adapter of an engine a name: a digest of the adapter's files.
+
+    The name becomes part of the keys of the KV that the adapter's requests compute. The engine may evict an
+    adapter and load it from disk again. If the files have changed since they were first read, it is not known
+    which version the engine computes with. From then on the adapter has no name, and the KV of its requests
+    is not shared. Only the engine's thread calls this class.
+    """
+
+    def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the record of the adapters' names. It has no adapters yet.
+
+        Args:
+            settings: the engine's LoRA settings that affect the results of adapters; part of every name.
+            clock: function that returns monotonic seconds.
+        """
+        self._settings, self._clock = settings, clock
+        self._replaced: set[int] = set()
+        self._known: dict[str, _Adapter] = {}
+        self._reading = threading.Lock()
+
+    def on_load(self, lora: LoraAdapter) -> None:
+        """Record that the engine is about to load an adapter, and start to compute the digest of its files.
+
+        If the load replaces the weights of another adapter in place, it is not known which weights a request
+        uses. Then neither adapter gets a name, and no file is read.
+
+        Args:
+            lora: the adapter.
+        """
+        if lora.load_inplace:
+            self._replaced.add(lora.lora_int_id)
+        elif lora.lora_path not in self._known:
+            self._read(lora, _stat_files(Path(lora.lora_path)))
+
+    def is_current(self, lora: LoraAdapter | None) -> bool:
+        """Return False if the engine has replaced the adapter's weights in place, True otherwise.
+
+        After a replacement, it is not known which weights computed the KV of a request.
+
+        Args:
+            lora: the adapter; None for a request without an adapter, for which the result is True.
+        """
+        return lora is None or lora.lora_int_id not in self._replaced
+
+    def name(self, lora: LoraAdapter | None) -> str:
+        """Return the name of a LoRA adapter: the digest of its files, followed by the engine's LoRA settings.
+
+        Args:
+            lora: the adapter; None for a request without an adapter, for which the name is empty.
+
+        Raises:
+            NotYetNamed: a thread is still reading the adapter's files.
+            Unnameable: the adapter's weights cannot be read from this machine's disk, have changed, or may
+                change.
+        """
+        if lora is None:
+            return ""
+        if lora.load_inplace or not self.is_current(lora):
+            raise Unnameable(
+                f"LoRA {lora.lora_name} was loaded in place (load_inplace), so its weights may change; load "
+                "it under a name of its own"
+            )
+        file_stats = _stat_files(Path(lora.lora_path))
+        known = self._known.get(lora.lora_path)
+        if known is None or known.may_be_read_again(file_stats, self._clock()):
+            known = self._read(lora, file_stats)
+        if not known.done.is_set():
+            raise NotYetNamed(f"the files of LoRA {lora.lora_name} are still being read for their digest")
+        if known.digest is None:
+            raise Unnameable(
+                f"the weights of LoRA {lora.lora_name} are not on this machine's disk, or cannot be read; "
+                "give the engine's user a readable copy here"
+            )
+        if file_stats != known.file_stats:
+            raise Unnameable(
+                f"files of LoRA {lora.lora_name} have changed since it was first used; load it under another "
+                "name or path"
+            )
+        return f"{known.digest} {self._settings}".rstrip()
+
+    def _read(self, lora: LoraAdapter, file_stats: _FileStats) -> _Adapter:
+        """Start a thread that computes the digest of an adapter's files, and return the adapter's record.
+
+        Wait a few milliseconds for the thread: this is enough if the digest is cached. Only one such thread
+        reads at a time.
+
+        Args:
+            lora: the adapter.
+            file_stats: (name, size in bytes, modification time in ns) of each file now.
+        """
+        first = lora.lora_path not in self._known
+        adapter = self._known[lora.lora_path] = _Adapter(file_stats, self._clock() + AGAIN_SECONDS)
+
+        def read() -> None:
+            with self._reading:
+                try:
+                    why = _read_into(adapter, Path(lora.lora_path))
+                    if first and why:
+                        name = shown(lora.lora_name)
+                        logger.warning("LoRA %s: %s; its requests are not cached", name, shown(why, 300))
+                finally:
+                    adapter.done.set()
+
+        threading.Thread(target=read, name="kvferry-adapter", daemon=True).start()
+        adapter.done.wait(_GRACE_SECONDS)
+        return adapter
+
+
+def _stat_files(folder: Path) -> _FileStats:
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    except OSError:
+        return ()
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in stats)
+
+
+def _read_into(adapter: _Adapter, folder: Path) -> str:
+    """Read an adapter's weights and configuration, and set `adapter.digest`. Mutates `adapter`.
+
+    Args:
+        adapter: record of the adapter. If there are no weights on disk, `absent` is set instead.
+        folder: directory with the adapter's files.
+
+    Returns:
+        Reason why the digest could not be computed; empty on success.
+    """
+    try:
+        weights = weights_of(folder)
+        if weights is None:
+            adapter.absent = True
+            return "its weights are not on this machine's disk"
+        config = (folder / "adapter_config.json").read_bytes()
+    except (ConfigError, OSError) as error:
+        adapter.absent = not adapter.file_stats
+        return str(error)
+    adapter.digest = f"{weights} {blake2b(config, digest_size=16).hexdigest()}"
+    return ""
+
+
+_NO_TOKENS = "the prompt is not made of token ids"
+
+
+def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
+    """Return digests of everything that determines the KV of a prompt's first `tokens` tokens.
+
+    They cover the tokens, images and clips, the LoRA adapter and the cache salt.
+
+    Args:
+        request: the request.
+        tokens: number of prompt tokens.
+        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
+
+    Raises:
+        NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
+        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip cannot be
+            identified for certain.
+    """
+    if request.prompt_token_ids is None:
+        raise Unnameable(_NO_TOKENS)
+    adapter = adapters.name(request.adapter)
+    if len(adapter) > MAX_ADAPTER:
+        raise Unnameable(f"the name of its LoRA adapter has {len(adapter)} characters, at most {MAX_ADAPTER}")
+    salt = request.cache_salt
+    items = sorted((one.offset, one.length, one.name()) for one in request.items if one.offset < tokens)
+    return PromptContent(
+        prompt_digest(request.prompt_token_ids[:tokens]),
+        prompt_digest((), [f"{name} at {at}+{length}" for at, length, name in items]) if items else "",
+        adapter,
+        prompt_digest((), [salt]) if salt else "",
+    )
+
+
+def keys_of(
+    request: Request, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
+) -> ChunkKeys:
+    """Return the keys under which tiers store the chunks (fixed-size runs of tokens) of a request.
+
+    Args:
+        request: the request.
+        tokens: token ids of the request, from the first token on.
+        chunk_tokens: number of tokens per chunk.
+        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
+        epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
+            each reset, so that chunks from before the reset are not found again.
+
+    Raises:
+        NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
+        Unnameable: the content of the request cannot be identified for certain.
+    """
+    if request.prompt_token_ids is None:
+        raise Unnameable(_NO_TOKENS)
+    if request.arrives_in_parts:
+        raise Unnameable("the prompt arrives in parts, and later parts may add images or other items")
+    return ChunkKeys(
+        chunk_tokens,
+        tokens,
+        items=[Item(one.offset, one.length, one.name()) for one in request.items],
+        lora=adapters.name(request.adapter),
+        salt=f"{epoch}{request.cache_salt or ''}",
+    )
+
+
+WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
+"""Names of the facts that every engine states. Peers compare a fact only if both engines state it."""
+
+
+def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
+    """Return the namespace (scope) of the keys under which an engine stores its KV chunks.
+
+    Two engines share chunks only if they have the same namespace, that is, if all their facts and their chunk
+    formats are equal.
+
+    Args:
+        facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
+            `CACHE_DTYPE`. Engines with equal facts must compute equal KV. The value of `WEIGHTS` must be a
+            digest of the weights.
+        canonical: format in which chunks are stored.
+        name: display name of the model; not compared.
+
+    Raises:
+        Unnameable: JSON cannot represent a fact exactly, or a required fact is an empty text.
+    """
+    model = dict(facts)
+    weights, dtype, kv_dtype = (str(model.pop(fact)) for fact in (WEIGHTS, MODEL_DTYPE, CACHE_DTYPE))
+    return Namespace.of(
+        weights=weights,
+        model=model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        scales={},
+        form=(f"chunk file, version {VERSION}", *canonical.describe()),
+        name=name,
+    )
+
+
+CHUNK_TOKENS = 256
+"""Number of tokens per key of a turn: the same for all engines, whatever chunk length their tiers use."""
+
+
+class TurnNames:
+    """Computes the names under which peers find turns.
+
+    A name is a digest of tokens and of everything else that determines their KV, such as the LoRA adapter and
+    images. Equal content has equal names in all engines.
+    """
+
+    def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
+        """Prepare to compute names for the content of one engine's requests.
+
+        Args:
+            adapters: the engine's LoRA adapters.
+            prompts_only: True to give no names to generated tokens, because their KV differs from the KV of
+                equal tokens in a prompt.
+        """
+        self._prompts_only = prompts_only
+        self._adapters, self._epoch = adapters, ""
+
+    def content(self, request: Request, tokens: int) -> TurnContent | None:
+        """Return the names of a request's first `tokens` tokens; None if their KV has no certain name.
+
+        That is so for a prompt of embeddings, for example, and with `prompts_only` for generated tokens.
+        """
+        if self._prompts_only and tokens > request.num_prompt_tokens:
+            return None
+        ids = request.all_token_ids[:tokens]
+        try:
+            keys = keys_of(request, ids, CHUNK_TOKENS, self._adapters, self._epoch)
+        except Unnameable:
+            return None
+        items = sorted(item.offset for item in request.items)
+        return TurnContent(CHUNK_TOKENS, tuple(keys.chunks()), array("I", ids), tuple(items))
+
+    def start_anew(self) -> None:
+        """Give all content new names from now on, because the engine's cache was reset."""
+        # Other engines do not know the number. So they find no KV from before the reset, nor KV that running
+        # requests compute from it.
+        self._epoch = f"{secrets.token_hex(16)} "

@@ -1,0 +1,165 @@
+"""Messages between the connector's scheduler half and worker halves, as subclasses of vLLM's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.engines.vllm.built import Built
+from kvferry.engines.vllm.compat.connectors import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+)
+from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Metric, MetricKind, MetricsDelta
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard(KVConnectorHandshakeMetadata):
+    """Handshake with which a worker describes itself to the connector's scheduler half at the engine's start.
+
+    Attributes:
+        info: memory layout, address and settings of the worker's rank.
+        built: properties of the model that the worker has built, to compare with those of other engines.
+    """
+
+    info: WorkerInfo
+    built: Built = field(default_factory=Built)
+
+
+@dataclass(slots=True)
+class SchedulerMeta(KVConnectorMetadata):
+    """Message from the scheduler half to the worker halves, once per step.
+
+    Attributes:
+        engine_id: id of the engine that runs the step.
+        orders: loads, stores and other work.
+    """
+
+    engine_id: str
+    orders: StepOrders = field(default_factory=StepOrders)
+
+
+@dataclass(slots=True)
+class WorkerMeta(KVConnectorWorkerMetadata):
+    """Message from the worker halves to the scheduler half, once per step."""
+
+    reports: StepReports = field(default_factory=StepReports)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerMeta)
+        # vLLM merges the messages of all workers into that of the first.
+        self.reports.add(other.reports)
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.reports)
+
+
+class FerryStats(KVConnectorStats):
+    """Metric counts of the connector since its last report, as plain values (`MetricsDelta.plain`)."""
+
+    data: dict[str, Any]
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(dict(data) if data else MetricsDelta().plain())
+
+    @classmethod
+    def of(cls, counted: MetricsDelta) -> FerryStats:
+        return cls(counted.plain())
+
+    def reset(self) -> None:
+        self.data = MetricsDelta().plain()
+
+    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+        both = MetricsDelta.read(self.data)
+        both.add(MetricsDelta.read(other.data))
+        self.data = both.plain()
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a summary of the counts for the engine's log."""
+        counted = MetricsDelta.read(self.data)
+        said: dict[str, int | float] = {}
+        for (name, labels), n in counted.counters.items():
+            if name == "loads":
+                said[f"{' '.join(labels)} loads"] = n
+        sums = dict.fromkeys(("load_bytes", "hit_tokens"), 0)
+        for (name, _), n in counted.counters.items():
+            if name in sums:
+                sums[name] += n
+        seconds = [s for (name, _), seen in counted.samples.items() if name == "load_seconds" for s in seen]
+        return {
+            **said,
+            "MiB": round(sums["load_bytes"] / 2**20, 3),
+            "hit tokens": sums["hit_tokens"],
+            "median ms": round(median(seconds) * 1e3, 3) if seconds else 0.0,
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class FerryMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of the connector, in the process of vLLM's API server."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        unregister({f"{PREFIX}{name}" for name in METRICS})
+        self._metrics = {
+            name: create_metric(metric, metric_types, labelnames) for name, metric in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an engine's counts, as `MetricsDelta.plain` returns them, to the Prometheus metrics."""
+        counted, engine = MetricsDelta.read(transfer_stats_data), self.per_engine_labelvalues[engine_idx]
+        for (name, labels), n in counted.counters.items():
+            self._metrics[name].labels(*engine, *labels).inc(n)
+        for (name, labels), value in counted.gauges.items():
+            self._metrics[name].labels(*engine, *labels).set(value)
+        for (name, labels), seen in counted.samples.items():
+            of = self._metrics[name].labels(*engine, *labels)
+            for each in seen:
+                of.observe(each)
+
+
+def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
+    """Create a Prometheus metric from its definition.
+
+    Args:
+        metric: definition of the metric.
+        types: class to use in place of each `prometheus_client` class (`Counter`, `Gauge`, `Histogram`).
+        labels: names of the labels that identify an engine. The metric's own labels follow them.
+    """
+    of: dict[str, Any] = {
+        "name": f"{PREFIX}{metric.name}",
+        "documentation": metric.help_text,
+        "labelnames": [*labels, *metric.labels],
+    }
+    if metric.kind is MetricKind.COUNTER:
+        return types[Counter](**of)
+    if metric.kind is MetricKind.HISTOGRAM:
+        return types[Histogram](**of, buckets=SECONDS)
+    # An engine may report its steps to different API servers, so the most recent value is the right one.
+    return types[Gauge](**of, multiprocess_mode="mostrecent")
+
+
+def unregister(names: Collection[str]) -> None:
+    """Remove metrics with these names, if any, from the Prometheus registry."""
+    # An engine that ran earlier in this process may have registered them, and a name can be registered once.
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "") in names:
+            REGISTRY.unregister(collector)

@@ -1,0 +1,168 @@
+"""Copy cells between an engine's KV blocks and chunks in host memory.
+
+The planner treats the arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
+side the strided copies have offsets within a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.memory.address_space import AddressSpace
+from kvferry.memory.host_copy import packed_cell
+from kvferry.memory.pool_cells import PoolCells
+from kvferry.planning.cell_copy import CellCopy, PoolCopies
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import Cells
+from kvferry.planning.strategy import COPY_ENGINE_BYTES
+from kvferry.planning.template import Route
+
+
+class ChunkCopies:
+    """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
+
+    If the blocks are on a GPU, `store`, `load` and `clear` only queue their copies on the calling thread's
+    current stream, and `wait` waits for them. Until then nothing else may write to these blocks and chunks.
+
+    Args:
+        side: side of the route that is the rank: "src" to store chunks, "dst" to load them.
+        engine: registered memory of the rank.
+        memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
+            CUDA (`host_registration`).
+        engine_bytes: run length in bytes from which the GPU's copy engine copies instead of a kernel.
+
+    Raises:
+        TransferError: the strided copies exceed the rank's memory.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        side: str,
+        engine: AddressSpace,
+        memory: npt.NDArray[np.uint8],
+        engine_bytes: int,
+    ) -> None:
+        self._storing, self._memory = side == "src", memory
+        stride = route.src_stride if self._storing else route.dst_stride
+        blocks = route.src_blocks if self._storing else route.dst_blocks
+        # Byte offset of each cell in its chunk, for each part of the route.
+        self._chunk_cells = [
+            part.dst_offset_array if self._storing else part.src_offset_array for part in route.cell_copies
+        ]
+        alignments = [gcd(*cells.tolist()) for cells in self._chunk_cells]
+        parts = [self._engine_side(part) for part in route.cell_copies]
+        self._pool = PoolCells(
+            parts,
+            engine,
+            side=side,
+            stride=stride,
+            blocks=blocks,
+            alignments=alignments,
+            engine_bytes=engine_bytes,
+        )
+        self._packed = memory if self._pool.on_host else torch.from_numpy(memory)
+
+    def store(self, cells: Cells, offsets: Int64s) -> None:
+        """Copy cells from KV blocks to chunks. `cells.dst_block` indexes `offsets`, from `offsets_of`."""
+        self._copy(cells, cells.src_block, offsets[cells.dst_block])
+
+    def load(self, cells: Cells, offsets: Int64s) -> None:
+        """Copy cells from chunks to KV blocks. `cells.src_block` indexes `offsets`, from `offsets_of`."""
+        self._copy(cells, cells.dst_block, offsets[cells.src_block])
+
+    def blank(self, cells: Cells, offset: int) -> None:
+        """Zero cells of the chunk at a byte offset in host memory. The block ids of `cells` are not used."""
+        for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
+            for at in _offsets(chunk_cells, offset, cells.number).tolist():
+                for view in part.copies:
+                    packed_cell(view, self._memory, at)[...] = 0
+
+    def clear(self, blocks: Int64s) -> None:
+        """Zero the KV of blocks, by id, in all layers of the route."""
+        self._pool.clear(blocks)
+
+    def wait(self) -> None:
+        """Wait until all copies that the calling thread has queued are complete. Return at once on a CPU."""
+        self._pool.wait()
+
+    def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
+        for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
+            places = part.places(blocks, cells.number)
+            offsets = _offsets(chunk_cells, chunks, cells.number)
+            self._pool.copy(part, places, self._packed, offsets)
+
+    def _engine_side(self, part: CellCopy) -> PoolCopies:
+        """Return strided copies in the form that `PoolCells` takes."""
+        at = part.src_offsets if self._storing else part.dst_offsets
+        # Tensor views allow no negative strides.
+        return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
+
+
+def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
+    """Return the byte offset of each cell in the arena, from those of the chunks and of the cells in one."""
+    return chunks + chunk_cells[number % len(chunk_cells)]
+
+
+def offsets_of(offsets: Sequence[int]) -> Int64s:
+    """Return the byte offsets of chunks as an array for `ChunkCopies`: int64 of shape (chunks + 1,)."""
+    # Indices into it take the place of block ids, and block id 0 means "no block".
+    return np.array((0, *offsets), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedImages:
+    """Images in staging memory, at equal distances: image ``i`` starts at ``address + i * stride``."""
+
+    space: AddressSpace
+    address: int
+    stride: int
+
+
+class StagingCopies:
+    """Copies cells between KV blocks and images in staging memory, on the same device or in host memory.
+
+    If the blocks are on a GPU, staging memory of the host must be registered with CUDA. Every method returns
+    when its copies are complete, also on a GPU. The arguments are those of `PoolCells`, with "src" for
+    `gather` and "dst" for `scatter`.
+    """
+
+    def __init__(
+        self, parts: Sequence[PoolCopies], pool: AddressSpace, side: str, stride: int, blocks: int
+    ) -> None:
+        self._pool = PoolCells(
+            parts, pool, side=side, stride=stride, blocks=blocks, engine_bytes=COPY_ENGINE_BYTES
+        )
+
+    def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
+        """Copy cells from KV blocks into consecutive images, or raise TransferError if memory ends first.
+
+        `cells` are indices from the start of the prompt, `first` is that of the first image. The arrays are
+        int64 of shape (n,).
+        """
+        self._copy(blocks, cells, staged, first)
+
+    def scatter(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
+        """Copy cells from consecutive images into KV blocks. The arguments are those of `gather`."""
+        self._copy(blocks, cells, staged, first)
+
+    def clear(self, blocks: Int64s) -> None:
+        """Zero the bytes of KV blocks that the copies touch. `blocks` are ids, int64 of shape (n,)."""
+        self._pool.clear(blocks)
+        self._pool.wait()
+
+    def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
+        memory, start = staged.space.bytes_at(staged.address)
+        packed = memory if self._pool.on_host else torch.as_tensor(memory)
+        offsets = start + (first + np.arange(len(blocks))) * staged.stride
+        try:
+            for part in self._pool.parts:
+                self._pool.copy(part, part.places(blocks, cells), packed, offsets)
+        finally:
+            self._pool.wait()  # also after an error: the memory may then be used for something else

@@ -1,0 +1,212 @@
+"""The file that lists a router's engines, and the task that applies its changes.
+
+The file has one engine per line: its role and its URL. Empty lines and lines that begin with ``#`` are
+skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from kvferry.common.errors import ConfigError
+from kvferry.tools.serving.router.backends import Backend, Pool, new_ticket
+from kvferry.tools.serving.router.bodies import COMPLETIONS, decode_body, kv_params_of, prefill_body
+from kvferry.tools.serving.router.replies import Reply
+from kvferry.tools.serving.router.settings import RouterSettings, engine_url, key_header
+from kvferry.tools.serving.router.upstream import (
+    BROKEN,
+    LOOP_DETECTED,
+    LOOP_REASON,
+    EngineClient,
+    Hop,
+    is_own_fault,
+    note_unreachable,
+    read_whole,
+)
+
+_log = logging.getLogger("kvferry.router")
+
+_ROLES = ("prefill", "decode")
+_EXAMPLE = "write one engine per line, such as: decode http://host:port"
+
+
+def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the base URLs in a file of engines by role, at least one per role, each once.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not a role and a URL, or a role has no engine.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read engines from {path}: {reason}; {_EXAMPLE}") from None
+    found: dict[str, dict[str, None]] = {role: {} for role in _ROLES}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        url = engine_url(words[-1])
+        if len(words) != 2 or words[0] not in _ROLES or url is None:
+            raise ConfigError(f"line {number} of {path} is {line.strip()!r}; {_EXAMPLE}")
+        found[words[0]][url] = None
+    for role, urls in found.items():
+        if not urls:
+            raise ConfigError(f"{path} has no {role} engine; {_EXAMPLE}")
+    return {role: tuple(urls) for role, urls in found.items()}
+
+
+async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -> None:
+    """Give the pools the engines of a file whenever it changes, until this coroutine is cancelled.
+
+    Args:
+        pools: pools of the router by role, ``prefill`` and ``decode``.
+        seconds: time between two looks at the file.
+    """
+    said = ""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            engines = await asyncio.to_thread(read_engines, path)
+        # Someone may be writing the file: keep the engines, and say why once.
+        except ConfigError as error:
+            if str(error) != said:
+                _log.warning("the router keeps its engines: %s", error)
+            said = str(error)
+        else:
+            said = ""
+            for role, pool in pools.items():
+                pool.replace(engines[role])
+
+
+# Many engines that start at once are not flooded with hand-overs.
+_AT_ONCE = 8
+
+# Every engine can answer it: token ids that each model has, and no name of a model.
+_GREETING = {"prompt": [0] * 8, "max_tokens": 1}
+
+
+class Introductions:
+    """Hand-overs of a short prompt between the engines of two pools, once after each start of either."""
+
+    def __init__(
+        self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient, hop: Hop
+    ) -> None:
+        self._prefill, self._decode, self._client = prefill, decode, client
+        self._seconds = settings.probe_seconds
+        key = () if settings.engine_key is None else (key_header(settings.engine_key),)
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._headers = hop.passed_on((*key, (b"content-type", b"application/json")))
+
+    async def run(self) -> None:
+        """Introduce engines as they come up, until this coroutine is cancelled."""
+        met = dict[tuple[Backend, Backend], tuple[int, ...]]()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                pairs = list(product(self._prefill.backends, self._decode.backends))
+                met = {pair: runs for pair, runs in met.items() if pair in pairs}
+                for pair in pairs:
+                    # An engine that was down may have started again, and then knows its peers no more.
+                    runs = tuple(backend.losses for backend in pair)
+                    if all(backend.up for backend in pair) and met.get(pair) != runs:
+                        met[pair] = runs
+                        group.create_task(self._introduce_in_turn(*pair))
+                await asyncio.sleep(self._seconds)
+
+    async def _introduce_in_turn(self, prefill: Backend, decode: Backend) -> None:
+        async with self._room:
+            await self._introduce(prefill, decode)
+
+    async def _introduce(self, prefill: Backend, decode: Backend) -> None:
+        """Hand a prompt over from one engine to another. Engines that cannot do it are left alone."""
+        name = new_ticket()
+        with suppress(*BROKEN):
+            reply = await self._ask(prefill, prefill_body(_GREETING, name=name))
+            if reply.status != 200 or not prefill.note_hand_over(params := kv_params_of(reply.body)):
+                return
+            reply = await self._ask(decode, decode_body(_GREETING, params))
+            if reply.status == 200:
+                return
+        # No decode engine has read this KV, and none will.
+        prefill.unwanted.append(name)
+
+    async def _ask(self, backend: Backend, body: bytes) -> Reply:
+        async with self._client.opened("POST", backend, COMPLETIONS, self._headers, body) as response:
+            return await read_whole(response)
+
+
+_FIRST_PROBES_SECONDS = 0.5
+
+
+async def probe(client: EngineClient, backend: Backend) -> None:
+    """Query an engine's ``/health``, and mark the engine as up or down by the answer, or by its lack."""
+    try:
+        async with client.opened("GET", backend, "/health") as answer:
+            status = answer.status
+    except BROKEN as error:
+        note_unreachable(backend, error)
+        # A server that stops refuses connections while it completes its answers; if it dies, they break.
+        if is_own_fault(error) or getattr(error, "errno", None) == errno.ECONNREFUSED:
+            backend.waits.note_alive()
+    else:
+        if status == 200:
+            backend.mark_up()
+        elif status == LOOP_DETECTED:
+            backend.mark_down(LOOP_REASON)
+        else:
+            backend.mark_down(f"/health answers with status {status}")
+    backend.probed = True
+
+
+class Prober:
+    """Background probes of all engines. An engine that hangs delays no probe of another one."""
+
+    def __init__(
+        self, client: EngineClient, backends: Callable[[], Iterable[Backend]], settings: RouterSettings
+    ) -> None:
+        self._client, self._backends, self._settings = client, backends, settings
+        self._silent_ticks = math.ceil(settings.silent_seconds / settings.probe_seconds)
+        self._running: dict[Backend, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self.tick()
+                await asyncio.sleep(self._settings.probe_seconds)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    def tick(self) -> None:
+        """Begin the next probe of every engine, and end the waits for engines that are silent."""
+        for backend in self._backends():
+            backend.waits.tick(self._silent_ticks)
+            if backend not in self._running:
+                self._running[backend] = task = asyncio.create_task(probe(self._client, backend))
+                task.add_done_callback(partial(self._ended, backend))
+
+    def _ended(self, backend: Backend, _: asyncio.Task[None]) -> None:
+        del self._running[backend]
+
+    async def first_probes(self) -> None:
+        """Wait until every engine was probed once, but at most half a second."""
+        new = [task for backend, task in self._running.items() if not backend.probed]
+        if new:
+            await asyncio.wait(new, timeout=_FIRST_PROBES_SECONDS)
+
+    async def until_up(self, pool: Pool) -> None:
+        """Wait until an engine of a pool is up, or until each has been probed."""
+        while not any(backend.up for backend in pool.backends):
+            first = [self._running.get(backend) for backend in pool.backends if not backend.probed]
+            pending = [task for task in first if task is not None]
+            if not pending:
+                return
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

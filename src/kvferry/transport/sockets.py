@@ -1,0 +1,183 @@
+"""Wait for messages on many ZeroMQ sockets, in a time that does not grow with their number.
+
+`zmq.Poller` asks each socket in each call. Here, epoll waits for the file descriptors of all sockets
+(``ZMQ_FD``). Such a descriptor only says that something about its socket may have changed, and sending a
+message can consume the signal. So sockets whose state may have changed without a new signal are asked again
+before the next wait. See the description of ``ZMQ_FD`` in ``zmq_getsockopt(3)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.transport import security
+from kvferry.transport.addresses import zmq_endpoint
+from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class SocketPoller(Generic[Name]):
+    """Finds the sockets that have messages to receive. Only one thread may use it, except for `wake`."""
+
+    def __init__(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._sockets: dict[Name, zmq.Socket[Any]] = {}
+        self._names: dict[int, Name] = {}
+        self._unsure: dict[Name, None] = {}  # in the order in which they became so
+
+    def add(self, name: Name, socket: zmq.Socket[Any]) -> None:
+        self._sockets[name] = socket
+        descriptor = int(socket.getsockopt(zmq.FD))
+        self._names[descriptor] = name
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._unsure[name] = None  # a message may have arrived before
+
+    def remove(self, name: Name) -> None:
+        """Remove a socket. Call this before the socket is closed."""
+        descriptor = int(self._sockets.pop(name).getsockopt(zmq.FD))
+        del self._names[descriptor]
+        self._epoll.unregister(descriptor)
+        self._unsure.pop(name, None)
+
+    def note_sent(self, name: Name) -> None:
+        """Record that a message was sent on a socket, which may have consumed the signal of an arrival."""
+        self._unsure[name] = None
+
+    def wait(self, seconds: float) -> list[Name]:
+        """Wait at most `seconds` until sockets have messages, or until `wake` is called; return their names.
+
+        Receive at least one message from each: the next call returns those that have more.
+        """
+        ready = self._readable(list(self._unsure))
+        signalled = self._epoll.poll(0 if ready else seconds)
+        for descriptor, _ in signalled:
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+        names = [self._names[descriptor] for descriptor, _ in signalled if descriptor in self._names]
+        ready += self._readable([name for name in names if name not in ready])
+        # These may have further messages, for which no new signal comes.
+        self._unsure = dict.fromkeys(ready)
+        return ready
+
+    def wake(self) -> None:
+        """End the current or the next call of `wait`. Any thread may call it, until `close`."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Free the descriptors. Sockets stay open."""
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _readable(self, names: list[Name]) -> list[Name]:
+        return [name for name in names if int(self._sockets[name].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
+
+
+# Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
+SOCKETS = 3
+
+
+class ControlSocket:
+    """A socket that is connected to the control channel of one peer. Not thread-safe.
+
+    Attributes:
+        raw: underlying ZeroMQ socket, for use in a poller.
+        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `is_up`.
+    """
+
+    def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
+        """Create the socket and connect in the background. Raise zmq.ZMQError if the address is malformed."""
+        self.raw: zmq.Socket[Any] = context.socket(zmq.DEALER)
+        try:
+            self.raw.maxmsgsize = MAX_REPLY_BYTES
+            self.raw.linger = 0
+            security.secure_client(self.raw, keys)
+            self.events: zmq.Socket[Any] = self.raw.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
+            )
+            self.raw.connect(zmq_endpoint(self.raw, host, port))
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def is_up(self) -> bool:
+        """Take the next connection event, and return whether the producer has accepted the connection.
+
+        False means that an attempt to connect has failed: nobody listens there, or the host is unreachable.
+        """
+        # After either event, ZeroMQ goes on: it connects again, also after a connection has ended.
+        return recv_monitor_message(self.events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def send(self, message: Request) -> bool:
+        """Queue a message to the producer; drop it and return False if the queue is full."""
+        try:
+            self.raw.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> bytes:
+        frames: list[bytes] = self.raw.recv_multipart()
+        return frames[-1]
+
+    def ask(self, message: Request, deadline: float) -> Reply:
+        """Send a request, block until the reply arrives, and return it.
+
+        Args:
+            deadline: seconds of `time.monotonic`.
+
+        Raises:
+            TimeoutError: no reply arrived by the deadline.
+            ProtocolError: the reply cannot be decoded.
+        """
+        self.send(message)
+        if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            raise TimeoutError("the control channel does not answer")
+        return decode_reply(self.receive())
+
+    def close(self, linger_milliseconds: int = 0) -> None:
+        """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""
+        if (events := getattr(self, "events", None)) is not None:  # the constructor may have failed
+            self.raw.disable_monitor()
+            events.close()
+        self.raw.close(linger=linger_milliseconds)
+
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 1.0
+_QUIET_SECONDS = 60.0
+
+
+class DelayMonitor:
+    """Measures how late one thread wakes up from waiting, and logs a warning if it is very late."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
+        self._due = self._said = float("-inf")
+
+    def before_wait(self, seconds: float) -> float:
+        """Record that the thread is about to wait for at most `seconds`, and return them."""
+        self._due = self._clock() + seconds
+        return seconds
+
+    def after_wait(self) -> None:
+        now = self._clock()
+        # A machine that is too busy stays so. One line a minute is enough.
+        if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
+            self._said = now
+            logger.warning(
+                "%s: did not run for %.1f s; peers may take this engine for dead: are there more busy "
+                "processes on this machine than cores?",
+                self._name, now - self._due,
+            )  # fmt: skip
