@@ -83,7 +83,6 @@ class AdminActions:
         """Create the actions of one engine.
 
         Args:
-            engine: the part that exchanges KV with other engines.
             tiering: the engine's tiers; None if it has none.
             longest_prompt: maximum number of tokens of a prompt.
         """
@@ -101,7 +100,6 @@ class AdminActions:
         """Return the call of a name and JSON body, for the engine's thread. Any thread may prepare one.
 
         Args:
-            name: name of the call.
             body: body of the HTTP request; empty stands for an empty object.
 
         Raises:
@@ -164,11 +162,7 @@ class AdminCalls:
     """A queue of calls from one thread to the engine's thread. Thread-safe."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """Create an empty queue.
-
-        Args:
-            wake: function that makes the engine run a step soon, although it has no requests.
-        """
+        """Create an empty queue."""
         self._wake = wake
         self._queue: deque[tuple[Call, Future[Any]]] = deque()
         self._closed = False
@@ -179,10 +173,6 @@ class AdminCalls:
 
     def execute(self, call: Call, seconds: float) -> Any:
         """Have the engine's thread execute a call, and return its result.
-
-        Args:
-            call: function to execute.
-            seconds: longest time to wait.
 
         Raises:
             TimeoutError: the engine has not run a step in this time. The call is then not executed later.
@@ -253,14 +243,7 @@ class AdminServer:
         """Listen, and start the server's thread.
 
         Args:
-            host: address to listen on.
             port: port to listen on; 0 for any free port.
-            token: token that every request must carry.
-            actions: calls of the API.
-            calls: queue to the engine's thread.
-            request_seconds: longest time to read a whole request.
-            step_seconds: longest time to wait for a step of the engine.
-            poll_seconds: longest time until `close` stops to listen.
 
         Raises:
             ConfigError: the server cannot listen there.

@@ -82,17 +82,9 @@ class Admission:
         """Create the object that chooses the source of each request's KV. It has no requests yet.
 
         Args:
-            groups: the engine's KV cache groups.
-            loads: loads that may still write to their blocks. The sources share this record.
-            parts: record of the KV blocks that loads fill only in part.
-            headroom: object that decides whether a load leaves enough free blocks for the requests that
-                already wait for their loads.
             attempts: maximum number of attempts to load one request's prefix.
-            timeout_seconds: seconds after its start at which an unfinished load counts as failed.
             sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
                 offer of the first source is taken.
-            chooser: object that chooses between the offers of the sources by a policy.
-            events: stream that receives an event for each decision.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; None if the engine can use its own prefix without a load.
             clock: function that returns monotonic seconds.
@@ -123,11 +115,6 @@ class Admission:
         """Return the number of tokens to load for a request that the engine wants to admit; 0 for no load.
 
         Return None if the engine must ask again in a later step.
-
-        Args:
-            request: the request.
-            local_tokens: number of tokens of the request in the engine's own prefix cache. If the result is
-                0, an engine with a `PrefixCache` continues from `PrefixCache.resumable_tokens`.
         """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
@@ -152,9 +139,6 @@ class Admission:
 
         A bid is a source's offer to load tokens. Its source is still looking up its KV, or too few blocks are
         free.
-
-        Args:
-            request_id: id of the request.
         """
         known = self._known.get(request_id)
         return None if known is None else known.awaited
@@ -163,8 +147,6 @@ class Admission:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
         Args:
-            request: the request.
-            blocks: all blocks of the request. The loads write into them.
             load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
         """
         self.admitted += 1
@@ -229,11 +211,7 @@ class Admission:
         return self._running.calm and self._phases.calm and self._events.calm and self._parts.calm
 
     def scheduled(self, requests: Container[str]) -> None:
-        """Record which requests the engine's coming step computes. They no longer wait for loads.
-
-        Args:
-            requests: ids of all requests whose tokens the step computes.
-        """
+        """Record which requests the engine's coming step computes. They no longer wait for loads."""
         self._phases.scheduled(requests)
         self._events.scheduled(requests)
 
@@ -298,9 +276,6 @@ class Admission:
         """Drop the loads of the other parts of a prefix after the load of one part has failed.
 
         The sources of the dropped loads are not excluded, because these loads have not failed.
-
-        Args:
-            failed: state of the failed load.
         """
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
@@ -313,11 +288,6 @@ class Admission:
 
         Return None while the request waits for free blocks, or for a source that is still looking up its KV.
         Also return None if the engine must look its own prefix up again, because it was shortened.
-
-        Args:
-            known: state of the request.
-            request: the request.
-            prefix: part of the request's prompt in the engine's own prefix cache.
         """
         local_tokens = prefix.tokens
         answers, plans, best = self._ask(known, request, prefix, local_tokens)
@@ -348,12 +318,6 @@ class Admission:
         Return the answers, all plans to load such tokens, and the best plan. The best is None if the engine
         computes the prompt. If `local_tokens` is less than all tokens of `prefix`, leave out plans for a
         longer prefix than `prefix`.
-
-        Args:
-            known: state of the request.
-            request: the request.
-            prefix: part of the request's prompt in the engine's own prefix cache.
-            local_tokens: number of tokens before the loads: all tokens of `prefix`, or its resumable tokens.
         """
         answers = [(source, source.ask(request, local_tokens)) for source in known.sources]
         found = load_plans(answers, local_tokens, self._alignment_tokens)
@@ -369,11 +333,6 @@ class Admission:
         """Shorten the engine's own prefix of a request, so that a load up to `end` brings at least a token.
 
         The evicted block enters the prefix cache again when the request has loaded or computed its tokens.
-
-        Args:
-            known: state of the request.
-            request: the request.
-            end: number of tokens of the prefix that a source can load.
         """
         assert self._prefix_cache is not None
         self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
@@ -384,11 +343,6 @@ class Admission:
 
         Enough blocks must stay free for other requests that wait for loads. In addition, each source of the
         plan may limit the blocks that its loads hold, because late loads hold blocks too.
-
-        Args:
-            plan: plan to load the request's prefix.
-            request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(

@@ -49,8 +49,6 @@ class AdmissionEvents:
         """Create the emitter of events.
 
         Args:
-            events: stream that receives the events.
-            policy: policy that assigns a value to each source's offer.
             clock: function that returns monotonic seconds.
         """
         self._events, self._policy, self._clock = events, policy, clock
@@ -60,13 +58,7 @@ class AdmissionEvents:
 
     @log_errors
     def arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
-        """Emit an `Arrived` event for a new request.
-
-        Args:
-            request: the request.
-            sources: sources that may be able to serve the request.
-            others: sources that cannot serve the request.
-        """
+        """Emit an `Arrived` event for a new request."""
         declined = tuple(lack for source in others if (lack := source.declined(request)) is not None)
         names = tuple(source.name for source in sources)
         now, tokens = self._clock(), int(request.num_tokens)
@@ -104,12 +96,6 @@ class AdmissionEvents:
         request's last event.
 
         Args:
-            request: the request.
-            answers: sources that may be able to serve the request, and their answers.
-            bidding: excluded sources and remaining attempts of the request.
-            prefix: part of the request's prompt in the engine's own prefix cache.
-            local_tokens: number of tokens of the prefix after which the offered tokens begin.
-            offers: (source, bid) of every bid.
             best: chosen bid; None if the engine computes the tokens.
         """
         now = (prefix, local_tokens, [bid for _, bid in offers], best, bidding.spent)
@@ -141,13 +127,6 @@ class AdmissionEvents:
         """Emit a `SourcesAsked` event that says why no source was asked for a request.
 
         Emit nothing if `miss` and `local_tokens` are the same as in the request's last event.
-
-        Args:
-            request: the request.
-            sources: sources that may be able to serve the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
-            miss: reason why no source was asked.
-            detail: the same reason as text for people.
         """
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (local_tokens, miss):
@@ -168,12 +147,7 @@ class AdmissionEvents:
 
     @log_errors
     def no_room(self, request_id: str, local_tokens: int) -> None:
-        """Emit a `SourcesAsked` event: a prompt is computed because too few blocks are free to load it.
-
-        Args:
-            request_id: id of the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
-        """
+        """Emit a `SourcesAsked` event: a prompt is computed because too few blocks are free to load it."""
         _, last = self._asked[request_id]
         now = self._clock()
         event = replace(
@@ -198,8 +172,6 @@ class AdmissionEvents:
         """Emit a `LoadEnded` event for a load that all workers have reported.
 
         Args:
-            one: the load.
-            report: merged report of all workers.
             unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
                 empty if the reason is not known.
         """
@@ -221,14 +193,7 @@ class AdmissionEvents:
 
     @log_errors
     def settled(self, request_id: str, available: int, tokens: int, loads: Sequence[RunningLoad]) -> None:
-        """Emit a `Scheduled` event for a request whose loads have succeeded.
-
-        Args:
-            request_id: id of the request.
-            available: number of tokens whose KV the engine has now, from its prefix cache or from the loads.
-            tokens: number of all tokens of the request.
-            loads: these loads.
-        """
+        """Emit a `Scheduled` event for a request whose loads have succeeded."""
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
         cached, began = min(available, tokens - 1), tuple(one.began for one in loads)
         self._events.emit(Scheduled(request_id, self._clock(), cached, tokens, loads=began))
@@ -239,9 +204,6 @@ class AdmissionEvents:
 
         The event is emitted only when the engine computes the request. Until then another connector of the
         engine may still load tokens of the request; the event counts these tokens.
-
-        Args:
-            request: the request.
         """
         self._unserved[request.request_id] = request
 
@@ -252,11 +214,7 @@ class AdmissionEvents:
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:
-        """Emit a `Scheduled` event for each of these requests that was passed to `unserved` before.
-
-        Args:
-            requests: ids of the requests that the engine now computes.
-        """
+        """Emit a `Scheduled` event for each of these requests that was passed to `unserved` before."""
         for name in [name for name in self._unserved if name in requests]:
             request = self._unserved.pop(name)
             own, last, available = request.own_hit, self._asked.get(name), request.num_computed_tokens
@@ -278,9 +236,6 @@ class AdmissionEvents:
         """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed.
 
         A load is late if its request no longer waits for it but it may still write to its blocks.
-
-        Args:
-            blocks: number of blocks that late loads hold now.
         """
         if blocks != self._late:
             self._late = blocks
@@ -299,10 +254,7 @@ def _why(
     """Return the reason why admission chose a bid (a source's offer), or why the engine computes the prompt.
 
     Args:
-        bids: all bids with their values.
-        bidding: excluded sources and remaining attempts of the request.
         best: chosen bid; None if the engine computes the prompt.
-        compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
     """
     if best is not None and best.looking:
         return DecisionReason.LOOKING

@@ -35,7 +35,6 @@ class Policy(Protocol):
 
         Args:
             bid: the bid; None for computing all tokens.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
 
     def saved_seconds(
@@ -46,10 +45,7 @@ class Policy(Protocol):
         Return None if this policy estimates no times.
 
         Args:
-            bid: the bid (a source's offer to load tokens).
             instead: the other bid; None for computing.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
 
 
@@ -117,11 +113,7 @@ class CostPolicy:
     """Policy that values a bid by the inverse of the expected time to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
-        """Create the policy from measured speeds.
-
-        Args:
-            speeds: measured speeds of loading from each place, and of computing.
-        """
+        """Create the policy from measured speeds."""
         self._speeds = speeds
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
@@ -131,7 +123,6 @@ class CostPolicy:
 
         Args:
             bid: the bid (a source's offer to load tokens); None for computing all tokens.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
 
@@ -141,10 +132,7 @@ class CostPolicy:
         """Return the expected seconds by which a bid gives the first token sooner than another bid.
 
         Args:
-            bid: the bid (a source's offer to load tokens).
             instead: the other bid; None for computing.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
         other = self._seconds(instead, computed_tokens if instead is None else missing_tokens)
         return other - self._seconds(bid, missing_tokens)
@@ -159,10 +147,8 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
     """Return the policy with a configured name.
 
     Args:
-        name: value of the setting ``source_policy``.
         weights: maps the name of a place (such as ``peer`` or a tier) to the weight of each token that is
             loaded from it, for `WeightPolicy`. A place without an entry has weight 1.
-        speeds: measured speeds of loading and computing, for `CostPolicy`.
     """
     policies: dict[str, Policy] = {
         "weight": WeightPolicy(weights),
@@ -208,8 +194,6 @@ class BidChooser:
 
         Args:
             bids: bids in the order of their sources, each of at least one token.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            waited: seconds that the request has waited so far.
             before: bid that was chosen for this request last time; None if there is none. A bid of the same
                 sources and places wins unless another bid has more than `MARGIN` times its value.
             computed_tokens: number of tokens that the engine computes if no bid is taken; None for
@@ -240,8 +224,6 @@ class BidChooser:
         Args:
             bid: bid whose sources are still looking. Its number of tokens is an upper bound.
             answered: best bid of the sources that have answered; None if computing is better.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
         # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.
@@ -277,7 +259,6 @@ def choose(
 
     Args:
         bids: bids in the order of their sources, each of at least one token.
-        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         before: bid that was chosen for this request last time; None if there is none. A bid of the same
             sources and places wins unless another bid has more than `MARGIN` times its value.
         computed_tokens: number of tokens that the engine computes if no bid is taken; None for

@@ -72,16 +72,7 @@ class Composition:
         """Create the records of blocks and speeds that the sources of KV and the admission share.
 
         Args:
-            engine: facts about the engine.
-            config: settings of the connector.
-            pool: the engine's block pool.
-            groups: the engine's KV cache groups, from the description of one rank.
-            workers: number of workers, each of which reports every load.
-            events: stream that receives the events.
-            adapters: the engine's LoRA adapters.
-            refusals: log of the requests that a source refuses.
             speeds: speeds measured so far; None for an empty record.
-            idle: function that returns whether the engine computes no request at present.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
             describe_blocks: function that returns the engine's blocks that end in a range of a request's
@@ -107,16 +98,6 @@ class Composition:
         """Create the source that loads KV from peers (other engines).
 
         A *turn* is the KV of a finished request that an engine keeps for the next turn of the conversation.
-
-        Args:
-            client: control channel to the peers that offer KV.
-            ranks: geometry of this engine's ranks.
-            keepers: function that returns the peers that keep turns. The result maps each peer's address to
-                its incarnation, a random number that identifies the peer's present run.
-            names: object that computes the names of turns, which are digests of their tokens and of all else
-                that determines their KV. Peers find turns by these names.
-            meets: (host, port) of the control channels of peers that the workers connect to before the first
-                load.
         """
         config = self.config
         return PeerSource(
@@ -134,13 +115,7 @@ class Composition:
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
-        """Create the source that loads KV chunks from this engine's tiers (host memory and slower storage).
-
-        Args:
-            cache: cache of the chunks in host memory and in the slower tiers.
-            prompts: record of the engine's requests and of the keys of their chunks.
-            canonical: format in which chunks are stored.
-        """
+        """Create the source that loads KV chunks from this engine's tiers (host memory and slower storage)."""
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         bid_per_tier = self.config.source_policy == "cost"
         return TierSource(
@@ -155,12 +130,7 @@ class Composition:
         )
 
     def block_events(self, table: KeyTable, tiers: Mapping[int, str]) -> BlockEvents | None:
-        """Create the source of events about blocks in tiers; None if the engine publishes no such events.
-
-        Args:
-            table: table of the tiers' chunks.
-            tiers: names of the tiers, by their bits in `table`.
-        """
+        """Create the source of events about blocks in tiers; None if the engine publishes no such events."""
         if self._describe_blocks is None:
             return None
         blocks = lcm(*(one.block_tokens for one in self.engine.groups if one.kind is not GroupKind.STATE))
@@ -204,9 +174,6 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     location and the fingerprint of the keys. Log a warning if engines on other machines may connect but the
     setting ``secret_file`` is not set: such engines are refused until the user gives them the same secret.
 
-    Args:
-        config: settings of the connector.
-
     Raises:
         ConfigError: the key file cannot be read, or a missing one cannot be created.
     """
@@ -227,9 +194,6 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
 def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
     """Return the machines whose engines may exchange KV with this engine.
 
-    Args:
-        config: settings of the connector, with the list of these machines in ``peers``.
-
     Raises:
         ConfigError: the setting ``peers`` has a malformed entry, no entry, or too many entries.
     """
@@ -238,10 +202,6 @@ def peers_allowed(config: ConnectorConfig) -> AllowedPeers:
 
 def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
     """Check that all ranks of the engine have the same key as its scheduler.
-
-    Args:
-        keys: secret keys of the scheduler.
-        workers: descriptions of all workers, each with the fingerprint of the worker's key.
 
     Raises:
         ConfigError: the key of a rank differs from the scheduler's. This happens if the rank runs on another
@@ -259,9 +219,6 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
 
 def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
     """Check that all ranks of an engine with tiers run on the machine of its scheduler.
-
-    Args:
-        workers: descriptions of all workers.
 
     Raises:
         ConfigError: a rank runs on another machine, where it cannot use the scheduler's host memory.

@@ -62,10 +62,6 @@ def read_tiers(value: Any) -> Tiers | None:
 def tier_settings(value: Any, where: str = "tier") -> TierSettings:
     """Parse the settings of one tier.
 
-    Args:
-        value: object in the list ``tiers`` of a configuration.
-        where: name of the object in the configuration, for messages.
-
     Raises:
         ConfigError: the kind or a key is unknown, a type is wrong, or a package's kind cannot be loaded.
     """
@@ -106,9 +102,6 @@ def _check_locations_differ(tiers: Sequence[TierSettings]) -> None:
 
     In a shared location each chunk would be looked up twice.
 
-    Args:
-        tiers: settings of all configured tiers. The host memory tier has no location.
-
     Raises:
         ConfigError: two tiers have the same location.
     """
@@ -128,10 +121,6 @@ def _check_locations_differ(tiers: Sequence[TierSettings]) -> None:
 
 def check_weight(name: str, weight: float) -> None:
     """Check that a weight is from 0 to 1000000.
-
-    Args:
-        name: name of the setting, for the message.
-        weight: the weight.
 
     Raises:
         ConfigError: the weight is outside this range.
@@ -297,7 +286,6 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     """Parse and check the settings of the connector.
 
     Args:
-        extra: content of ``kv_connector_extra_config``.
         kv_role: vLLM's ``kv_role``; None if it is unknown or belongs to several connectors together. For
             ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
@@ -371,10 +359,6 @@ def _check_transfers(config: ConnectorConfig) -> None:
 def check_snapshot_tokens(snapshot_tokens: int, chunk_tokens: int) -> None:
     """Check that snapshots are kept at ends of chunks.
 
-    Args:
-        snapshot_tokens: distance in tokens between kept snapshots.
-        chunk_tokens: number of tokens per chunk.
-
     Raises:
         ConfigError: the distance is not a multiple of a chunk.
     """
@@ -388,9 +372,6 @@ def check_snapshot_tokens(snapshot_tokens: int, chunk_tokens: int) -> None:
 
 def check_host_buffer(config: ConnectorConfig) -> None:
     """Check the settings of an engine whose KV moves through a host buffer.
-
-    Args:
-        config: settings of the connector.
 
     Raises:
         ConfigError: a setting does not work with a host buffer.

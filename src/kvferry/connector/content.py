@@ -69,7 +69,6 @@ class _Adapter:
         They are read only if the attempt found no weights (`absent`): then there were none to load earlier.
 
         Args:
-            file_stats: (name, size in bytes, modification time in ns) of each file now.
             now: present time, monotonic seconds.
         """
         failed = self.done.is_set() and self.digest is None
@@ -89,7 +88,6 @@ class Adapters:
         """Create the record of the adapters' names. It has no adapters yet.
 
         Args:
-            settings: the engine's LoRA settings that affect the results of adapters; part of every name.
             clock: function that returns monotonic seconds.
         """
         self._settings, self._clock = settings, clock
@@ -102,9 +100,6 @@ class Adapters:
 
         If the load replaces the weights of another adapter in place, it is not known which weights a request
         uses. Then neither adapter gets a name, and no file is read.
-
-        Args:
-            lora: the adapter.
         """
         if lora.load_inplace:
             self._replaced.add(lora.lora_int_id)
@@ -162,10 +157,6 @@ class Adapters:
 
         Wait a few milliseconds for the thread: this is enough if the digest is cached. Only one such thread
         reads at a time.
-
-        Args:
-            lora: the adapter.
-            file_stats: (name, size in bytes, modification time in ns) of each file now.
         """
         first = lora.lora_path not in self._known
         adapter = self._known[lora.lora_path] = _Adapter(file_stats, self._clock() + AGAIN_SECONDS)
@@ -196,10 +187,6 @@ def _stat_files(folder: Path) -> _FileStats:
 def _read_into(adapter: _Adapter, folder: Path) -> str:
     """Read an adapter's weights and configuration, and set `adapter.digest`. Mutates `adapter`.
 
-    Args:
-        adapter: record of the adapter. If there are no weights on disk, `absent` is set instead.
-        folder: directory with the adapter's files.
-
     Returns:
         Reason why the digest could not be computed; empty on success.
     """
@@ -223,11 +210,6 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     """Return digests of everything that determines the KV of a prompt's first `tokens` tokens.
 
     They cover the tokens, images and clips, the LoRA adapter and the cache salt.
-
-    Args:
-        request: the request.
-        tokens: number of prompt tokens.
-        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
@@ -255,10 +237,6 @@ def keys_of(
     """Return the keys under which tiers store the chunks (fixed-size runs of tokens) of a request.
 
     Args:
-        request: the request.
-        tokens: token ids of the request, from the first token on.
-        chunk_tokens: number of tokens per chunk.
-        adapters: record of the engine's LoRA adapters, which names each adapter by a digest of its files.
         epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
             each reset, so that chunks from before the reset are not found again.
 
@@ -293,8 +271,6 @@ def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name
         facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
             `CACHE_DTYPE`. Engines with equal facts must compute equal KV. The value of `WEIGHTS` must be a
             digest of the weights.
-        canonical: format in which chunks are stored.
-        name: display name of the model; not compared.
 
     Raises:
         Unnameable: JSON cannot represent a fact exactly, or a required fact is an empty text.
@@ -327,7 +303,6 @@ class TurnNames:
         """Prepare to compute names for the content of one engine's requests.
 
         Args:
-            adapters: the engine's LoRA adapters.
             prompts_only: True to give no names to generated tokens, because their KV differs from the KV of
                 equal tokens in a prompt.
         """

@@ -120,7 +120,6 @@ class PrefixCache(Protocol):
         Mutates the prefix cache.
 
         Args:
-            request: the request.
             tokens: number of tokens, a multiple of the block size of the layers with full attention.
         """
 
@@ -248,19 +247,12 @@ class Request(Protocol):
         """Set `cached_tokens`, because another engine has computed the prompt. Mutates the engine's request.
 
         An engine that reports no cached tokens, or whose answer has begun, ignores the call.
-
-        Args:
-            tokens: number of prompt tokens that the caches of the other engine had. The engine reports at
-                most the length of the prompt.
         """
 
     def take_snapshot_at(self, tokens: int) -> None:
         """Have the engine end a step at a position and keep the recurrent state there. Mutates its request.
 
         An engine that cannot do this ignores the call.
-
-        Args:
-            tokens: position in tokens, at the end of a block. It replaces the last one.
         """
 
     def trim_prompt(self) -> bool:
@@ -403,12 +395,7 @@ class EngineFacts:
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return the block ids to transfer for a request of `tokens` tokens, for each KV cache group.
-
-        Args:
-            block_ids: block table of the request for each KV cache group.
-            tokens: number of tokens of the request.
-        """
+        """Return the block ids to transfer for a request of `tokens` tokens, for each KV cache group."""
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))
 
 
@@ -533,11 +520,7 @@ class BlockRun:
         )
 
     def parts(self, wanted: Sequence[bool]) -> Iterator[BlockRun]:
-        """Yield the wanted blocks as the fewest runs.
-
-        Args:
-            wanted: whether each block of this run is wanted.
-        """
+        """Yield the wanted blocks as the fewest runs."""
         first = 0
         for at, is_wanted in enumerate([*wanted, False]):
             if not is_wanted:

@@ -519,11 +519,6 @@ class Refusals:
         """Report that a source of KV does not serve a request.
 
         Emit a `SourceRefused` event. Also write a log line, unless the class's limit on log lines is reached.
-
-        Args:
-            request_id: id of the request.
-            source: name of the source, for example the name of a peer.
-            reason: reason as text for people.
         """
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))

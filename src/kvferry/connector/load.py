@@ -114,11 +114,7 @@ class Bid:
 
 
 def saves_computation(missing_tokens: int) -> bool:
-    """Return whether a load could save the engine the computation of at least one token.
-
-    Args:
-        missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-    """
+    """Return whether a load could save the engine the computation of at least one token."""
     # The engine always computes the last token, to sample from it.
     return missing_tokens > 1
 
@@ -136,9 +132,6 @@ class Bidding:
 
         Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
         any computation.
-
-        Args:
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         if self._left <= 0 or not saves_computation(missing_tokens):
             return []
@@ -282,9 +275,6 @@ class LoadFigures:
 
         Numbers of bytes and descriptors are added. For the largest run and for times, the larger value is
         kept, and for the speed the smaller.
-
-        Args:
-            other: figures of the other worker.
         """
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)

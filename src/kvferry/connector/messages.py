@@ -263,11 +263,7 @@ class StepReports:
     moved: bool = False
 
     def add(self, other: StepReports) -> None:
-        """Merge reports of other workers into this object. Mutates this object.
-
-        Args:
-            other: reports of one or more other workers.
-        """
+        """Merge reports of other workers into this object. Mutates this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for mine, theirs in ((self.released, other.released), (self.raised, other.raised)):

@@ -44,11 +44,6 @@ def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspe
     ...     port: int
     >>> conversion_error("Expected `int`, got `bool` - at `$.port`", {"port": True}, Settings)
     ': port is true; it must be a whole number'
-
-    Args:
-        error: what msgspec says.
-        given: the object that msgspec cannot convert.
-        settings: class to which it was to be converted.
     """
     if found := _MISSING.fullmatch(error):
         inside = (found["path"] or "").removeprefix(".")
@@ -79,13 +74,7 @@ def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspe
 
 
 def _locate(given: Any, path: str, kind: str = "") -> tuple[str, Any]:
-    """Return the name of a value in the configuration, and the value.
-
-    Args:
-        given: object of the configuration.
-        path: path to the value in this object, as msgspec writes it.
-        kind: type of the value, by msgspec's name. It decides which of a dictionary's values is meant.
-    """
+    """Return the name of a value in the configuration, and the value."""
     name, value = "", given
     for step in _STEP.finditer(path):
         key, index = step.groups()
@@ -122,13 +111,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any, field: msgspec.structs.FieldInfo) -> str:
-    """Return a value as it stands in the configuration. A list, object or long number is named by its type.
-
-    Args:
-        value: the value.
-        field: field that the value is for. Values for a dictionary, such as options of object storage, may be
-            credentials, so they are named by their type, too.
-    """
+    """Return a value as it stands in the configuration. A list, object or long number is named by its type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if not isinstance(value, Mapping | list | tuple) and get_origin(field.type) is not dict:
@@ -176,12 +159,6 @@ def parse_settings(
 ) -> _Settings:
     """Convert an object of the configuration, with all objects inside it, to a class of settings.
 
-    Args:
-        where: name of the object in the configuration, for messages.
-        given: the object, as parsed from JSON.
-        settings: class of the result.
-        beside: further keys that the object may have. They are left out of the result.
-
     Raises:
         ConfigError: a key is unknown (the message names the nearest known one) or missing, or a value has a
             wrong type or is none of the allowed ones.
@@ -197,11 +174,6 @@ def parse_settings(
 def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
     """Check that an object of the configuration has only known keys.
 
-    Args:
-        where: name of the object, for the message.
-        settings: the object, as parsed from JSON.
-        known: keys that the object may have.
-
     Raises:
         ConfigError: a key is unknown. The message names the most similar known key, or else all known keys.
     """
@@ -214,10 +186,6 @@ def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) ->
 
 def check_text(where: str, value: Any) -> None:
     r"""Check that all strings in a setting can be encoded as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
-
-    Args:
-        where: name of the setting, for the message.
-        value: value of the setting, as parsed from JSON.
 
     Raises:
         ConfigError: a string cannot be encoded.

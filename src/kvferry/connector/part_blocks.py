@@ -65,8 +65,6 @@ class PartBlocks:
         """Create an empty record of partly loaded blocks.
 
         Args:
-            groups: the engine's KV cache groups, from the description of one rank.
-            pool: the engine's block pool.
             refused: True if no load may fill a block only in part.
         """
         self._groups, self._pool, self._refused = tuple(groups), pool, refused
@@ -90,7 +88,6 @@ class PartBlocks:
         Return False for every load if the record was created with `refused` False.
 
         Args:
-            span: range of prompt tokens to load.
             alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
                 at a multiple of this number.
         """
@@ -107,9 +104,7 @@ class PartBlocks:
         Forget the blocks of the request's earlier load.
 
         Args:
-            request: the request.
             tables: destination block table of each KV cache group, int64, indexed by block position.
-            span: range of prompt tokens to load.
             alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
                 at a multiple of this number (`Source.alignments`).
         """
@@ -164,10 +159,6 @@ class PartBlocks:
         """Return a request's block tables with null blocks in place of its partly loaded blocks.
 
         If `distrust_all` was called for the request, all blocks are replaced.
-
-        Args:
-            request_id: id of the request.
-            tables: block table of the request for each KV cache group.
         """
         if request_id in self._distrusted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)

@@ -111,9 +111,6 @@ class RequestPhases:
         """Create the state machine of the requests whose KV may be loaded. It has no requests yet.
 
         Args:
-            chooser: object that chooses between the offers of sources by a policy.
-            headroom: object that decides whether a load leaves enough free blocks for the requests that
-                already wait for their loads.
             clock: function that returns monotonic seconds.
         """
         self.headroom = headroom
@@ -124,9 +121,6 @@ class RequestPhases:
         """Return how to handle a request that the engine wants to admit.
 
         Mutates `state`: after a failed load, the request is set aside once, then its sources are asked again.
-
-        Args:
-            state: state of the request.
         """
         if state.phase is RequestPhase.LOADING:
             return AdmitAction.KEEP_LOADING
@@ -153,10 +147,7 @@ class RequestPhases:
         Mutates `state`: the answers that are missing are noted there, and the wait so far is added up.
 
         Args:
-            state: state of the request.
             plans: plans to load the request's prefix, in the order of their sources.
-            request: the request.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
             resumable_tokens: number of these tokens that the engine can use if nothing is loaded; None for
                 all of them.
         """
@@ -186,11 +177,7 @@ class RequestPhases:
         Mutates `state`: the plan is kept there for `admit`. Records how long answers took that have arrived.
 
         Args:
-            state: state of the request.
             plan: plan returned by `best`; None to compute.
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
-            has_room: function that returns whether the loads of a plan may begin now and leave enough free
-                blocks for other requests.
         """
         state.unanswered.settle(self._chooser.answer_times, self._clock())
         state.awaited = None
@@ -211,7 +198,6 @@ class RequestPhases:
         """Record that the engine has allocated blocks to a request. Beginning a plan uses up one attempt.
 
         Args:
-            state: state of the request.
             load_tokens: number of tokens that the engine expects to be loaded; 0 for none.
 
         Returns:
@@ -227,13 +213,7 @@ class RequestPhases:
         return taken
 
     def wait(self, state: RequestState[Any], request: Request, tokens_after_load: int) -> None:
-        """Record that an admitted request waits for its loads.
-
-        Args:
-            state: state of the request.
-            request: the request.
-            tokens_after_load: number of the request's tokens whose KV the engine has after the loads.
-        """
+        """Record that an admitted request waits for its loads."""
         state.phase = RequestPhase.LOADING
         self.headroom.on_load_begun(request.request_id, tokens_after_load, request.num_tokens)
 
@@ -241,8 +221,6 @@ class RequestPhases:
         """Record that all loads of a request have ended.
 
         Args:
-            state: state of the request.
-            request_id: id of the request.
             failed: True if any of the loads has failed.
         """
         if failed:
@@ -263,9 +241,6 @@ class RequestPhases:
 
         Stop keeping blocks free for these requests. Give back their attempts that have succeeded, so that
         they can load KV again.
-
-        Args:
-            requests: ids of all requests whose tokens the step computes.
         """
         self.headroom.on_resumed(requests)
         for name in [name for name in self._loaded if name in requests]:

@@ -48,9 +48,7 @@ class Headroom:
         """Return a headroom check for an engine. It accepts every load if no group has an attention window.
 
         Args:
-            groups: the engine's KV cache groups.
             step_tokens: maximum number of tokens of one request that a step computes.
-            pool: the engine's block pool.
         """
         if not any(group.attention_span for group in groups):
             return cls()
@@ -67,8 +65,6 @@ class Headroom:
         True if no other request waits for a load.
 
         Args:
-            request_id: id of the load's request.
-            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
@@ -82,19 +78,13 @@ class Headroom:
         """Record that a load has begun, so that `fits` keeps blocks free for the load's request.
 
         Args:
-            request_id: id of the load's request.
-            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         if self.groups:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
     def on_resumed(self, requests: Container[str]) -> None:
-        """Stop keeping blocks free for requests that the engine has scheduled again after their loads.
-
-        Args:
-            requests: ids of all requests whose tokens the coming step computes.
-        """
+        """Stop keeping blocks free for requests that the engine has scheduled again after their loads."""
         for name in [name for name in self._needs if name in requests]:
             del self._needs[name]
 
@@ -106,9 +96,6 @@ class Headroom:
         """Return the number of blocks that the pool allocates for a load if the request has no blocks yet.
 
         Blocks before the attention window of the next token are not allocated.
-
-        Args:
-            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
         """
         seen_from = [max(first_attended(group, tokens_after_load), 0) for group in self.groups]
         return sum(
@@ -123,7 +110,6 @@ class Headroom:
         blocks of all later steps of the prompt.
 
         Args:
-            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
             tokens: number of all tokens of the request, with or without KV.
         """
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
@@ -162,8 +148,6 @@ class LocalPrefix:
 
         Args:
             cache: the engine's prefix cache; None if the engine can always continue after `tokens` tokens.
-            request: the request.
-            tokens: number of the request's tokens whose attention blocks the engine has.
         """
         if cache is None or not tokens:
             return cls(tokens, tokens)
@@ -182,7 +166,6 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
 
     Args:
         end: length of the prefix in tokens, at least 1.
-        alignment_tokens: number of tokens between two block boundaries.
 
     >>> last_boundary_before(512, 128), last_boundary_before(500, 128), last_boundary_before(513, 128)
     (384, 384, 512)
@@ -192,10 +175,6 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
     """Return why the engine must compute a request rather than load KV; None if sources may be asked.
-
-    Args:
-        request: the request.
-        local_tokens: number of tokens of the request in the engine's own prefix cache.
 
     Returns:
         (reason, explanation), the explanation as text for people; or None.
@@ -219,7 +198,6 @@ class BlocksWanted:
         """Create the record of the engine's requests. It has no requests yet.
 
         Args:
-            groups: the engine's KV cache groups.
             tokens_in_flight: maximum number of tokens of one request that are scheduled but not yet computed.
         """
         self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
@@ -256,10 +234,6 @@ def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
 
     >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
     (['a', 'b'], [])
-
-    Args:
-        held: number of blocks that each lease holds, by lease name; the lease to end first comes first.
-        lacking: number of blocks to free.
 
     Returns:
         Names of the first leases that together hold enough blocks; all names if there are too few blocks.

@@ -90,10 +90,6 @@ class SchedulerHalf:
         """Create the parts of the scheduler half that do not depend on workers. `start` creates the others.
 
         Args:
-            engine: facts about the engine.
-            config: the connector's settings.
-            adapters: the engine's LoRA adapters.
-            events: stream that receives the events.
             clock: function that returns monotonic seconds.
 
         Raises:
@@ -150,15 +146,10 @@ class SchedulerHalf:
 
         Args:
             workers: descriptions of all workers, sorted by rank.
-            pool: the engine's block pool.
-            facts: facts about the engine that peers compare at the handshake.
-            namespace: function that takes the format in which chunks are stored, and returns the namespace
-                (scope) of the chunk keys.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
             describe_blocks: function that returns the engine's blocks that end in a range of a request's
                 tokens, if the engine publishes events about its blocks; else None.
-            wake: function that makes the engine run a step soon, although it has no requests.
 
         Raises:
             ConfigError: the control channel or the admin API cannot listen at its address, no chunk could
@@ -199,13 +190,7 @@ class SchedulerHalf:
             self._start_admin(self._config.admin, self._keys, wake)
 
     def _start_admin(self, admin: AdminConfig, keys: Keys, wake: Callable[[], None]) -> None:
-        """Start the server of the admin API.
-
-        Args:
-            admin: where it listens.
-            keys: secret keys, from which operators' token derives.
-            wake: function that makes the engine run a step soon.
-        """
+        """Start the server of the admin API."""
         self._calls = AdminCalls(wake)
         actions = AdminActions(self, self._tiering, self._engine.longest_request)
         port = admin.port + self._engine.port_offset if admin.port else 0
@@ -219,15 +204,7 @@ class SchedulerHalf:
         facts: Facts,
         wake: Callable[[], None],
     ) -> PeerSource:
-        """Start both ends of the control channel to other engines; return the source that loads KV from them.
-
-        Args:
-            composition: builder of the source.
-            keys: secret keys of the channel.
-            ranks: descriptions of all ranks of this engine, for peers.
-            facts: facts about this engine that peers compare at the handshake.
-            wake: function that makes the engine run a step soon.
-        """
+        """Start both ends of the control channel to other engines; return the source that loads KV from them."""
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else parse_port_range(config.ports) or 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
@@ -308,20 +285,12 @@ class SchedulerHalf:
         """Have an engine with recurrent state take snapshots of a request, for prompts that begin like it.
 
         The engine calls it when it is about to admit the request.
-
-        Args:
-            request: the request.
-            start: position in tokens at which the engine begins to compute.
         """
         if self._tiering is not None:
             self._tiering.place_snapshots(request, start)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """End a request: store its last chunks, and offer or keep its KV for peers.
-
-        Args:
-            request: the request.
-            block_ids: block table of the request for each KV cache group, up to the last computed token.
 
         Returns:
             Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
@@ -336,11 +305,7 @@ class SchedulerHalf:
         return self._producer.finished(request, whole) if self._config.transfers else (False, None)
 
     def orders(self, step: Step) -> StepOrders:
-        """Return the message that tells all workers what to load, store and send in the coming step.
-
-        Args:
-            step: the coming step, as scheduled by the engine.
-        """
+        """Return the message that tells all workers what to load, store and send in the coming step."""
         computed = step.num_tokens
         self._scheduled += 1
         if self._calls:
@@ -398,11 +363,7 @@ class SchedulerHalf:
         self._producer.on_workers_confirmed(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have ended the leases of these requests. Their blocks can be freed now.
-
-        Args:
-            request_ids: ids of these requests.
-        """
+        """Record that all workers have ended the leases of these requests. Their blocks can be freed now."""
         self._calm = False
         self._producer.sent(request_ids)
 

@@ -92,11 +92,7 @@ class Source(Protocol):
     name: str
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Return whether this source may be able to load KV for a new request. If so, remember the request.
-
-        Args:
-            bidding: excluded sources and remaining attempts of the request.
-        """
+        """Return whether this source may be able to load KV for a new request. If so, remember the request."""
 
     def declined(self, request: Request) -> SourceMiss | None:
         """Return why this source cannot serve a request; None if there is no reason to report.
@@ -109,9 +105,6 @@ class Source(Protocol):
         """Return what this source offers to load beyond the tokens that the engine has.
 
         May be called repeatedly for a request.
-
-        Args:
-            local_tokens: number of the request's tokens in the engine's own prefix cache.
         """
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
@@ -167,11 +160,6 @@ class LoadPlan:
 
         Leave out parts whose tokens the engine has by now. A bid is the source's offer. A span is the range
         of prompt tokens to load from the source.
-
-        Args:
-            local_tokens: number of tokens of the prefix that the engine had when the plan was made.
-            load_tokens: number of tokens of the prefix that the engine does not have now.
-            prompt: number of tokens of the prompt.
         """
         total, last, found = (
             local_tokens + self.bid.tokens,
@@ -194,9 +182,6 @@ def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     The parts may meet at every multiple of the alignment. It is the least common multiple of the block sizes
     of the groups that attend to all tokens; 0 without such a group.
 
-    Args:
-        blocks: (kind, block size in tokens) of every KV cache group of the engine.
-
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
     """
@@ -210,8 +195,6 @@ def load_plans(
     """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
     Args:
-        answers: sources that may be able to serve the request, and their answers.
-        local_tokens: number of the request's tokens in the engine's own prefix cache.
         alignment_tokens: alignment of the position where two sources' parts may meet, in tokens
             (`common_alignment`); 0 for no plans with two sources.
     """

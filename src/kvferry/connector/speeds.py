@@ -55,7 +55,6 @@ class Line:
 
         Args:
             tokens: number of tokens that were loaded, at least 1.
-            seconds: seconds that the load took.
         """
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
@@ -64,7 +63,6 @@ class Line:
 
         Args:
             tokens: number of tokens that were loaded, at least 1.
-            seconds: seconds that the load took.
         """
         new = Line.from_sample(tokens, seconds)
         return Line(
@@ -105,10 +103,6 @@ class Speeds:
         A load reads from its places in parallel, so its time is the time of the slowest place. The time is
         recorded for one place only: a place of unknown speed if there is one, else the place with the longest
         expected time.
-
-        Args:
-            parts: number of loaded tokens by place.
-            seconds: seconds from the start of the load to its end.
         """
         if not parts or seconds <= 0:
             return
@@ -131,12 +125,7 @@ class Speeds:
         return self._rate > 0
 
     def load_seconds(self, place: str, tokens: int) -> float:
-        """Return the expected seconds to load tokens from a place; 0 if its speed is unknown.
-
-        Args:
-            place: ``peer``, or the name of a tier.
-            tokens: number of tokens.
-        """
+        """Return the expected seconds to load tokens from a place; 0 if its speed is unknown."""
         line = self._recent_line(place)
         return line.seconds(tokens) if line else 0.0
 
@@ -235,12 +224,7 @@ class AnswerTimes:
         return len(self._means)
 
     def record(self, name: str, seconds: float) -> None:
-        """Record that a source has answered `seconds` after it was first asked.
-
-        Args:
-            name: name of the answer (`Bid.unanswered`).
-            seconds: seconds until the answer, whether the source had KV or not.
-        """
+        """Record that a source has answered `seconds` after it was first asked."""
         before, now = self._recent(name), self._clock()
         mean = seconds if before is None else NEWEST * seconds + (1 - NEWEST) * before
         # The oldest record is first, so that names that are not used any more do not pile up.
@@ -256,18 +240,13 @@ class AnswerTimes:
         This only raises the expected time. A wait that was shorter than expected says nothing.
 
         Args:
-            name: name of the answer (`Bid.unanswered`).
             seconds: seconds without an answer.
         """
         if seconds > self.seconds(name):
             self.record(name, seconds)
 
     def seconds(self, name: str) -> float:
-        """Return the expected seconds until an answer; 0 if no time was measured lately.
-
-        Args:
-            name: name of the answer (`Bid.unanswered`).
-        """
+        """Return the expected seconds until an answer; 0 if no time was measured lately."""
         return self._recent(name) or 0.0
 
     def _recent(self, name: str) -> float | None:
@@ -287,11 +266,7 @@ class AwaitedAnswers:
     _missing: set[str] = field(default_factory=set)
 
     def note(self, names: Iterable[str]) -> None:
-        """Note that these answers are missing at the current admission.
-
-        Args:
-            names: names of the answers (`Bid.unanswered`).
-        """
+        """Note that these answers are missing at the current admission."""
         self._missing.update(names)
 
     def settle(self, times: AnswerTimes, now: float) -> None:

@@ -23,23 +23,12 @@ class StaleKV:
     """
 
     def __init__(self, producer: Producer, peers: PeerSource | None, tiering: Tiering | None) -> None:
-        """Create the object for a started scheduler half.
-
-        Args:
-            producer: offers KV to peers.
-            peers: source that loads from peers, if any.
-            tiering: the tiers, if any.
-        """
+        """Create the object for a started scheduler half."""
         self._producer, self._peers, self._tiering = producer, peers, tiering
         self._changed = self._moved = False
 
     def take_reports(self, reports: StepReports, epoch: int) -> None:
-        """Process what the workers report about their weights and their KV cache.
-
-        Args:
-            reports: reports of all workers on a step.
-            epoch: number of cache resets so far.
-        """
+        """Process what the workers report about their weights and their KV cache."""
         if reports.moved and not self._moved:
             self._moved = True  # the worker has logged it
             self._stop_exchange(MOVED)
@@ -53,13 +42,7 @@ class StaleKV:
             self._tiering.suspend(MOVED)
 
     def _on_weights_changed(self, stale: int, epoch: int) -> None:
-        """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset.
-
-        Args:
-            stale: number of the last epoch (time between two cache resets) in which the weights changed. If
-                the cache was reset since, tiers stay in use.
-            epoch: number of the present epoch.
-        """
+        """Stop exchanging KV with peers for good, and stop using tiers until the next cache reset."""
         if self._moved:
             return
         if not self._changed:

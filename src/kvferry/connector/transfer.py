@@ -44,9 +44,6 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
     True
 
     Args:
-        source: name of the load's source.
-        blocks: number of blocks that the load may write.
-        held: number of blocks that loads hold, by source, with those of late loads.
         most: maximum number of blocks that all loads together may hold.
     """
     others = sum(held.values()) - held.get(source, 0)
@@ -86,12 +83,7 @@ class TransferBook(Generic[TransferT]):
     """
 
     def __init__(self, workers: int, pool: BlockPool) -> None:
-        """Begin without transfers.
-
-        Args:
-            workers: number of workers, each of which reports every transfer once.
-            pool: the engine's block pool.
-        """
+        """Begin without transfers."""
         self._workers, self._pool = workers, pool
         self._transfers: dict[str, TransferT] = {}
         # Counted, because a step may order many stores while hundreds are under way.
@@ -213,9 +205,6 @@ class RunningLoads:
         """Create the object. No load runs yet.
 
         Args:
-            groups: the engine's KV cache groups.
-            book: the loads that are not over.
-            timeout_seconds: seconds after its start at which an unfinished load counts as failed.
             clock: function that returns monotonic seconds.
         """
         self._groups, self._book = tuple(groups), book
@@ -232,13 +221,7 @@ class RunningLoads:
     def begin(
         self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]
     ) -> list[RunningLoad]:
-        """Begin a load for each part of an attempt to load a request's prefix, and pin the blocks they write.
-
-        Args:
-            request: the request.
-            blocks: all blocks of the request.
-            parts: (source, bid, range of prompt tokens) of each load.
-        """
+        """Begin a load for each part of an attempt to load a request's prefix, and pin the blocks they write."""
         self._attempts += 1
         attempt = f"{shown(request.request_id)}#{self._attempts}"
         found = []
@@ -269,12 +252,7 @@ class RunningLoads:
         return found
 
     def give_up(self, one: RunningLoad, reason: str) -> None:
-        """Tell the workers not to go on with a load.
-
-        Args:
-            one: load whose result is of no use any more.
-            reason: reason that the workers report.
-        """
+        """Tell the workers not to go on with a load."""
         one.given_up |= one.report is None or one.report.failure is None
         one.useless = reason
         self._agenda[one.key] = one
@@ -303,20 +281,11 @@ class RunningLoads:
         self._agenda.pop(one.key, None)
 
     def max_written_blocks(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load may write, over all KV cache groups.
-
-        Args:
-            span: range of prompt tokens to load.
-        """
+        """Return the maximum number of blocks that a load may write, over all KV cache groups."""
         return sum(max_writable_blocks(one, span) for one in self._groups)
 
     def _written(self, span: LoadSpan, blocks: Sequence[Sequence[Block]]) -> list[Block]:
-        """Return every block that a load may write.
-
-        Args:
-            span: range of prompt tokens to load.
-            blocks: all blocks of the load's request by block position, per KV cache group.
-        """
+        """Return every block that a load may write."""
         return [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)
