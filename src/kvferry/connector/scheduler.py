@@ -51,17 +51,11 @@ from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
 
+# Leases without a step after which an engine keeps none alive. A step of a slow engine can take longer than one lease.
 _STUCK_LEASES = 4
-"""Time without a step after which an engine keeps no lease alive, in leases. A step of a slow engine can take
-longer than one lease."""
 
-_NOT_STARTED = (
-    "the scheduler got no handshake of the engine's workers, so kvferry has not started; if the connector is "
-    "inside another one, such as vLLM's MultiConnector, use FerryMultiConnector instead"
-)
-
-_LONGEST_CALM_SECONDS = 1.0
-"""Maximum seconds between two looks at all parts, for what depends on time alone."""
+# Seconds after which a step looks at all parts, for what depends on time alone, such as peers that no load uses.
+_LOOK_SECONDS = 1.0
 
 
 class SchedulerHalf:
@@ -69,37 +63,57 @@ class SchedulerHalf:
 
     It owns the admission (chooses a source of KV for each request), the producer (offers KV to peers), the
     tiers, and both ends of the control channel: a server for peers and a client. Only the engine's thread
-    calls it. The engine calls `start` once. For every step it calls `on_new_request` for new requests,
-    `admission` for requests to schedule, `orders` before the step, `take_reports` after it, and `finished`
-    for requests that have ended.
+    calls it. For every step the engine calls `on_new_request` for new requests, `admission` for requests to
+    schedule, `orders` before the step, `take_reports` after it, and `finished` for requests that have ended.
 
     Attributes:
-        events: stream that receives the events about requests.
         incarnation: random number of this run of the engine. It changes when the engine wakes up.
-        adapters: the engine's LoRA adapters.
+        admission: chooses a source of KV for each request.
+        parts: record of the blocks that loads fill only in part.
+        chunking: tokens per chunk, between kept snapshots, and before the first one; None without tiers.
     """
 
     def __init__(
         self,
         engine: EngineFacts,
         config: ConnectorConfig,
-        adapters: Adapters,
-        events: EventStream,
+        workers: Sequence[WorkerInfo],
+        pool: BlockPool,
+        *,
+        facts: Callable[[str], Facts],
+        namespace: NamespaceOf,
+        adapters: Adapters | None = None,
+        events: EventStream | None = None,
+        prefix_cache: PrefixCache | None = None,
+        describe_blocks: DescribeBlocks | None = None,
+        wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the parts of the scheduler half that do not depend on workers. `start` creates the others.
+        """Start the control channel to other engines, and open the tiers. All workers of the engine run.
 
         Args:
+            workers: descriptions of all workers, sorted by rank.
+            facts: function that takes the incarnation, and returns the facts about the engine that peers
+                compare at the handshake.
+            namespace: function that takes the format in which chunks are stored, and returns the namespace
+                (scope) of the chunk keys.
+            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
+                state; else None.
+            describe_blocks: function that returns the engine's blocks that end in a range of a request's
+                tokens, if the engine publishes events about its blocks; else None.
+            wake: function that makes the engine run a step soon, although it has no requests.
             clock: function that returns monotonic seconds.
 
         Raises:
-            ConfigError: the setting ``tiers`` is invalid, or the secret key cannot be read or created.
+            ConfigError: a setting is invalid, the secret key cannot be read or created, the control channel
+                or the admin API cannot listen at its address, no chunk could ever be stored in the tiers,
+                their memory cannot be allocated, a worker of an engine with tiers runs on another machine, or
+                a worker's secret key differs from the scheduler's.
         """
-        self._engine, self._config, self._tiers = engine, config, read_tiers(config.tiers)
-        self._clock = clock
-        self._keys = scheduler_keys(config)
+        adapters, events = adapters or Adapters(), events or EventStream()
+        tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
+        self._engine, self._config, self._clock = engine, config, clock
         self.incarnation = new_incarnation()
-        self.events, self.adapters = events, adapters
         self._turn_names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
         self._producer = Producer(
             engine,
@@ -110,87 +124,56 @@ class SchedulerHalf:
             adapters=adapters,
             clock=clock,
         )
-        self._refusals = Refusals(events)
-        self._speeds = Speeds(clock)
-        self._steps = StepTimes(self._speeds, clock)
+        speeds = Speeds(clock)
+        self._steps = StepTimes(speeds, clock)
         self._standstill = Standstill(config.patience_seconds, clock)
         self._server: ControlServer | None = None
         self._messages: Sized = ()
         self._client: ControlClient | None = None
         self._peers: PeerSource | None = None
         self._tiering: Tiering | None = None
-        self._parts: PartBlocks | None = None
-        self._admission: Admission | None = None
         self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
         self._draining = self._paused = self._sleep_resets = False
-        self._stale: StaleKV | None = None
         self._epoch = 0
-        self._stepped = clock()
+        self._stepped, self._look_at = clock(), 0.0
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
-        self._calm, self._look_again = False, 0.0
         self._quiet_orders = StepOrders(computes=True, quiet=True)
-
-    def start(
-        self,
-        workers: Sequence[WorkerInfo],
-        pool: BlockPool,
-        *,
-        facts: Facts,
-        namespace: NamespaceOf,
-        prefix_cache: PrefixCache | None = None,
-        describe_blocks: DescribeBlocks | None = None,
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start the control channel to other engines, and open the tiers. Call it when all workers run.
-
-        Args:
-            workers: descriptions of all workers, sorted by rank.
-            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-                state; else None.
-            describe_blocks: function that returns the engine's blocks that end in a range of a request's
-                tokens, if the engine publishes events about its blocks; else None.
-
-        Raises:
-            ConfigError: the control channel or the admin API cannot listen at its address, no chunk could
-                ever be stored in the tiers, their memory cannot be allocated, a worker of an engine with
-                tiers runs on another machine, the setting ``peers`` is malformed, or a worker's secret key
-                differs from the scheduler's.
-        """
         geometries = [worker.geometry for worker in workers]
         composition = Composition(
-            self._engine,
-            self._config,
+            engine,
+            config,
             pool=pool,
             groups=geometries[0].groups,
             workers=len(workers),
-            events=self.events,
-            adapters=self.adapters,
-            refusals=self._refusals,
-            speeds=self._speeds,
-            idle=lambda: self._steps.idle and not self._engine.lockstep,
+            events=events,
+            adapters=adapters,
+            refusals=Refusals(events),
+            speeds=speeds,
+            idle=lambda: self._steps.idle and not engine.lockstep,
             prefix_cache=prefix_cache,
             describe_blocks=describe_blocks,
-            clock=self._clock,
+            clock=clock,
         )
-        self._parts = composition.parts
+        self.parts = composition.parts
         sources: list[Source] = []
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
-        if ranks and self._keys is not None:
-            check_rank_keys(self._keys, workers)
-            sources.append(self._start_peer_channel(composition, self._keys, ranks, facts, wake))
-        if self._tiers is not None:
+        if ranks and keys is not None:
+            check_rank_keys(keys, workers)
+            self._peers = self._start_peer_channel(composition, keys, ranks, facts(self.incarnation), wake)
+            sources.append(self._peers)
+        if tiers is not None:
             check_one_machine(workers)
-            self._tiering = Tiering(self._tiers, composition, namespace=namespace, ranks=geometries)
+            self._tiering = Tiering(tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
+        self.chunking = None if self._tiering is None else self._tiering.chunking
         self._stale = StaleKV(self._producer, self._peers, self._tiering)
-        weights = self._tiering.weights if self._tiering is not None else {}
-        self._admission = composition.admission(sources, weights)
-        if self._config.admin is not None and self._keys is not None:
-            self._start_admin(self._config.admin, self._keys, wake)
+        self.admission = composition.admission(sources, {} if self._tiering is None else self._tiering.weights)
+        if config.admin is not None and keys is not None:
+            self._start_admin(config.admin, keys, wake)
 
     def _start_admin(self, admin: AdminConfig, keys: Keys, wake: Callable[[], None]) -> None:
-        """Start the server of the admin API."""
+        """Start the server of the admin API. Operators' token derives from the keys."""
         self._calls = AdminCalls(wake)
         actions = AdminActions(self, self._tiering, self._engine.longest_request)
         port = admin.port + self._engine.port_offset if admin.port else 0
@@ -224,30 +207,9 @@ class SchedulerHalf:
             runs=lambda: self._clock() - self._stepped < _STUCK_LEASES * config.lease_seconds,
         )
         geometries = [card.geometry for card in ranks]
-        self._peers = composition.peer_source(
+        return composition.peer_source(
             self._client, geometries, lambda: server.keepers, self._turn_names, meets
         )
-        return self._peers
-
-    @property
-    def admission(self) -> Admission:
-        """The admission (object that chooses a source of KV for each request); available after `start`."""
-        if self._admission is None:
-            raise ConfigError(_NOT_STARTED)
-        self._calm = False  # whoever asks for it may change it
-        return self._admission
-
-    @property
-    def chunking(self) -> tuple[int, int, int | None] | None:
-        """Tokens per chunk, between kept snapshots, and before the first one; None without tiers."""
-        return None if self._tiering is None else self._tiering.chunking
-
-    @property
-    def parts(self) -> PartBlocks:
-        """Record of the blocks that loads fill only in part; available after `start`."""
-        if self._parts is None:
-            raise ConfigError(_NOT_STARTED)
-        return self._parts
 
     @property
     def busy(self) -> bool:
@@ -255,7 +217,7 @@ class SchedulerHalf:
 
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
-        loads_write = self._paused and self._admission is not None and len(self._admission.loads) > 0
+        loads_write = self._paused and len(self.admission.loads) > 0
         return (
             bool(self._calls)
             or self._producer.busy
@@ -274,7 +236,7 @@ class SchedulerHalf:
 
         Also prepare to offer the request's KV to other engines, and to store it in the tiers.
         """
-        self._calm, self._stepped = False, self._clock()
+        self._stepped = self._clock()
         if self._config.transfers:
             self._producer.on_new_request(request)
         self.admission.on_new_request(request)
@@ -296,7 +258,6 @@ class SchedulerHalf:
             Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
             response (None for none).
         """
-        self._calm = False
         self.admission.finished(request.request_id)
         whole = self.parts.masked_tables(request.request_id, block_ids)
         self.parts.forget(request.request_id)
@@ -309,11 +270,11 @@ class SchedulerHalf:
         computed = step.num_tokens
         self._scheduled += 1
         if self._calls:
-            self._calm = False
             self._calls.run()
         self._stepped = now = self._steps.scheduled(computed)
-        if self._calm and computed and now < self._look_again and not self._messages:
+        if computed and now < self._look_at and not self._has_work():
             return self._quiet_orders
+        self._look_at = now + _LOOK_SECONDS
         idle = not self._engine.lockstep and not self._steps.computing
         orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)
         if self._server is not None:
@@ -321,42 +282,32 @@ class SchedulerHalf:
         self._producer.scheduled(
             self._scheduled, step, lambda name: self.parts.masked_tables(name, step.block_ids(name))
         )
-        if self._admission is None:
-            return orders
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
-        self._admission.scheduled(step.tokens)
+        self.admission.scheduled(step.tokens)
         if self._peers is not None:
-            if self._standstill.claim_lapses(self._admission.admitted, self._producer.leases_block):
+            if self._standstill.claim_lapses(self.admission.admitted, self._producer.leases_block):
                 self._peers.give_up_oldest_claim(self._standstill.reason)
             self._peers.hand_over(orders)
-        self._admission.hand_over(orders)
+        self.admission.hand_over(orders)
         if self._config.host_buffer:
             self._save_completed(step, orders)
-        if self._becomes_calm():
-            self._calm, self._look_again = True, now + _LONGEST_CALM_SECONDS
-            self._quiet_orders = replace(self._quiet_orders, epoch=self._epoch)
         return orders
 
-    def _becomes_calm(self) -> bool:
-        """Return whether the following steps need no look at the parts of this object.
-
-        That holds until a method is called that may change them, or a peer sends a message.
-        """
+    def _has_work(self) -> bool:
+        """Return whether this step must look at any part. It asks their records, so nothing can be forgotten."""
         return (
-            self._tiering is None
-            and not self._config.host_buffer
-            and self._producer.calm
-            and (self._peers is None or self._peers.calm)
-            and self._admission is not None
-            and self._admission.calm
+            self._tiering is not None
+            or self._config.host_buffer
+            or len(self._messages) > 0
+            or self._producer.has_work
+            or (self._peers is not None and self._peers.has_work)
+            or self.admission.has_work
         )
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""
-        self._calm = False
-        if self._stale is not None:
-            self._stale.take_reports(reports, self._epoch)
+        self._stale.take_reports(reports, self._epoch)
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
@@ -364,15 +315,12 @@ class SchedulerHalf:
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests. Their blocks can be freed now."""
-        self._calm = False
         self._producer.sent(request_ids)
 
     def step_done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""
         self._done = min(self._done + 1, self._scheduled)
         self._steps.done()
-        if self._calm:
-            return
         self._producer.step_done(self._done)
         if self._tiering is not None:
             self._tiering.step_done()
@@ -396,7 +344,7 @@ class SchedulerHalf:
 
     def on_pause(self, *, paused: bool) -> None:
         """Record that the engine was paused or resumed."""
-        self._calm, self._paused = False, paused
+        self._paused = paused
         self._producer.on_pause(paused=paused)
 
     def on_sleep(self) -> None:
@@ -404,7 +352,7 @@ class SchedulerHalf:
 
         The next reset is the one with which the engine falls asleep.
         """
-        self._calm, self._sleep_resets = False, True
+        self._sleep_resets = True
         self._producer.on_sleep()
 
     def on_asleep(self, *, failed: bool) -> None:
@@ -421,7 +369,6 @@ class SchedulerHalf:
         Args:
             workers: descriptions of all workers, sorted by rank.
         """
-        self._calm = False
         if any(worker.stale is not None and worker.stale >= self._epoch for worker in workers):
             self.reset()
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
@@ -439,7 +386,6 @@ class SchedulerHalf:
         If the engine falls asleep, chunks in the tiers stay valid. `wake` invalidates them if the weights
         have changed meanwhile.
         """
-        self._calm = False
         self._producer.reset()
         if self._peers is not None:
             self._peers.start_anew()
@@ -447,15 +393,14 @@ class SchedulerHalf:
             self._sleep_resets = False
             return
         self._epoch += 1
+        self._quiet_orders = replace(self._quiet_orders, epoch=self._epoch)
         self._turn_names.start_anew()
         if self._tiering is not None:
             self._tiering.start_anew()
-        if self._stale is not None:
-            self._stale.on_reset()
+        self._stale.on_reset()
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
-        self._calm = False
         if self._calls is not None:
             self._calls.close()
         if self._admin is not None:
