@@ -1,8 +1,8 @@
 """The arena: host memory that all ranks of a node share.
 
 The owner creates the arena. Other processes attach to it with its `SharedFile`. All see the same bytes at
-different addresses, so positions in it are offsets. `host.slot_table` decides which bytes may be read or
-written. The arena is a sealed memory file (`memory.sealed`). All its memory is allocated at once, so too
+different addresses, so positions in it are offsets. `host.slots` decides which bytes may be read or
+written. The arena is a sealed memory file (`memory.shared_memory`). All its memory is allocated at once, so too
 little memory is an error at start, and does not kill an engine later.
 """
 

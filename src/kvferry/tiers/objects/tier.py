@@ -20,7 +20,7 @@ from types import MappingProxyType
 from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header, zero_padding
+from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
@@ -171,7 +171,6 @@ class ObjectTier(StorageTier):
             # replacing an object that others are reading, which some stores do not isolate.
             there = chunk.key not in self._distrusted and bucket.head(path)[0] == chunk.file_bytes
             if not there:
-                zero_padding(chunk, body)
                 bucket.put(path, [make_header(chunk, body), body])
         self._distrusted.discard(chunk.key)
         self._listed.add(chunk.key)
