@@ -1,4 +1,4 @@
-"""Tensor views of registered memory by address: plans contain addresses, but copies need tensors."""
+"""Tensor views of memory: by address, because plans contain addresses, and guarded against silent copies."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kvferry.common.errors import SilentCopy, TransferError
 from kvferry.geometry import Region
 from kvferry.planning.strided_copy import StridedCopy
 
+# Operations that torch allows to return a view *or* a copy, with the same dtype and device.
+_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -150,12 +152,12 @@ def largest_word(copy: StridedCopy, *offsets: Any) -> int:
     return gcd(8, *(int(n) for n in numbers))
 
 
-# Operations that torch allows to return a view *or* a copy, with the same dtype and device.
-_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
-
-
 class _GuardedView(torch.Tensor):
-    """A view of a KV cache that raises `SilentCopy` where torch would silently copy."""
+    """A view of a KV cache that raises `SilentCopy` where torch would silently copy.
+
+    Writes to such a copy are lost, and a transport that registers it serves memory that no engine writes.
+    Copies inside of operations, such as those of a matmul, are allowed.
+    """
 
     @classmethod
     # Calls from Python. `__torch_dispatch__` could not tell the copies of a reshape, a clone and a matmul
@@ -178,10 +180,7 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory that raises `SilentCopy` where torch would silently copy.
-
-    Views of the returned view are guarded in the same way.
-    """
+    """Return a view of the same memory that raises `SilentCopy`, as its own views do."""
     return view.as_subclass(_GuardedView)
 
 
@@ -195,15 +194,11 @@ def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     shadow = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
     tried = func(**{**kwargs, keyword: shadow}) if keyword else func(shadow, *args[1:], **kwargs)
     if not _share_memory(tried, shadow):
-        raise _silent_copy(name, view)
-
-
-def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
-    return SilentCopy(
-        f"{name} of a cache view of shape {tuple(view.shape)}, strides {tuple(view.stride())} would copy it, "
-        "and writes to the copy are lost; index or permute the view, address the memory by its page map, or "
-        "clone() where a copy is meant"
-    )
+        raise SilentCopy(
+            f"{name} of a cache view of shape {tuple(view.shape)}, strides {tuple(view.stride())} would copy "
+            "it, and writes to the copy are lost; index or permute the view, address the memory by its page "
+            "map, or clone() where a copy is meant"
+        )
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
