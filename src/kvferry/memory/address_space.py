@@ -45,10 +45,7 @@ def region_over(tensor: torch.Tensor) -> Region:
 
 
 class AddressSpace:
-    """Tensor views of registered regions of memory, looked up by address. It allocates nothing.
-
-    The caller must keep the memory allocated.
-    """
+    """Tensor views of registered regions by address. The caller must keep the memory allocated."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -56,12 +53,10 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, copy: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """Return a view of the bytes that a strided copy touches on one side, in blocks or packed cells.
+        """Return a view of the bytes that a strided copy touches on one side, "src" or "dst".
 
         Args:
-            copy: its start on `side` is the absolute address of the first run in the first block or packed
-                cell.
-            side: "src" or "dst".
+            copy: its start on `side` is the absolute address of the first run in the first block or cell.
             stride: bytes from one block or packed cell to the next.
             count: number of blocks or packed cells.
             word: size in bytes of an element of the view: 1, 2, 4 or 8 (`largest_word`).
@@ -102,7 +97,7 @@ class AddressSpace:
         return at if holds else None
 
     def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
-        """Return the regions that contain runs of `run` bytes, of which the lowest begins at `low`; or None.
+        """Return the regions that contain runs of `run` bytes, the lowest at `low`; None if they do not.
 
         `axes` are (distance in bytes, number of runs), the shortest distance first.
         """
@@ -122,12 +117,9 @@ class AddressSpace:
 
     def _flat(self, at: int, word: int) -> torch.Tensor:
         if (at, word) not in self._words:
-            region = self._regions[at]
             # A tensor of words has whole words only. The bytes after the last are in the view of bytes.
-            whole = tensor_over(
-                Region(region.address, region.length // word * word, region.memory, region.device)
-            )
-            self._words[at, word] = whole.view(_WORDS[word])
+            whole = self._regions[at].length // word * word
+            self._words[at, word] = tensor_over(self._regions[at])[:whole].view(_WORDS[word])
         return self._words[at, word]
 
     @property
@@ -211,7 +203,6 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the guarded views among the arguments of an operation, including nested lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value
@@ -220,5 +211,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share storage. This also works for meta tensors, which have no addresses."""
+    # Also for meta tensors, which have no addresses.
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

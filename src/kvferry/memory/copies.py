@@ -93,7 +93,7 @@ class ChunkCopies:
         self._pool.clear(blocks)
 
     def wait(self) -> None:
-        """Wait until all copies that the calling thread has queued are complete. Return at once on a CPU."""
+        """Wait until all copies that the calling thread has queued are complete."""
         self._pool.wait()
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -104,7 +104,6 @@ class ChunkCopies:
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
-    """Return the byte offset of each cell in the arena, from those of the chunks and of the cells in one."""
     return chunks + chunk_cells[number % len(chunk_cells)]
 
 
@@ -141,8 +140,7 @@ class StagingCopies:
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells from KV blocks into consecutive images, or raise TransferError if memory ends first.
 
-        `cells` are indices from the start of the prompt, `first` is that of the first image. The arrays are
-        int64 of shape (n,).
+        `cells` are indices from the start of the prompt, `first` that of the first image, all int64.
         """
         self._copy(blocks, cells, staged, first)
 
