@@ -23,7 +23,7 @@ from kvferry.engines.vllm.compat.model import (
     supported_layouts,
     takes_whole_blocks,
 )
-from kvferry.engines.vllm.content import is_known
+from kvferry.engines.vllm.content import ADAPTERS
 from kvferry.geometry.rank import LAYOUTS, is_compact
 
 _HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
@@ -41,7 +41,7 @@ def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
         return None
     if config.layout != "auto":
         return config.layout
-    by_fields = all(is_known(name) for name in attention_backends(vllm_config))
+    by_fields = all(name in ADAPTERS for name in attention_backends(vllm_config))
     best = _HEADS_OUTSIDE if by_fields and layers_are_alike(vllm_config) else _PAGES_WHOLE
     whole = takes_whole_blocks(vllm_config)
     return best if whole and best in declared_layouts(vllm_config) else None
