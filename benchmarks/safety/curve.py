@@ -31,7 +31,6 @@ from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.gather_client import Done, Gather, Gathered, encode
 from kvferry.transport.listener import Authenticator
 from kvferry.transport.messages import Release, encode as encode_control
-from kvferry.transport.packed_read import segments_of
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
@@ -157,7 +156,7 @@ def messages_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int)
     talk = [(encode_control(redeem), encode_control(redeemed))]
     ranks = plan.ranks if plan is not None else ()
     for packed in (each for rank in ranks for each in rank.packed if each.method.announced_route >= 0):
-        for cells in segments_of(packed.method, packed.cells):
+        for cells in packed.method.segments(packed.cells):
             talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
             talk.append((encode(Done(1)), b""))
     talk.append((encode_control(Release(1, [ticket])), b""))
