@@ -1,4 +1,4 @@
-"""Measure how fast a peer's memory can be read, before the first KV is read from it.
+"""The costs of transfers: measured on this machine by the user, and the speed of READs from a new peer.
 
 The transport chooses by itself how it carries a READ, and does not say how. On a machine without RDMA it may
 carry GPU memory over TCP, many times slower than the machine's memory. So each lane times a few READs of each
@@ -42,6 +42,9 @@ NEAR = 8.0
 
 _LEAST = 1e-12  # seconds per byte, less than any memory needs
 
+VERSION = 1  # of the costs file
+_MAX_BYTES = 1 << 20  # of the costs file
+
 
 class ReadSpeed:
     """Times READs of one rank of a peer, step by step. Only the lane's thread uses it.
@@ -52,6 +55,7 @@ class ReadSpeed:
     Attributes:
         costs: costs of transfers from this rank: those of the machine, with the measured cost of a byte if
             that differs by more than `NEAR`.
+        ended: True if no further READ will be started.
         bytes_per_second: 0 until it is measured.
     """
 
@@ -67,8 +71,8 @@ class ReadSpeed:
         self._agent, self._landing, self._clock = lane.agent, lane.landing, lane.clock
         self._owner, self._memory, self._began = owner, memory, lane.clock()
         self._bytes = min(memory.length, lane.landing.largest_image, size)
-        self._ended = self._bytes < LEAST_BYTES
-        self._read_seconds: list[float] = []
+        self.ended = self._bytes < LEAST_BYTES
+        self._byte_seconds: list[float] = []
         self._taken: Allocation | None = None
         self._lists: list[Any] = []
         self._handle: Any = None
@@ -80,22 +84,15 @@ class ReadSpeed:
         return self._handle is not None
 
     @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
     def pending(self) -> bool:
-        return not self._ended and self._clock() - self._began < PATIENCE_SECONDS
+        return not self.ended and self._clock() - self._began < PATIENCE_SECONDS
 
     def advance(self) -> None:
-        """Start the next READ, or take the time of one that has ended.
-
-        A READ that was just started is polled `SPINS` times. Otherwise the call does not wait.
-        """
+        """Start the next READ and poll it `SPINS` times, or take the time of one that has ended."""
         if self._handle is not None:
             self._take_time()
             return
-        if self._ended:
+        if self.ended:
             return
         try:
             self._start()
@@ -115,11 +112,10 @@ class ReadSpeed:
             self._agent.release_list(each)
         if self._taken is not None:
             self._landing.free(self._taken)
-        self._lists, self._taken, self._ended = [], None, True
+        self._lists, self._taken, self.ended = [], None, True
 
     def _start(self) -> None:
-        if self._taken is None:
-            self._taken = self._landing.allocate(1, self._bytes)
+        self._taken = self._taken or self._landing.allocate(1, self._bytes)
         if self._taken is None:  # reads hold the memory, and they matter more
             self.close()
             return
@@ -143,22 +139,16 @@ class ReadSpeed:
         seconds = self._clock() - self._started
         self._agent.release(self._handle)
         self._handle = None
-        if state is ReadState.DONE:
-            self._read_seconds.append(seconds / self._bytes)
-        if len(self._read_seconds) == ROUNDS:
-            self._conclude()
-        if len(self._read_seconds) == ROUNDS or state is ReadState.FAILED:
+        if state is ReadState.FAILED:
             self.close()
-
-    def _conclude(self) -> None:
-        byte = max(min(self._read_seconds[1:]), _LEAST)
-        self.bytes_per_second = 1 / byte
-        if not 1 / NEAR <= byte / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
-            self.costs = replace(self.costs, read_byte_seconds=byte)
-
-
-VERSION = 1
-_MAX_BYTES = 1 << 20
+            return
+        self._byte_seconds.append(seconds / self._bytes)
+        if len(self._byte_seconds) == ROUNDS:
+            byte = max(min(self._byte_seconds[1:]), _LEAST)
+            self.bytes_per_second = 1 / byte
+            if not 1 / NEAR <= byte / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
+                self.costs = replace(self.costs, read_byte_seconds=byte)
+            self.close()
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,13 +176,8 @@ def load_costs(path: str | None = None) -> Costs:
 
     Args:
         path: None for the default file, if there is one.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
-    if path is not None:
-        return read_costs(expanded(path))
-    found = find_default_costs()
+    found = find_default_costs() if path is None else expanded(path)
     return Costs() if found is None else read_costs(found)
 
 
@@ -206,11 +191,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read a file that `write_costs` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
-    """
+    """Read a file that `write_costs` wrote. Raise ConfigError if it is none of this version."""
     remedy = "write it anew with `kvferry doctor --calibrate`"
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -236,11 +217,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically."""
     held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

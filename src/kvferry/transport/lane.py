@@ -59,8 +59,7 @@ MakeAgent: TypeAlias = Callable[..., Agent]
 class Connect(NamedTuple):
     """A command to connect a peer, or to disconnect it if `cards` is None.
 
-    Orders for a peer may be submitted right after it: they wait until the peer is connected. Orders after a
-    disconnect fail, and those before it are still executed.
+    Orders after a connect wait until the peer is connected. Orders before a disconnect are still executed.
     """
 
     peer: str
@@ -245,11 +244,7 @@ class Lane:
         return peer
 
     def _start(self, order: ReadOrder) -> _Read | None:
-        """Plan an order, start to read its KV, and return the read.
-
-        Return None if the order is held, because its peer is being validated or measured, or if it has failed
-        already.
-        """
+        """Plan an order and start to read its KV. Return None if it is held or has failed already."""
         peer = self._links.get(order.peer)
         if isinstance(peer, str):
             self._deliver(ReadResult(order.key, peer, peer_lost=True))
@@ -320,11 +315,7 @@ class Lane:
         return moved
 
     def _advance(self, read: _Read) -> bool:
-        """Take the next step of a read if that is possible now; return whether a step was taken.
-
-        When all KV has arrived, start to read the lease words. When they have arrived, or the read has failed
-        and no READ is in flight, deliver the result.
-        """
+        """Take the next step of a read if that is possible now; return whether a step was taken."""
         agent, moved = self._lane.agent, False
         for packed in read.packed:
             if read.failure is not None:

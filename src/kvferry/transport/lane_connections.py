@@ -54,9 +54,6 @@ class ConnectedPeer:
     def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
         """Load the peer's transport metadata, and prepare to read from its ranks.
 
-        Args:
-            cards: descriptions of all ranks of the peer.
-
         Raises:
             Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
             TransferError: the peer has more than `MAX_SOURCES` ranks, the transport cannot reach it, a list
@@ -123,16 +120,12 @@ class ConnectedPeer:
                     clears.append((prepared.clearing, left))
             if direct or packed:
                 ranks.append(RankRead(source, _join_indices(direct), packed))
-        speeds = [rank.source.speed.bytes_per_second for rank in ranks]
+        sources = [rank.source for rank in ranks]
+        slowest = min(filter(None, [one.speed.bytes_per_second for one in sources]), default=0.0)
+        not_shared = next(filter(None, [one.not_shared for one in sources]), "")
+        names, seconds = tuple(map("+".join, strategies)), time.perf_counter() - started
         return ReadPlan(
-            ranks=tuple(ranks),
-            clears=tuple(clears),
-            bytes_by_group=tuple(by_group),
-            strategy_by_group=tuple(map("+".join, strategies)),
-            counts=counts,
-            seconds=time.perf_counter() - started,
-            bytes_per_second=min(filter(None, speeds), default=0.0),
-            not_shared=next((rank.source.not_shared for rank in ranks if rank.source.not_shared), ""),
+            tuple(ranks), tuple(clears), tuple(by_group), names, counts, seconds, slowest, not_shared
         )
 
     @property

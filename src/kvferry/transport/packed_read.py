@@ -80,9 +80,7 @@ class _Segment:
 class PackedRead:
     """A read of cells that move as images. Only the lane's thread uses it.
 
-    Attributes:
-        failure: None if the read has not failed.
-        peer_lost: True if the transport failed, so the peer may be gone.
+    If it has failed, `failure` says why. If `peer_lost`, the transport failed, so the peer may be gone.
     """
 
     def __init__(self, lane: LaneResources, source: SourceRank, part: PackedCells, lease: LeaseWord) -> None:
@@ -188,12 +186,14 @@ class PackedRead:
         if self.failure is not None:
             self._remove_segment(segment)
             return True
-        answer = self._client.answer(segment.number)
+        answer, card = self._client.answer(segment.number), self._source.card
         if isinstance(answer, Gathered):
-            if not self._is_sound(segment, answer):
-                self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
-            else:
+            # The peer may name any image and any word, also those of leases.
+            inside = answer.position + len(segment.cells) <= self._method.src.blocks
+            if inside and card.leases <= answer.word < card.words:
                 segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
+            else:
+                self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
         elif answer is not None:
             self._read_unpacked(segment, answer.reason)
         elif self._clock() - segment.since > ASK_SECONDS:
@@ -202,11 +202,6 @@ class PackedRead:
         else:
             return False
         return True
-
-    def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        # The peer may name any image and any word, also those of leases.
-        inside = answer.position + len(segment.cells) <= self._method.src.blocks
-        return inside and self._source.card.leases <= answer.word < self._source.card.words
 
     def _read_unpacked(self, segment: _Segment, reason: str) -> None:
         if (method := self._route.direct) is None:  # it would need too many descriptors

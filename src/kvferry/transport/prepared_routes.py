@@ -95,8 +95,7 @@ class _DescriptorList:
     def add(self, descriptors: _Descriptors) -> PreparedEntries:
         """Append the descriptors of one method, and return where they are.
 
-        Raises:
-            TransferError: the list would have more than the maximum number of descriptors.
+        Raise TransferError if the list gets too long.
         """
         base = self.entries
         self.entries += descriptors.entries
@@ -179,8 +178,7 @@ class PreparedMethod:
 class PreparedRoute:
     """A route with all methods that can move it, the direct one first, if there is one.
 
-    Attributes:
-        clearing: copies that zero those bytes of a block that the route writes.
+    `clearing` zeroes those bytes of a block that the route writes.
     """
 
     route: Route
@@ -328,11 +326,9 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return copies that zero all bytes of given blocks, for each KV cache group of a rank.
+    """Return pairs: index of a KV cache group, copies that zero the bytes of some of its layers in blocks.
 
-    Returns:
-        One or more (index of the group, copies) for each group. Each zeroes the bytes of some layers.
-        Together those of a group cover all its layers.
+    Together those of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)
     # A rank's template against itself covers all fields of its pages.

@@ -68,16 +68,11 @@ class _ExportedMemory:
         self._gatherer: GatherServer | None = None
         offered = None
         if size:
-            area = shared.area if shared else None
+            area, file = (None, None) if shared is None else (shared.area, shared.file)
             self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=area)
-            offered = Outgoing(
-                host=settings.advertise_host,
-                port=self._gatherer.port,
-                address=outgoing.region.address,
-                bytes=outgoing.region.length,
-                words=len(words.array) - first_word,
-                file=shared.file if shared else None,
-            )
+            host, port, region = settings.advertise_host, self._gatherer.port, outgoing.region
+            own_words = len(words.array) - first_word
+            offered = Outgoing(host, port, region.address, region.length, own_words, file)
         self.card = RankCard(
             geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
@@ -150,18 +145,9 @@ class Transfers:
                 partial(MetadataSandbox, settings.host, settings.ports)
             )
             started.callback(self._validator.close)
+            shared = geometry, landing, settings, make_agent
             self._lanes = [
-                Lane(
-                    f"{name}/reads-{number}",
-                    geometry=geometry,
-                    landing=landing,
-                    settings=settings,
-                    make_agent=make_agent,
-                    validator=self._validator,
-                    in_flight=in_flight,
-                    on_result=on_result,
-                    clock=clock,
-                )
+                Lane(f"{name}/reads-{number}", *shared, self._validator, in_flight, on_result, clock)
                 for number in range(settings.lanes)
             ]
             for lane in self._lanes:
