@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,10 +135,6 @@ class ChunkCache:
             for writing in self.writing:
                 writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
-    def hold(self, key: bytes) -> Slot | None:
-        """Hold a chunk in host memory until `close`; None if host memory does not have it."""
-        return self.host.hold(key)
-
     def close(self, slot: Slot) -> None:
         """Release a slot after a load."""
         self.host.close(slot)
@@ -200,3 +197,73 @@ class ChunkCache:
         if (group, tokens) not in self._descriptions:
             self._descriptions[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._descriptions[group, tokens]
+
+
+MOST_PINNED = 0.5
+"""Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
+
+
+class _Pin(NamedTuple):
+    slots: Sequence[Slot]
+    salt: str
+
+
+class PinnedChunks:
+    """The chunks in host memory that operators have pinned, by name of the pin.
+
+    Only the engine's thread calls it.
+
+    Args:
+        chunk_bytes: bytes of a chunk, for each KV cache group.
+    """
+
+    def __init__(self, host: HostTier, chunk_bytes: Sequence[int]) -> None:
+        self._host, self._chunk_bytes = host, tuple(chunk_bytes)
+        self._pins: dict[str, _Pin] = {}
+        self._held = 0  # bytes
+
+    def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
+        """Pin those of these chunks that are in host memory. Return their number.
+
+        An earlier pin of the same name is replaced. Chunks beyond the share `MOST_PINNED` are not pinned.
+
+        Args:
+            keys: keys of the chunks, the first chunk of the prompt first.
+            salt: cache salt of the prompt; empty without one.
+        """
+        self.unpin(name)
+        most = MOST_PINNED * self._host.capacity_bytes
+        slots: list[Slot] = []
+        for key in keys:
+            slot = self._host.hold(key)
+            if slot is None:
+                continue
+            if self._held + self._chunk_bytes[slot.group] > most:
+                self._host.close(slot)
+                break
+            self._held += self._chunk_bytes[slot.group]
+            slots.append(slot)
+        if slots:
+            self._pins[name] = _Pin(slots, salt)
+        return len(slots)
+
+    def unpin(self, name: str) -> int:
+        """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return 0
+        # In reverse order, so that the end of the prompt is evicted before its start.
+        for slot in reversed(pin.slots):
+            self._host.close(slot)
+            self._held -= self._chunk_bytes[slot.group]
+        return len(pin.slots)
+
+    def unpin_salt(self, salt: str) -> None:
+        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more."""
+        for name in [name for name, pin in self._pins.items() if pin.salt == salt]:
+            self.unpin(name)
+
+    def clear(self) -> None:
+        """Remove all pins, before host memory is cleared."""
+        for name in list(self._pins):
+            self.unpin(name)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, PinnedChunks
 from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
@@ -19,8 +19,8 @@ from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.tiers.events import TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
-from kvferry.connector.tiers.stats import PinnedChunks, TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.mover import check_storable
@@ -132,7 +132,7 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._pinned = PinnedChunks(self._cache, [group.chunk_bytes for group in canonical.groups])
+        self._pinned = PinnedChunks(host, [group.chunk_bytes for group in canonical.groups])
         self._bits = bits = {
             host.keys.bit: HOST,
             **{one.queue.tier.keys.bit: one.queue.name for one in behind},
