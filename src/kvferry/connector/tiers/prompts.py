@@ -17,7 +17,6 @@ from kvferry.connector.engine import EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, SnapshotsPlaced
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import widest_group
 from kvferry.planning.retention import (
     bytes_of_snapshots,
     first_snapshot,
@@ -59,11 +58,6 @@ class Prompts:
         self._epoch, self._suspended = "", ""
         self._salt_of: dict[str, str] = {}  # cache salt of each known request
         self._salt_epochs: dict[str, str] = {}  # random text before each forgotten salt
-
-    @property
-    def widest_group(self) -> int:
-        """Index, in the storage format, of the KV cache group that needs the most chunks to load a prefix."""
-        return widest_group(self._canonical.groups)
 
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks; None if it has none, or none yet.

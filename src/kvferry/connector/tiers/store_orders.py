@@ -129,7 +129,7 @@ class StoreOrders:
         return orders
 
     def take_reports(self, reports: StepReports) -> None:
-        """Complete the stores that all ranks have reported: unpin their blocks, make their chunks available."""
+        """Complete the stores that all ranks have reported: unpin the blocks, make the chunks available."""
         ended = []
         for key, report in reports.reports.items():
             if key in self._stores and (store := self._stores.add_report(key, report)) is not None:
