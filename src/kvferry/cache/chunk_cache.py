@@ -63,8 +63,7 @@ class ChunkCache:
     ) -> None:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
-        self.counts, self._events = CacheCounts(), 0
-        self._times = TransferTimes()
+        self.counts, self._events, self._times = CacheCounts(), 0, TransferTimes()
         self.host, self._clock = host, clock
         self._memory_at, self._groups = memory_at, tuple(groups)
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
@@ -80,15 +79,15 @@ class ChunkCache:
     @property
     def busy(self) -> bool:
         """Whether a load waits for chunks, or a write to a tier that does not hang is in flight or due."""
-        return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
+        return bool(self.reading.fetches) or any(writing.busy for writing in self.writing)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         """Return why a chunk could not be found in any tier."""
         why = self.host.miss_reason(key)
-        if why is HostMissReason.ABSENT and any(
-            queue.tier.keys.recently_evicted(key) for queue in self._queues
-        ):
-            return HostMissReason.EVICTED
+        if why is HostMissReason.ABSENT:
+            for queue in self._queues:
+                if queue.tier.keys.recently_evicted(key):
+                    return HostMissReason.EVICTED
         return why
 
     @property
@@ -98,10 +97,7 @@ class ChunkCache:
         It is set only if a slow tier has that namespace, but no chunks of this engine's own. An engine with
         other settings has probably stored chunks there.
         """
-        return next(
-            (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
-            "",
-        )
+        return next((one for queue in self._queues if (one := queue.usage.same_name_namespace)), "")
 
     def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
@@ -172,11 +168,11 @@ class ChunkCache:
         return times
 
     def clear(self) -> None:
-        """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
+        """Drop all chunks in host memory and all queued writes. Writes in flight continue."""
         self._events += 1
         self.host.clear()
         for writing in self.writing:
-            writing.drop_queued()
+            writing.queued.clear()
 
     def shutdown(self, patience_seconds: float) -> None:
         """Write all queued chunks to the slow tiers, and end their threads.
