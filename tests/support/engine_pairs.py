@@ -17,7 +17,7 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tools.plan.blocks import SnapshotSteps
-from kvferry.tools.plan.kept import StoredForm, _group
+from kvferry.tools.plan.kept import StoredForm
 from kvferry.tools.replay.content import RequestKeys, keys_of, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
 from kvferry.tools.replay.model import BlockGroup, ServedModel
@@ -45,7 +45,6 @@ def small_model(
     assert [group.label for group in rank.groups] == [group.label for group in canonical.groups]
     form = StoredForm(
         canonical=canonical,
-        groups=tuple(_group(group) for group in canonical.groups),
         steps=SnapshotSteps(block_tokens, step_tokens, retention),
         snapshot_tokens=snapshot_tokens or chunk_tokens,
         first_tokens=chunk_tokens,

@@ -176,7 +176,7 @@ def test_a_pipeline_rank_without_these_layers_has_no_lane():
 
 
 def test_strips_are_the_pages_memory():
-    rank = setting(EngineSide(layout="LHBNC")).srcs[0]
+    rank = setting(EngineSide(layout="LHBNC")).src.ranks[0]
     found = strips(rank.groups[0], [1], 2)
     # Heads are outside of blocks: a stretch per head and block.
     assert [strip.length for strip in found] == [PAGE // 4] * 8

@@ -1,4 +1,4 @@
-"""Block sizes and KV cache groups, as vLLM 0.32 derives them on a CUDA machine.
+"""Block sizes, KV cache groups and positions of snapshots, as vLLM 0.32 derives them on a CUDA machine.
 
 All groups share the same blocks of memory, because a block id belongs to one group at a time. If layers have
 different caches, vLLM makes their pages equally large, in this order:
@@ -15,7 +15,7 @@ replaced by packing: a group gets as many layers as fit into the bytes of a bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.common.errors import ConfigError, GeometryError
@@ -31,6 +31,13 @@ _HYBRID_LATENT_ALIGNMENT = 128
 # which is MLA for DeepSeek V3.2 and FULL (K and V) for MiniMax-M3.
 _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
 _SIMILAR = 1.5
+
+# Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
+# 16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`).
+STEP_TOKENS = 8192
+
+# Default of ``prefix_cache_retention_interval``: only the last snapshot is retained.
+LAST_ONLY = 0
 
 
 def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -> tuple[int, str]:
@@ -50,7 +57,15 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     state = [page_bytes(s, tp, 1) for s in caches if s.kind is GroupKind.STATE]
     tokens = [page_bytes(s, tp, 1) for s in caches if s.kind is not GroupKind.STATE]
     if not state or not tokens:
-        return _kernel_block_tokens(caches, configured)
+        if configured is not None:
+            return configured, ""
+        if not any(field.name == "indexer" for cache in caches for field in cache.fields):
+            return BLOCK_TOKENS, ""
+        main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
+        found = _INDEXED.get(main, BLOCK_TOKENS)
+        return found, (
+            f"blocks of {found} tokens: vLLM's kernels for sparse attention need at least this size"
+        )
     # `Platform._align_hybrid_block_size` enlarges the block in steps until the largest attention page holds
     # the state of any layer. Both depend on `tp`, by different factors.
     latent = any(cache.kind is GroupKind.MLA for cache in caches)
@@ -63,18 +78,6 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
         f"blocks of {found:,} tokens at TP{tp}: vLLM makes a page of attention "
         f"({max(tokens):,} bytes per token) hold a snapshot of state ({max(state):,} bytes)"
     )
-
-
-def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -> tuple[int, str]:
-    """Return what `base_tokens` returns for a model that does not combine attention with recurrent state."""
-    if configured is not None:
-        return configured, ""
-    caches = list(caches)
-    if not any(field.name == "indexer" for cache in caches for field in cache.fields):
-        return BLOCK_TOKENS, ""
-    main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
-    found = _INDEXED.get(main, BLOCK_TOKENS)
-    return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention need at least this size"
 
 
 def block_sizes(
@@ -127,7 +130,9 @@ def group_counts(
     if _share_block_table(layer_counts):
         return dict.fromkeys(layer_counts, 1)
     pages = {cache: page_bytes(cache, tp, sizes[cache]) for cache in layer_counts}
-    if layout[0] == "B" and _pages_differ(pages):
+    # vLLM pads recurrent state to the size of other pages.
+    unequal = len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
+    if layout[0] == "B" and unequal:
         return _packed_group_counts(layer_counts, pages, sizes)
     # Otherwise every group has room for the same number of layers (`_get_kv_cache_groups_uniform_page_size`).
     least, most = min(layer_counts.values()), max(layer_counts.values())
@@ -159,7 +164,11 @@ def _packed_group_counts(
     # Each mixed bucket is one group. Buckets of a single kind are divided into groups of equal size, at least
     # as many layers as any one kind has in a mixed bucket.
     if pairs:
-        repeats = _layers_per_group(list(even.values()), max(pairs))
+        # The size of a group that leaves the fewest places in groups empty. Of several, the largest.
+        repeats = min(
+            range(max(pairs), max(even.values()) + 1),
+            key=lambda size: (sum(-count % size for count in even.values()), -size),
+        )
         return {
             cache: -(-even[need] // repeats) if need in even else 1
             for need, of in buckets.items()
@@ -177,22 +186,6 @@ def _packed_group_counts(
     }
 
 
-def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the group size, at least `least`, that leaves the fewest places in the groups empty.
-
-    The layers of each bucket are divided into groups of this size, of which the last may be partly empty. Of
-    several such sizes, return the largest.
-    """
-    return min(
-        range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
-    )
-
-
-def _pages_differ(pages: Mapping[LayerCache, int]) -> bool:
-    # vLLM pads recurrent state to the size of other pages.
-    return len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
-
-
 def _share_block_table(caches: Iterable[LayerCache]) -> bool:
     return len({(*_attention_pattern(cache), cache.block_tokens) for cache in caches}) == 1
 
@@ -205,16 +198,6 @@ def _attention_pattern(cache: LayerCache) -> tuple[GroupKind, int]:
 def page_bytes(cache: LayerCache, tp: int, tokens: int) -> int:
     """Return the bytes of a page on one rank. `tokens` is ignored for recurrent state."""
     return page_interior(cache, tokens, 1, 0, tp).page_bytes
-
-
-# Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
-# 16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`).
-STEP_TOKENS = 8192
-
-# Default of ``prefix_cache_retention_interval``: only the last snapshot is retained.
-LAST_ONLY = 0
-
-_EVERY = ("none", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +285,7 @@ def parse_retention(text: str) -> int | None:
     Raises:
         ConfigError: the text is neither a number of tokens nor "None".
     """
-    if text.lower() in _EVERY:
+    if text.lower() in ("none", ""):
         return None
     try:
         return parse_count(text)

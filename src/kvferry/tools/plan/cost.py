@@ -1,40 +1,34 @@
-"""The planner's choice of a transfer strategy for a route, and the expected seconds."""
+"""The expected bytes and seconds of a transfer, by the transfer methods that the planner would choose."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Self
 
 from kvferry.common.errors import ConfigError
-from kvferry.planning.prepared_lists import TransferCounts, count_transfer
+from kvferry.planning.prepared_lists import count_transfer
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import Costs, Strategy, choose_method, segment_bytes, transfer_methods
+from kvferry.planning.strategy import (
+    Costs,
+    Strategy,
+    TransferMethod,
+    choose_method,
+    segment_bytes,
+    transfer_methods,
+)
 from kvferry.planning.template import Route
-from kvferry.transport.staging import TransferSettings
 
 # Stands for the cheapest strategy.
 AUTO = "auto"
+# Stands for the strategies of a transfer whose routes use several.
+MIXED = "mixed"
 
-# Largest packed cell that workers can handle with default settings.
-ROOM_BYTES = TransferSettings().staging_bytes // 4
-
-
-@dataclass(frozen=True, slots=True)
-class RouteEstimate:
-    """The expected strategy, duration and READs of a route.
-
-    Attributes:
-        strategy: `Pricing.strategy` if it is possible, otherwise the cheapest strategy.
-        read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
-    """
-
-    strategy: Strategy
-    seconds: float
-    read_descriptors: int
-    read_bytes: int
+# Largest packed cell that workers can handle: a quarter of the default of `TransferSettings.staging_bytes`.
+# That class would load torch here.
+ROOM_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +43,12 @@ class Pricing:
     costs: Costs
     strategy: Strategy | None = None
     one_machine: bool = False
+
+    def method(self, route: Route, cells: int) -> TransferMethod:
+        """Return the method by which a number of cells of a route is transferred."""
+        shared = self.one_machine or self.strategy is Strategy.SHARED
+        found = transfer_methods(route, self.costs, ROOM_BYTES, shared=shared)
+        return found[choose_method(found, cells, self.costs, self.strategy)]
 
 
 def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
@@ -82,33 +82,6 @@ def parse_strategy(name: str) -> Strategy | None:
         ) from None
 
 
-def estimate_route(route: Route, cells: Cells, counts: TransferCounts, pricing: Pricing) -> RouteEstimate:
-    """Forecast the transfer of one request over a route.
-
-    Args:
-        cells: cells of the route that the request transfers.
-        counts: number of descriptors and of bytes if these cells are transferred directly.
-    """
-    costs = pricing.costs
-    shared = pricing.one_machine or pricing.strategy is Strategy.SHARED
-    found = transfer_methods(route, costs, ROOM_BYTES, shared=shared)
-    method = found[choose_method(found, len(cells), costs, pricing.strategy)]
-    seconds = method.work.seconds(len(cells), costs)
-    read_bytes = round(method.work.read_bytes * len(cells))
-    if method.strategy is Strategy.DIRECT:
-        descriptors = counts.descriptors
-    else:
-        # Images that are read whole need one descriptor per segment.
-        descriptors = ceil(method.work.descriptors * len(cells)) or ceil(
-            read_bytes / segment_bytes(read_bytes)
-        )
-    return RouteEstimate(method.strategy, seconds, descriptors, read_bytes)
-
-
-# Stands for the strategies of a transfer whose routes use several.
-MIXED = "mixed"
-
-
 @dataclass(slots=True)
 class TransferEstimate:
     """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
@@ -140,7 +113,12 @@ class TransferEstimate:
     @property
     def run_bytes(self) -> int:
         """Weighted median of the run length: half of all bytes are in runs of this length or longer runs."""
-        return median_run(+self.runs)
+        half, seen = self.runs.total() / 2, 0
+        for length in sorted(+self.runs, reverse=True):
+            seen += self.runs[length]
+            if seen >= half:
+                return length
+        return 0
 
     @property
     def block_run_bytes(self) -> int:
@@ -172,12 +150,19 @@ class TransferEstimate:
         for cell_copy in route.cell_copies:
             for length, count in cell_copy.lengths:
                 self.runs[length] += length * count * len(cells)
-        if len(cells):
-            route_estimate = estimate_route(route, cells, counted, pricing)
-            self.strategies.add(route_estimate.strategy)
-            self.read_descriptors += route_estimate.read_descriptors
-            self.read_bytes += route_estimate.read_bytes
-            self.rank_seconds[rank] += route_estimate.seconds
+        if not len(cells):
+            return
+        method = pricing.method(route, len(cells))
+        read_bytes = round(method.work.read_bytes * len(cells))
+        descriptors = counted.descriptors
+        if method.strategy is not Strategy.DIRECT:
+            # Images that are read whole need one descriptor per segment.
+            segments = read_bytes / segment_bytes(read_bytes)
+            descriptors = ceil(method.work.descriptors * len(cells)) or ceil(segments)
+        self.strategies.add(method.strategy)
+        self.read_descriptors += descriptors
+        self.read_bytes += read_bytes
+        self.rank_seconds[rank] += method.work.seconds(len(cells), pricing.costs)
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
@@ -197,13 +182,3 @@ class TransferEstimate:
             for rank, seconds in part.rank_seconds.items():
                 whole.rank_seconds[rank] += seconds
         return whole
-
-
-def median_run(runs: Mapping[int, int]) -> int:
-    """Return the weighted median of the run length, from the number of bytes in runs of each length."""
-    half, seen = sum(runs.values()) / 2, 0
-    for length in sorted(runs, reverse=True):
-        seen += runs[length]
-        if seen >= half:
-            return length
-    return 0

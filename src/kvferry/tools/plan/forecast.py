@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.geometry import Attention, GroupKind, RankGeometry
+from kvferry.common.errors import Incompatible
+from kvferry.geometry import Attention, GroupKind, PageFormat
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import needed_tokens
 from kvferry.tools.plan.contents import layer_pages, notes_of
 from kvferry.tools.plan.cost import Pricing, TransferEstimate
-from kvferry.tools.plan.setting import PlannedTransfer, set_up
+from kvferry.tools.plan.setting import EngineMemory, PlannedTransfer, set_up
 from kvferry.tools.plan.side import EngineSide, block_tokens
 
 
@@ -45,8 +45,8 @@ class LayerForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
-    """The transfer of one request's KV from one engine to another.
+class Forecast:
+    """The forecast of moving one request's KV from one engine to another.
 
     Attributes:
         model: name of the model.
@@ -54,6 +54,10 @@ class Handover:
         blocks: number of tokens per block at the source, and at the destination.
         tokens: length of the prompt in tokens.
         notes: assumptions, one sentence each.
+        refused: why kvferry's connector refuses the transfer, one sentence each. The destination then
+            computes the prompt. Empty if it transfers the KV.
+        rows: forecast for each kind of layer; empty if the transfer is refused.
+        whole: expected transfer of all layers together.
     """
 
     model: str
@@ -62,17 +66,7 @@ class Handover:
     blocks: tuple[int, int]
     tokens: int
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast(Handover):
-    """The forecast of a handover.
-
-    Attributes:
-        rows: forecast for each kind of layer.
-        whole: expected transfer of all layers together.
-    """
-
+    refused: tuple[str, ...]
     rows: tuple[LayerForecast, ...]
     whole: TransferEstimate
 
@@ -85,17 +79,6 @@ class Forecast(Handover):
     def state_bytes(self) -> int:
         """Bytes of recurrent state per sequence, over all layers. Copies on several ranks count once."""
         return sum(row.layers * row.cache.whole_bytes for row in self.rows if row.is_state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedTransfer(Handover):
-    """A handover that kvferry's connector refuses, so that the destination computes the prompt.
-
-    Attributes:
-        reasons: what prevents the transfer, one sentence each.
-    """
-
-    reasons: tuple[str, ...]
 
 
 def forecast(
@@ -112,115 +95,77 @@ def forecast(
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
 
     Raises:
-        Incompatible: the engines cannot exchange this model's KV.
         KVFerryError: an engine cannot have these settings.
     """
-    setting = set_up(reading, sides, tokens, separate=separate)
-    sums = [TransferEstimate() for _ in setting.kinds]
-    for number, dst in enumerate(setting.dsts):
+    rows, refused = tuple[LayerForecast, ...](), tuple[str, ...]()
+    try:
+        rows = _forecast_layers(reading, set_up(reading, sides, tokens, separate=separate), pricing)
+    except Incompatible as error:
+        refused = tuple(error.differences)
+    blocks = [block_tokens(reading, side) for side in sides]
+    pages = [note for side in sides for note in notes_of(layer_pages(reading, side))]
+    return Forecast(
+        model=reading.cache.name,
+        source=sides[0],
+        destination=sides[1],
+        blocks=(blocks[0][0], blocks[1][0]),
+        tokens=tokens,
+        notes=tuple(dict.fromkeys([*reading.notes, *(why for _, why in blocks if why), *pages])),
+        refused=refused,
+        rows=rows,
+        whole=TransferEstimate.of(row.estimate for row in rows),
+    )
+
+
+def _forecast_layers(
+    reading: ModelReading, setting: PlannedTransfer, pricing: Pricing
+) -> tuple[LayerForecast, ...]:
+    """Return the forecast for each kind of layer. Raise Incompatible if the engines cannot exchange KV."""
+    estimates = [TransferEstimate() for _ in setting.kinds]
+    for number, dst in enumerate(setting.dst.ranks):
         for route in (route for template in setting.templates(number) for route in template.routes):
             group = dst.groups[route.dst_group]
             cells = setting.cells(route, group)
             # What the same layers would transfer without windows.
             full = setting.cells(route, Attention(_without_window(group.kind)))
-            sums[setting.dst_rows[route.dst_group]].add(number, route, cells, full, pricing)
+            estimates[setting.dst.kinds[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
-    full_bytes = _full_bytes(reading, setting.kinds, [each.full_bytes or 0 for each in sums], counts)
-    for each, size in zip(sums, full_bytes, strict=True):
-        each.full_bytes = size
-    rows = tuple(
-        _row(setting, number, counts[kind], sums[number]) for number, kind in enumerate(setting.kinds)
-    )
-    return Forecast(
-        model=reading.cache.name,
-        source=sides[0],
-        destination=sides[1],
-        blocks=_block_tokens(reading, sides),
-        tokens=tokens,
-        rows=rows,
-        whole=TransferEstimate.of(sums),
-        notes=_notes(reading, sides),
-    )
-
-
-def refusal(
-    reading: ModelReading, sides: tuple[EngineSide, EngineSide], tokens: int, reasons: Sequence[str]
-) -> RefusedTransfer:
-    """Return a description of a handover that kvferry's connector refuses for these reasons."""
-    return RefusedTransfer(
-        model=reading.cache.name,
-        source=sides[0],
-        destination=sides[1],
-        blocks=_block_tokens(reading, sides),
-        tokens=tokens,
-        reasons=tuple(reasons),
-        notes=_notes(reading, sides),
-    )
-
-
-def _block_tokens(reading: ModelReading, sides: tuple[EngineSide, EngineSide]) -> tuple[int, int]:
-    return block_tokens(reading, sides[0])[0], block_tokens(reading, sides[1])[0]
-
-
-def _notes(reading: ModelReading, sides: tuple[EngineSide, EngineSide]) -> tuple[str, ...]:
-    """Return the assumptions of a forecast, one sentence each: of the model, of blocks, and of pages."""
-    blocks = [why for side in sides if (why := block_tokens(reading, side)[1])]
-    pages = [note for side in sides for note in notes_of(layer_pages(reading, side))]
-    return tuple(dict.fromkeys([*reading.notes, *blocks, *pages]))
-
-
-def _row(setting: PlannedTransfer, number: int, layers: int, estimate: TransferEstimate) -> LayerForecast:
-    cache = setting.kinds[number]
-    low, high = needed_tokens(cache, setting.span)
-    here, there = (
-        [n for n, row in enumerate(rows) if row == number] for rows in (setting.src_rows, setting.dst_rows)
-    )
-    return LayerForecast(
-        cache=cache,
-        layers=layers,
-        tables=len(there),
-        tokens=high - low,
-        page_bytes=_page_bytes(setting.srcs, here),
-        to_page_bytes=_page_bytes(setting.dsts, there),
-        whole=_moves_whole(setting.dsts, there),
-        estimate=estimate,
-    )
+    _compare_state(reading, dict(zip(setting.kinds, estimates, strict=True)), counts)
+    rows = []
+    for number, (cache, estimate) in enumerate(zip(setting.kinds, estimates, strict=True)):
+        low, high = needed_tokens(cache, setting.span)
+        src_pages, dst_pages = _pages(setting.src, number), _pages(setting.dst, number)
+        row = LayerForecast(
+            cache=cache,
+            layers=counts[cache],
+            tables=setting.dst.kinds.count(number),
+            tokens=high - low,
+            page_bytes=max((page.content_bytes for page in src_pages), default=0),
+            to_page_bytes=max((page.content_bytes for page in dst_pages), default=0),
+            whole=any(page.opaque for page in dst_pages),
+            estimate=estimate,
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 def _without_window(kind: GroupKind) -> GroupKind:
     return GroupKind.FULL if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else kind
 
 
-def _page_bytes(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> int:
-    """Return the size of the largest page in several groups, without padding; 0 if they have no layers."""
-    pages = [layer.page for rank in ranks for number in groups for layer in rank.groups[number].layers[:1]]
-    return max((page.content_bytes for page in pages), default=0)
-
-
-def _moves_whole(ranks: Sequence[RankGeometry], groups: Sequence[int]) -> bool:
-    return any(
-        layer.page.opaque for rank in ranks for number in groups for layer in rank.groups[number].layers
-    )
-
-
-def _full_bytes(
-    reading: ModelReading,
-    kinds: Sequence[LayerCache],
-    totals: Sequence[int],
-    counts: Mapping[LayerCache, int],
-) -> list[int | None]:
-    """Return the bytes that would be transferred for each kind of layer if all layers had full attention.
-
-    None for recurrent state if the model has no attention layers.
+def _compare_state(
+    reading: ModelReading, estimates: dict[LayerCache, TransferEstimate], counts: Counter[LayerCache]
+) -> None:
+    """Set the bytes that full attention in place of recurrent state would transfer.
 
     Args:
-        totals: bytes of each kind if its window is replaced by full attention; unused for recurrent state.
+        estimates: transfer of each kind of layer. Mutated.
         counts: number of layers of each kind.
     """
     attention = [
-        total / counts[kind]
-        for kind, total in zip(kinds, totals, strict=True)
-        if kind.kind is not GroupKind.STATE
+        (each.full_bytes or 0) / counts[cache]
+        for cache, each in estimates.items()
+        if cache.kind is not GroupKind.STATE
     ]
     # A layer that has only recurrent state counts as the largest attention layer. State beside attention
     # counts nothing, because the attention would be there anyway.
@@ -228,11 +173,17 @@ def _full_bytes(
     for caches in per_layer(reading):
         if all(cache.kind is GroupKind.STATE for cache in caches):
             alone.update(caches)
+    for cache, each in estimates.items():
+        if cache.kind is GroupKind.STATE:
+            each.full_bytes = round(max(attention) * alone[cache]) if attention else None
+
+
+def _pages(memory: EngineMemory, kind: int) -> list[PageFormat]:
+    """Return the page of every layer of one kind, on every rank."""
     return [
-        total
-        if kind.kind is not GroupKind.STATE
-        else round(max(attention) * alone[kind])
-        if attention
-        else None
-        for kind, total in zip(kinds, totals, strict=True)
+        layer.page
+        for rank in memory.ranks
+        for group, own in zip(rank.groups, memory.kinds, strict=True)
+        if own == kind
+        for layer in group.layers
     ]

@@ -68,7 +68,9 @@ def picture(
         more: HTML of further parts, at the end of the page.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
-    body = [*_heading(forecast), _table(forecast), *_notes(forecast), _legend()]
+    body = [*_heading(forecast), _table(forecast)]
+    body += [f'<p class="note">Note: {escape(note)}.</p>' for note in forecast.notes]
+    body.append(_legend())
     for number, row in enumerate(forecast.rows):
         body += _section(setting, number, row)
     body += more
@@ -120,11 +122,6 @@ def _table(forecast: Forecast) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _notes(forecast: Forecast) -> Iterator[str]:
-    for note in forecast.notes:
-        yield f'<p class="note">Note: {escape(note)}.</p>'
-
-
 def _legend() -> str:
     layers, ranks = ("".join(f'<i class="{letter}{n}"></i>' for n in range(COLOURS)) for letter in "lr")
     return (
@@ -138,7 +135,7 @@ def _legend() -> str:
 def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
     """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.cache))}</h2>"
-    group = setting.dst_rows.index(number)
+    group = setting.dst.kinds.index(number)
     for one_layer in (False, True):
         found = scene(setting, group, one_layer=one_layer)
         if found is None:
@@ -165,6 +162,6 @@ def _caption(setting: PlannedTransfer, row: LayerForecast, found: Scene) -> str:
         parts.append("runs between the same two stretches are drawn as one")
     if row.tables > 1:
         parts.append(f"one of {row.tables} block tables")
-    if max(len(setting.srcs), len(setting.dsts)) > MAX_RANKS:
+    if max(len(setting.src.ranks), len(setting.dst.ranks)) > MAX_RANKS:
         parts.append(f"the first {MAX_RANKS} ranks of a side")
     return "; ".join(parts) + "."
