@@ -18,10 +18,9 @@ from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tools.plan.blocks import SnapshotSteps
 from kvferry.tools.plan.kept import StoredForm
-from kvferry.tools.replay.content import RequestKeys, keys_of, keys_of_each
+from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
-from kvferry.tools.replay.model import BlockGroup, ServedModel
-from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.settings import BlockGroup, ReplaySettings, ServedModel, TierSetting
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
@@ -112,7 +111,7 @@ class Both:
         tokens, prompt, size = [*turn.prompt, *turn.answer], len(turn.prompt), self._model.chunk_tokens
         groups = range(len(self._model.groups))
         request = trace_request(turn, self._unit)
-        made = keys_of(request, size, len(groups))
+        made = keys_of_each([request], size, len(groups))[0]
         real = PromptChunks(self._model.groups, ChunkKeys(size, tokens))
         for group in groups:
             names = {key: real.key(group, number) for number, key in enumerate(made.whole[group])}

@@ -246,7 +246,7 @@ def _curve(
     kv_cache_memory: str | None,
 ) -> _Curve:
     """Return the hit rate by capacity of host memory, from several passes over a trace."""
-    from kvferry.tools.replay.model import served_model
+    from kvferry.tools.replay.settings import served_model
 
     try:
         points, about = curve_of_model(trace, served_model(reading, side, settings), kv_cache_memory)

@@ -1,4 +1,4 @@
-"""The look-up of a prompt in simulated tiers: how much of it they hold, and which chunks a load needs."""
+"""Simulated tiers, and the look-up of a prompt in them: how much they hold, and which chunks a load needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from kvferry.planning.coverage import (
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.model import ServedModel
-
-# Capacity in bytes of a tier without a limit.
-UNLIMITED = 1 << 62
+from kvferry.tools.replay.settings import ServedModel
 
 
 @dataclass(slots=True)

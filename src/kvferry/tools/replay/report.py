@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
-from kvferry.tools.replay.lookup import UNLIMITED, TierCounts
+from kvferry.tools.replay.lookup import TierCounts
+from kvferry.tools.replay.settings import UNLIMITED
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 
@@ -96,7 +97,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "policy": settings.policy,
         "route": settings.route,
         "requests": results.requests,
-        "seconds": results.last_arrival - results.first_arrival,
+        "seconds": results.seconds,
         "prompt_tokens": results.prompt_tokens,
         "output_tokens": results.output_tokens,
         "hit_rate": told(results.hit_rate),

@@ -23,9 +23,8 @@ def show(found: Outcome, report: Report) -> None:
     model, settings = simulation.model, simulation.settings
     if not found.complete:
         report.text("Interrupted: these are the numbers of the requests so far.")
-    span = results.last_arrival - results.first_arrival
     report.text(
-        f"{counted(results.requests, 'request')} in {format_age(span)}, "
+        f"{counted(results.requests, 'request')} in {format_age(results.seconds)}, "
         f"{format_count(results.prompt_tokens)} prompt tokens; {model.name} in chunks of "
         f"{model.chunk_tokens:,} tokens, {engines(settings)}"
     )

@@ -29,8 +29,8 @@ from kvferry.planning.retention import (
 )
 from kvferry.planning.select import first_attended
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.lookup import Found, SimulatedTier, Wanted, look_up
-from kvferry.tools.replay.model import ServedModel
+from kvferry.tools.replay.lookup import SimulatedTier, Wanted
+from kvferry.tools.replay.settings import ServedModel
 
 
 class Run(NamedTuple):
@@ -58,9 +58,6 @@ class SimulatedTiers:
     def __init__(self, model: ServedModel, tiers: Sequence[SimulatedTier]) -> None:
         self.tiers = tuple(tiers)
         self._model, self._host, self._slow = model, self.tiers[0], self.tiers[1:]
-
-    def look_up(self, prompt: int, keys: RequestKeys, local_tokens: int) -> Found | None:
-        return look_up(self._model, self.tiers, prompt, keys, local_tokens)
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Load a prefix: count the reads, and copy chunks of slow tiers into host memory.
@@ -222,9 +219,13 @@ def store_chunks(
     """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
-    if model.has_one_row and tiers.store_at_once([_only_run(keys, prompt, used)]):
-        tiers.mark_used(used)
-        return
+    if model.has_one_row:
+        # All chunks of the request, with the prompt's incomplete last one.
+        tail = prompt.tokens % size > 0
+        unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
+        if tiers.store_at_once([Run(0, used[: keys.computed_tokens // size + tail], unchanged)]):
+            tiers.mark_used(used)
+            return
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
     storable = [
@@ -253,18 +254,6 @@ def store_chunks(
         [key for key in used if key not in unneeded] if unneeded else used,
         cold=[key for key, number in unneeded.items() if number >= generated],
     )
-
-
-def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) -> Run:
-    """Return all chunks of a request of a model with one group, which attends to all tokens.
-
-    Args:
-        used: keys in the order of the request, with that of the prompt's incomplete last chunk.
-    """
-    size = keys.chunk_tokens
-    tail = prompt.tokens % size > 0
-    unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
-    return Run(0, used[: keys.computed_tokens // size + tail], unchanged)
 
 
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:

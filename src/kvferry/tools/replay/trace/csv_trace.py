@@ -30,10 +30,10 @@ from kvferry.tools.replay.trace.base import (
     TraceRequest,
     identity,
 )
-from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
+from kvferry.tools.replay.trace.workload import Outline, Passage, write_out
 
 # Smaller units make the replay slower.
-DEFAULT_UNIT_TOKENS = 256
+_DEFAULT_UNIT_TOKENS = 256
 
 _ARRIVAL, _PROMPT, _OUTPUT, _SESSION = "arrival", "prompt_tokens", "output_tokens", "session"
 _NAMES = {
@@ -77,7 +77,7 @@ class CsvTrace(FileTrace):
                 "add the column, or rename it",
             )
         self.tells_prefixes = _SESSION in self._columns
-        super().__init__(file, "csv", unit_tokens or DEFAULT_UNIT_TOKENS)
+        super().__init__(file, "csv", unit_tokens or _DEFAULT_UNIT_TOKENS)
 
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
         return write_out(self._outlines(arrivals), self.unit_tokens)
