@@ -130,7 +130,7 @@ def size(
         return simulation
 
     ceiling = replayed(model, "unlimited memory", UNLIMITED)
-    curve = hit_rate_curve(requests, ceiling)
+    curve = hit_rate_curve(lambda _: requests("capacities"), ceiling)
     reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
     alone = ceiling.results.local_hit_rate >= question.target
     enough = 0 if alone else min(reaching, default=None)
