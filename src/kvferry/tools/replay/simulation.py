@@ -285,7 +285,8 @@ class Simulation:
         # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
         loading = max(size / speed for size, speed in zip(hit.tier_bytes, speeds, strict=True))
-        end = now + loading + max(request.prompt_tokens - hit.found, 1) / rate
+        seconds = loading + max(request.prompt_tokens - hit.found, 1) / rate
+        end = now + seconds
         heappush(self._ends, (end, self._seen, number, running))
         # The same engine without tiers. Also for requests that are not counted: the next ones wait for them.
         begin = max(self._free_without_tiers[number], request.arrival)
