@@ -10,10 +10,9 @@ from kvferry.common.errors import GeometryError
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.tools.plan.blocks import group_counts
-from kvferry.tools.plan.cost import ROOM_BYTES, Pricing, limit_bandwidth
+from kvferry.tools.plan.cost import Pricing, limit_bandwidth
 from kvferry.tools.plan.forecast import forecast
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.transport.staging import TransferSettings
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)
 # 4 layers, 4 KV heads of 16 elements of 2 bytes: 64 bytes per head and token, K and V.
@@ -226,7 +225,3 @@ def test_blocks_that_have_only_a_token_in_common_move_token_by_token():
     assert whole.bytes == 2999 * 4 * 4 * 64
     # The tokens of a layer lie side by side: only where a block ends on either side, a run does.
     assert whole.descriptors == 4 * 5
-
-
-def test_the_largest_packed_cell_is_that_of_workers_with_default_settings():
-    assert TransferSettings().staging_bytes == 4 * ROOM_BYTES

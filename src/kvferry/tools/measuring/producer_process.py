@@ -22,7 +22,7 @@ from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import Grant, PromptContent, new_ticket
 from kvferry.transport.security import Keys, random_keys
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 _LEASE_SLOTS = 1024

@@ -20,15 +20,15 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route
+from kvferry.transport.costs import TransferSettings
 
 # Stands for the cheapest strategy.
 AUTO = "auto"
 # Stands for the strategies of a transfer whose routes use several.
 MIXED = "mixed"
 
-# Largest packed cell that workers can handle: a quarter of the default of `TransferSettings.staging_bytes`.
-# That class would load torch here.
-ROOM_BYTES = 16 << 20
+# Largest packed cell that workers can handle with default settings.
+_ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Pricing:
     def method(self, route: Route, cells: int) -> TransferMethod:
         """Return the method by which a number of cells of a route is transferred."""
         shared = self.one_machine or self.strategy is Strategy.SHARED
-        found = transfer_methods(route, self.costs, ROOM_BYTES, shared=shared)
+        found = transfer_methods(route, self.costs, _ROOM_BYTES, shared=shared)
         return found[choose_method(found, cells, self.costs, self.strategy)]
 
 
