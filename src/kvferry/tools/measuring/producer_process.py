@@ -18,11 +18,11 @@ from typing import Any, Self, TypeVar
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.tools.measuring.simulated import SimulatedEngine, fill_blocks
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import Grant, PromptContent, new_ticket
 from kvferry.transport.security import Keys, random_keys
-from kvferry.transport.costs import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 _LEASE_SLOTS = 1024
