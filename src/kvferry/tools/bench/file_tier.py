@@ -44,13 +44,7 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the files.
-        group: format in which chunks are stored.
         path: existing folder for the files.
-        depths: numbers of chunks in flight.
-
-    Raises:
-        ConfigError: memory cannot be allocated, or the folder cannot be used.
-        TransferError: a chunk could not be stored.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     made = StorageCases(stack, group, depths, FileSettings.kind, partial(_empty_tier, folder))
@@ -100,7 +94,6 @@ def _fio_writes(folder: Path, depth: int, files: int, size: int) -> CallMover:
 
     Args:
         depth: number of fio jobs. Each writes one file at a time, and flushes it to the disk at its end.
-        size: size of each file in bytes, a multiple of the page size.
     """
 
     def move() -> float:
@@ -167,9 +160,6 @@ def _thread_writes(folder: Path, pool: ThreadPoolExecutor, files: int, size: int
     """Return a mover that writes new files with threads, in a new subfolder that it removes.
 
     Each thread writes one file at a time. The time ends when all data is on the disk.
-
-    Args:
-        size: size of each file in bytes, a multiple of the page size.
     """
     content = random_pages(size)
 

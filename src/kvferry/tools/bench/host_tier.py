@@ -34,7 +34,6 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     Args:
         stack: exit stack. When it is closed, it ends the threads.
         ranks: pair of ranks with at least one chunk for each thread of the largest depth.
-        depths: numbers of threads.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"

@@ -25,7 +25,6 @@ class Mover(Protocol):
     """A method of moving bytes whose time a benchmark measures, such as kvferry, raw NIXL or memcpy.
 
     Attributes:
-        name: name of the method in reports.
         bytes: number of bytes that each move delivers. Bytes that it reads in excess are not counted.
     """
 
@@ -48,11 +47,7 @@ class CallMover:
 def pool_mover(
     name: str, size: int, pool: ThreadPoolExecutor, call: Callable[[Any], object], items: Sequence[Any]
 ) -> CallMover:
-    """Return a mover that calls a function once per item. The threads of a pool share the items.
-
-    Args:
-        size: number of bytes that all calls together move.
-    """
+    """Return a mover that calls a function once per item. The threads of a pool share the items."""
 
     def move() -> float:
         started = time.perf_counter()
@@ -71,7 +66,6 @@ class KVFerryMover:
     Args:
         peer: index of the source engine in the producer process.
         strategy: transfer strategy to use; None for the cheapest.
-        poll_seconds: time between two engine steps.
 
     Attributes:
         strategies: transfer strategy of each KV cache group in the last move; empty before the first.
@@ -98,11 +92,7 @@ class KVFerryMover:
         self._strategy, self._poll_seconds = strategy, poll_seconds
 
     def move(self) -> float:
-        """Load the request's KV, check the bytes, and return the seconds until the request may use them.
-
-        Raises:
-            TransferError: the load failed, or wrong bytes arrived.
-        """
+        """Load the request's KV, check the bytes, and return the seconds until the request may use them."""
         reader = self._reader
         # Else bytes of the move before would pass the check.
         reader.clear()

@@ -41,13 +41,6 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the objects.
-        group: format in which chunks are stored.
-        url: URL of a path in a bucket, such as ``s3://bucket/path``.
-        depths: numbers of chunks in flight.
-
-    Raises:
-        ConfigError: memory cannot be allocated, or the URL cannot be used.
-        TransferError: a chunk could not be stored.
     """
     made = StorageCases(stack, group, depths, ObjectSettings.kind, partial(_empty_tier, url))
     # A random name: two benchmarks may run in one bucket.
@@ -99,11 +92,7 @@ def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removing(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`. At the end, remove all objects whose path begins with it.
-
-    Raises:
-        TransferError: the objects could not be removed.
-    """
+    """Yield `prefix`. At the end, remove all objects whose path begins with it."""
     bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
     try:
         yield prefix

@@ -42,10 +42,6 @@ def measure_movers(
 
     Args:
         repeats: number of counted rounds. One warm-up round before them is not counted.
-        progress: function that is called with a line of text before each round.
-
-    Raises:
-        TransferError: a mover failed.
     """
     seconds = run_rounds([mover.move for mover in movers], repeats, progress)
     return [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
@@ -66,10 +62,8 @@ class TierCase(_Compared[Mover]):
     """The movers to compare for one tier, direction and depth.
 
     Attributes:
-        direction: "store" or "load".
         depth: number of chunks in flight, or of threads for the host tier.
         target: speed that kvferry should reach, as a share of the speed of the fastest mover in `limits`.
-        ours: mover that uses kvferry.
         limits: movers without kvferry. kvferry is compared with the fastest of them.
         controls: other movers without kvferry. Their speeds help to explain the result.
     """

@@ -54,7 +54,6 @@ class RandomChunks:
 
     Attributes:
         group: format of a chunk as a file.
-        keys: key of each chunk, 32 bytes each.
         arena: host memory of all chunks; chunk n is at byte ``n * chunk_bytes``.
     """
 
@@ -104,11 +103,7 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 
 def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
-    """Store the first `count` chunks, `depth` at a time, and return the seconds until the last one is stored.
-
-    Raises:
-        TransferError: a chunk was not stored.
-    """
+    """Store the first `count` chunks, `depth` at a time, and return the seconds until all are stored."""
     return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
 
 
@@ -126,10 +121,7 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
     It raises TransferError if a load failed, or wrong bytes arrived.
 
     Args:
-        queue: queue for a tier that has the chunks.
-        chunks: chunks with the expected bytes.
         into: chunks that each move overwrites with the loaded bytes.
-        depth: maximum number of chunks in flight at a time.
     """
     count = chunks_per_move(depth)
 
@@ -146,11 +138,7 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
 
 
 class StorageCases:
-    """Makes the cases of a storage tier that holds random chunks.
-
-    Attributes:
-        chunks: chunks that the tier holds.
-    """
+    """Makes the cases of a storage tier that holds random chunks."""
 
     def __init__(
         self,
@@ -164,12 +152,7 @@ class StorageCases:
 
         Args:
             stack: exit stack. When it is closed, it ends the threads and removes the tier.
-            group: format in which chunks are stored.
             open_tier: returns a context manager that opens an empty tier for such chunks, and removes it.
-
-        Raises:
-            ConfigError: memory cannot be allocated, or the tier cannot be used.
-            TransferError: a chunk could not be stored.
         """
         self._kind, count = kind, chunks_per_move(max(depths))
         self.chunks, self._into = (
@@ -188,11 +171,7 @@ class StorageCases:
         load_limits: Sequence[Mover],
         *load_controls: Mover,
     ) -> list[TierCase]:
-        """Return the case of storing and that of loading with a number of chunks in flight.
-
-        Args:
-            targets: target of storing, and of loading, as in `TierCase`.
-        """
+        """Return the case of storing and that of loading with a number of chunks in flight."""
         store = CallMover(
             "kvferry", chunks_per_move(depth) * self.chunks.chunk_bytes, partial(self._store, depth)
         )

@@ -43,12 +43,9 @@ class TiersJob:
     """The tiers that `kvferry bench tiers` measures, and the settings of the measurement.
 
     Attributes:
-        reading: description of the KV cache of a model whose layers are all alike.
         sides: engines (layout and block size) for the host tier, each measured separately.
         depths: numbers of chunks in flight, or of threads for the host tier.
-        repeats: number of counted rounds. One warm-up round before them is not counted.
         path: existing folder for the file tier. The files created there are removed.
-        url: URL of the object storage; None to measure no object storage.
     """
 
     reading: ModelReading
@@ -72,9 +69,6 @@ class MeasuredTiers:
 
 def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
     """Store and load chunks in every tier, and return the measured speeds.
-
-    Args:
-        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or the folder or URL cannot be used.

@@ -40,9 +40,6 @@ class TransferJob:
 
     Attributes:
         side: layout and block size of both engines, which have one rank each.
-        tokens: length of the request.
-        order: order of block ids, "scattered" or "contiguous".
-        repeats: number of counted rounds.
         transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
     """
 
@@ -83,10 +80,6 @@ class MeasuredTransfer:
 
 def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransfer:
     """Move a request's KV between two processes with kvferry, NIXL alone and memcpy, and return the times.
-
-    Args:
-        job: request to move. Its `transports` become UCX_TLS in both processes, unless they are None.
-        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or NIXL cannot be used.

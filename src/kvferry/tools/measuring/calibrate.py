@@ -108,16 +108,12 @@ class CalibrationJob:
     """The sizes of READs and copies that a calibration measures, and the number of its rounds.
 
     Attributes:
-        repeats: number of rounds that are counted. Each round measures every size once.
-        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
         read_sizes: descriptor sizes in bytes. One READ is measured per size.
         read_bytes: maximum number of bytes of a READ.
         read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
-        runs, cells: lengths of runs, and sizes of cells, in bytes.
         copy_bytes: bytes that one gather or scatter copies.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
         host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
-        host_bytes: bytes of such a copy.
     """
 
     repeats: int = 9
@@ -151,10 +147,6 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
     """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
 
     Start a second process, read from its memory, and measure how fast it answers gather requests.
-
-    Args:
-        job: sizes to measure. Its `transports` become UCX_TLS in both processes, unless they are None.
-        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, NIXL cannot be used, or there is no such device.
@@ -220,7 +212,6 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
 
     Args:
         agent: NIXL agent of the first lane. A new agent is created for each other lane.
-        run: size of a descriptor, in bytes.
         room: maximum number of bytes that one measurement reads.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)

@@ -57,7 +57,6 @@ class ProducerProcess:
 
     Attributes:
         listening: addresses of the engines' control channels, and the incarnation.
-        keys: CURVE keys of the engines' channels.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
@@ -153,11 +152,7 @@ class ProducerProcess:
 
 
 class WaitLimit:
-    """A limit of `_MOVE_SECONDS` and a health check for a loop that polls another process.
-
-    Args:
-        check: function that raises TransferError if the other process has died.
-    """
+    """A limit of `_MOVE_SECONDS` and a health check for a loop that polls another process."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -165,11 +160,7 @@ class WaitLimit:
         self._end, self._next = now + _MOVE_SECONDS, now + _CHECK_SECONDS
 
     def check(self) -> None:
-        """Check that the other process lives and that the time limit has not passed.
-
-        Raises:
-            TransferError: it does not, or it has.
-        """
+        """Raise TransferError if the other process has died, or if the time limit has passed."""
         now = time.monotonic()
         # Cheap enough for every iteration of a loop that measures microseconds.
         if now < self._next:
@@ -182,11 +173,7 @@ class WaitLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Listening:
-    """The producer's engines are ready.
-
-    Attributes:
-        addresses: host and port of each engine's control channel, in the order of the engines.
-    """
+    """The producer's engines are ready."""
 
     addresses: tuple[tuple[str, int], ...]
     incarnation: int
@@ -222,12 +209,7 @@ class _ProducerFailed:
 def _produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Run engines without a model in this process until the other end of `pipe` closes.
-
-    Args:
-        settings: environment variables to set, such as UCX_TLS.
-        keys: CURVE keys of all channels.
-    """
+    """Run engines without a model in this process until the other end of `pipe` closes."""
     # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings)

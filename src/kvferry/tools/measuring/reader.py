@@ -45,7 +45,6 @@ class LoadRequest:
 
     Attributes:
         key: name of the load and of its lease, unique in this engine.
-        peer: name under which the worker connected to the peer.
         src_tables, dst_tables: block ids of each KV cache group, on the peer and on this rank.
         strategy: transfer strategy to use; None for the cheapest.
     """
@@ -85,7 +84,6 @@ class Reader:
     Attributes:
         bytes: bytes of the request's KV on this rank, without padding.
         cache: KV cache of this rank, which loads overwrite.
-        cards: descriptions of the ranks of each engine, by its index in the producer process.
     """
 
     def __init__(
@@ -101,10 +99,6 @@ class Reader:
         Args:
             peers: indices, in the producer process, of the engines to read from.
             settings: transfer settings; their CURVE keys are replaced by the producer's.
-
-        Raises:
-            ConfigError: memory cannot be allocated or registered, or NIXL is missing or cannot start.
-            TransferError: the handshake with an engine fails.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._tickets = 0, dict[str, bytes]()
@@ -181,10 +175,6 @@ class Reader:
 
         Args:
             src_tables, dst_tables: block tables there and on this rank, each int64 of shape (blocks,).
-            peer: index of the engine in the producer process.
-
-        Raises:
-            TransferError: the engine refuses, or does not answer.
         """
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
@@ -206,11 +196,6 @@ class Reader:
         poll_seconds: float = STEP_SECONDS,
     ) -> tuple[ReadResult, float]:
         """Load a request's KV, and return the result and the seconds until the request may use it.
-
-        Args:
-            peer: index of the engine in the producer process.
-            strategy: transfer strategy to use; None for the cheapest.
-            poll_seconds: time between two engine steps.
 
         Raises:
             TransferError: the load failed, or the producer process died.
@@ -237,11 +222,7 @@ class Reader:
         return result.plan
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Make an engine grant a lease, claim it, and return its lease word.
-
-        Raises:
-            TransferError: the engine refuses, or does not answer.
-        """
+        """Make an engine grant a lease, claim it, and return its lease word."""
         ticket = self._tickets[key] = self.producer.grant(peer, key)
         number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
         while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Pending):
@@ -264,11 +245,7 @@ class Reader:
             self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Check that the KV cache has the expected bytes after a read.
-
-        Raises:
-            TransferError: a byte differs.
-        """
+        """Raise TransferError if the KV cache does not have the expected bytes after a read."""
         check_memory(self.cache, self._expected)
 
     def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:

@@ -44,12 +44,6 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     """Return the number of tokens per block that vLLM chooses for a model, and the reason as a sentence.
 
     The reason is empty if the number was configured, is vLLM's usual number (16), or is fixed by the model.
-
-    Args:
-        configured: configured number of tokens per block; None for vLLM's choice.
-
-    Raises:
-        GeometryError: the heads cannot be distributed evenly over the ranks.
     """
     caches = dict.fromkeys(caches)
     if all(cache.block_tokens for cache in caches):
@@ -87,9 +81,6 @@ def block_sizes(
 
     The reason is a sentence, empty if no block has more.
 
-    Args:
-        tokens: number of tokens per block, from `base_tokens`.
-
     Raises:
         GeometryError: blocks are not the outermost axis of the layout, but the model fixes the block size of
             some layers, and its layers cannot share a block table.
@@ -121,11 +112,7 @@ def block_sizes(
 def group_counts(
     layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of KV cache groups over which vLLM distributes the layers of each kind.
-
-    Args:
-        sizes: number of tokens per block for each kind of layer, from `block_sizes`.
-    """
+    """Return the number of KV cache groups over which vLLM distributes the layers of each kind."""
     layer_counts = Counter(layers)
     if _share_block_table(layer_counts):
         return dict.fromkeys(layer_counts, 1)
@@ -148,9 +135,6 @@ def _packed_group_counts(
     This is the rule of vLLM's `_get_packed_kv_cache_groups`, for layouts whose outermost axis is blocks. A
     *bucket* contains all layers that need the same tokens and have the same block size. A *mixed* bucket
     contains several kinds of layers in equal numbers.
-
-    Args:
-        layer_counts, pages, sizes: number of layers, bytes of a page, and tokens per block of each kind.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for cache in layer_counts:
@@ -214,8 +198,6 @@ class SnapshotSteps:
 
     Attributes:
         block_tokens: number of tokens per block, one size for all groups of a model with recurrent state.
-        step_tokens: maximum number of tokens per step (``max_num_batched_tokens``).
-        retention: as in `plan.kept.KeptSettings`.
     """
 
     block_tokens: int
@@ -242,7 +224,6 @@ class SnapshotSteps:
         """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
-            start: position in tokens at which the engine begins to compute.
             shared: position at the end of a block up to which the engine has the attention blocks of another
                 prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the snapshot.
             placed: ends of blocks at which kvferry has vLLM do the same (`planning.snapshots`).
@@ -281,9 +262,6 @@ def parse_retention(text: str) -> int | None:
 
     >>> parse_retention("0"), parse_retention("8448"), parse_retention("None")
     (0, 8448, None)
-
-    Raises:
-        ConfigError: the text is neither a number of tokens nor "None".
     """
     if text.lower() in ("none", ""):
         return None

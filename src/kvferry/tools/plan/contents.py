@@ -47,7 +47,6 @@ class BackendPages:
 
     Attributes:
         fields: names of the fields of a page; empty if its pages move whole.
-        why_whole: reason why pages move whole; empty if they move by fields.
     """
 
     backend: str
@@ -62,10 +61,6 @@ def pages_of(backend: str, dtype: str, layout: str) -> BackendPages:
     ('k', 'v')
     >>> pages_of("CPU_MLA", "auto", "BLHNC").why_whole
     'nothing is proved of them in layout BLHNC'
-
-    Args:
-        backend: name of the backend, as vLLM's ``--attention-backend`` takes it.
-        dtype: element type of the KV cache, one of `CACHE_DTYPES`.
 
     Raises:
         ConfigError: the backend does not support the element type or the layout.
@@ -104,9 +99,6 @@ def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages |
     """Return how the pages of each cache of a model move, in the order of `ModelCache.layers`.
 
     The entry of a recurrent state is None.
-
-    Raises:
-        ConfigError: the requested backend does not support the model's KV, the element type or the layout.
     """
     compressed = any(layer.state_tokens > 1 for layer in reading.cache.layers)
     found = list[BackendPages | None]()
@@ -175,11 +167,7 @@ def _holds(cache: LayerCache, name: str) -> bool:
 
 
 def lay_out_engine(reading: ModelReading, side: EngineSide, num_blocks: int) -> tuple[RankGeometry, ...]:
-    """Return the geometry of every rank of an engine.
-
-    Raises:
-        KVFerryError: an engine cannot have these settings.
-    """
+    """Return the geometry of every rank of an engine."""
     engine = shape(reading, side, num_blocks)
     each = zip(layer_pages(reading, side), reading.cache.layers, strict=True)
     changed = {

@@ -37,7 +37,6 @@ class Pricing:
 
     Attributes:
         strategy: strategy to use where it is possible; None for the cheapest strategy.
-        one_machine: True if the engines run on one machine, and can share host memory.
     """
 
     costs: Costs
@@ -52,11 +51,7 @@ class Pricing:
 
 
 def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
-    """Return the costs of transfer work if a network link of some 1e9 bytes per second limits the bandwidth.
-
-    Raises:
-        ConfigError: the bandwidth is not a finite number above 0.
-    """
+    """Return the costs of transfer work if a network link limits the bandwidth; None for no limit."""
     if gigabytes_per_second is None:
         return costs
     if not 0 < gigabytes_per_second < float("inf"):
@@ -67,11 +62,7 @@ def limit_bandwidth(costs: Costs, gigabytes_per_second: float | None) -> Costs:
 
 
 def parse_strategy(name: str) -> Strategy | None:
-    """Return the strategy with this name; None for `AUTO`.
-
-    Raises:
-        ConfigError: no strategy has this name.
-    """
+    """Return the strategy with this name; None for `AUTO`."""
     if name == AUTO:
         return None
     try:
@@ -95,9 +86,7 @@ class TransferEstimate:
         full_bytes: value that `bytes` would have if all layers had full attention; None if the model has no
             attention layers.
         runs: number of bytes in runs of each length.
-        strategies: distinct transfer strategies of the routes.
         read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
-        rank_seconds: expected duration by index of a destination rank.
     """
 
     pages: int = 0

@@ -88,9 +88,6 @@ def _from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
     Args:
         defaults: content of the ``config.json`` beside it, for keys that follow from nothing in ``params``.
-
-    Raises:
-        ConfigError: the file describes what kvferry does not know.
     """
     config = {_NAMES.get(key, key): value for key, value in params.items() if key not in _OTHERS}
     moe, media = params.get("moe"), params.get("multimodal") or {}
@@ -140,9 +137,7 @@ class ModelEntry:
     """A model of the built-in table.
 
     Attributes:
-        source: origin of the configuration, as a text for users.
         also: names of other models with the same KV cache geometry.
-        config: keys and values of the model's ``config.json`` that affect the KV cache.
     """
 
     name: str
@@ -196,9 +191,6 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     Args:
         model: path of a ``config.json``, a ``params.json`` or their folder, name in the built-in table, or
             name on the hub. An existing path is taken first, then the table.
-
-    Raises:
-        ConfigError: the model is unknown, or its ``config.json`` cannot be read.
     """
     path = expanded(model)
     is_path = model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1

@@ -27,7 +27,6 @@ class LayerForecast:
         page_bytes, to_page_bytes: size of the largest page at the source and at the destination, without
             padding.
         whole: True if pages of these layers have unknown content and move whole.
-        estimate: expected transfer of all these layers together.
     """
 
     cache: LayerCache
@@ -49,15 +48,12 @@ class Forecast:
     """The forecast of moving one request's KV from one engine to another.
 
     Attributes:
-        model: name of the model.
         source, destination: settings of the engine that has the KV, and of the engine that reads it.
         blocks: number of tokens per block at the source, and at the destination.
-        tokens: length of the prompt in tokens.
         notes: assumptions, one sentence each.
         refused: why kvferry's connector refuses the transfer, one sentence each. The destination then
             computes the prompt. Empty if it transfers the KV.
         rows: forecast for each kind of layer; empty if the transfer is refused.
-        whole: expected transfer of all layers together.
     """
 
     model: str
@@ -93,9 +89,6 @@ def forecast(
 
     Args:
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
-
-    Raises:
-        KVFerryError: an engine cannot have these settings.
     """
     rows, refused = tuple[LayerForecast, ...](), tuple[str, ...]()
     try:
@@ -156,12 +149,7 @@ def _without_window(kind: GroupKind) -> GroupKind:
 def _compare_state(
     reading: ModelReading, estimates: dict[LayerCache, TransferEstimate], counts: Counter[LayerCache]
 ) -> None:
-    """Set the bytes that full attention in place of recurrent state would transfer.
-
-    Args:
-        estimates: transfer of each kind of layer. Mutated.
-        counts: number of layers of each kind.
-    """
+    """Set the bytes that full attention in place of recurrent state would transfer."""
     attention = [
         (each.full_bytes or 0) / counts[cache]
         for cache, each in estimates.items()

@@ -43,7 +43,6 @@ class KeptSettings:
     """The requested settings of an engine and its tiers, for a forecast of what the tiers store.
 
     Attributes:
-        step_tokens: maximum number of tokens per engine step (``max_num_batched_tokens``).
         retention: number of tokens between the snapshots that the engine retains
             (``prefix_cache_retention_interval``); 0 to retain only the last snapshot, None to retain all.
         chunk_tokens: None for the connector's default.
@@ -96,7 +95,6 @@ class StoredForm:
 
     Attributes:
         snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
-        first_tokens: length in tokens of the shortest prefix that can be loaded.
         requested_first: requested first position of a snapshot for shared prefixes; None for the connector's
             default.
     """
@@ -144,10 +142,6 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
 
     Args:
         settings: requested settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
-
-    Raises:
-        ConfigError: vLLM or the connector would reject the settings.
-        GeometryError: the heads cannot be distributed evenly over the ranks, or the KV cannot be stored.
     """
     kinds = {cache.kind for cache in reading.cache.layers}
     if settings.retention and not kinds & {GroupKind.SLIDING, GroupKind.STATE}:
@@ -179,9 +173,6 @@ class StorageChoice:
     """The storage that a prompt's KV takes in a tier under given settings.
 
     Attributes:
-        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
-        snapshots: number of snapshots that are stored.
-        bytes: total size of all chunk files.
         gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes, with the
             start and the end of the prompt. Of a prefix shared with another prompt, the engine recomputes at
             most this many tokens.
@@ -218,12 +209,9 @@ class TierForecast:
     Numbers are 0 and tuples are empty if this model's KV cannot be stored.
 
     Attributes:
-        prompt: length of the prompt in tokens.
-        first_tokens: length in tokens of the shortest prefix that can be loaded.
         choices: storage under the requested settings, followed by the storage under alternative settings.
         shared: tokens that prompts load of a shared prefix, by its length; empty for a model without
             recurrent state.
-        first_snapshot_tokens: first position of a snapshot for shared prefixes, in tokens; 0 for none.
         why_not: reason why the KV cannot be stored, or why no prefix of the prompt can be loaded; empty if a
             prefix can be loaded.
     """
@@ -239,12 +227,7 @@ class TierForecast:
 
 
 def forecast_tiers(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> TierForecast:
-    """Forecast the storage that a prompt's KV takes in an engine's tiers.
-
-    Raises:
-        ConfigError: vLLM or the connector would reject the settings.
-        GeometryError: the heads cannot be distributed evenly over the ranks.
-    """
+    """Forecast the storage that a prompt's KV takes in an engine's tiers."""
     shape(reading, side, num_blocks=1)  # raises for heads that cannot be distributed
     prompt = settings.prompt
     try:

@@ -17,34 +17,11 @@ from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.side import EngineSide, shape
 
 
-def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
-    """Return a description of the model in which K and V of each layer are two separate layers.
-
-    This describes engines that store K and V on separate pages. Layers with other fields stay as they are.
-
-    Returns:
-        (new description, kind of layer in `reading` by each kind made from it).
-    """
-    origin: dict[LayerCache, LayerCache] = {}
-    parts: dict[LayerCache, tuple[LayerCache, ...]] = {}
-    for cache in dict.fromkeys(reading.cache.layers):
-        names = dict.fromkeys(field.name.partition(".")[0] for field in cache.fields)
-        planes = [tuple(f for f in cache.fields if f.name.partition(".")[0] == name) for name in names]
-        parts[cache] = (
-            tuple(replace(cache, fields=p) for p in planes) if set(names) == {"k", "v"} else (cache,)
-        )
-        origin |= dict.fromkeys(parts[cache], cache)
-    made = [[part for cache in caches for part in parts[cache]] for caches in per_layer(reading)]
-    model_cache = replace(reading.cache, layers=tuple(part for layer in made for part in layer))
-    return replace(reading, cache=model_cache, kept=tuple(map(len, made))), origin
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """The memory of one hypothetical engine at made-up addresses, with a request in it.
 
     Attributes:
-        ranks: memory geometry of all ranks.
         kinds: index in `PlannedTransfer.kinds` for each KV cache group.
         tables: block ids of each group in the order of the request's tokens, int64 of shape (blocks,). A
             group of recurrent state has one block. No two blocks are adjacent.
@@ -61,8 +38,6 @@ class PlannedTransfer:
 
     Attributes:
         kinds: KV cache of each kind of layer: layers with equal `LayerCache`.
-        src, dst: memory of the source and of the destination.
-        span: range of the prompt's tokens to transfer.
     """
 
     kinds: tuple[LayerCache, ...]
@@ -71,11 +46,7 @@ class PlannedTransfer:
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
-        """Return the templates by which one destination rank reads from the source ranks.
-
-        Raises:
-            Incompatible: the two engines cannot exchange this model's KV.
-        """
+        """Return the templates by which one destination rank reads from the source ranks."""
         return build_templates(self.src.ranks, self.dst.ranks[number])
 
     def cells(self, route: Route, group: GroupPattern) -> Cells:
@@ -91,9 +62,6 @@ def set_up(
 
     Args:
         separate: True if K and V are on separate pages in both engines, False if a page holds both.
-
-    Raises:
-        KVFerryError: an engine cannot have these settings.
     """
     laid, origin = _split_k_and_v(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))

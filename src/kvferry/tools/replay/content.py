@@ -25,9 +25,6 @@ def _group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
 
     >>> [key.hex() for key in _group_keys(np.array([1, 256], np.uint64), 2)[1]]
     ['167c4a7fb979379e', '157d4a7fb979379e']
-
-    Args:
-        ids: identities of the chunks, uint64 of shape (chunks,).
     """
     if groups == 1:
         return [ids.view(_KEYS).tolist()]
@@ -163,7 +160,6 @@ def _chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.
     A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
 
     Args:
-        requests: requests of one trace.
         counts: number of chunks of each request, int64 of shape (requests,).
     """
     # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
@@ -182,7 +178,6 @@ def _prefix_ids(
     """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
 
     Args:
-        owners: index of the request of each prefix, int64 of shape (prefixes,).
         units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
     """
     each = [request.prefix_ids for request in requests]

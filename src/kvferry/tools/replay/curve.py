@@ -47,7 +47,6 @@ class CurvePoint:
     """The hit rate with one capacity.
 
     Attributes:
-        capacity_bytes: capacity of host memory in bytes.
         hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
     """
 
@@ -98,7 +97,6 @@ class StackDistances:
     """The tokens that need not be computed at each capacity, added up while requests pass.
 
     Args:
-        chunk_bytes: bytes of a chunk in host memory.
         capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one are
             forgotten, so it bounds the memory that this object takes.
     """
@@ -117,13 +115,7 @@ class StackDistances:
     def add(
         self, request: TraceRequest, names: RequestKeys, local_tokens: int = 0, *, counted: bool = True
     ) -> None:
-        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
-
-        Args:
-            names: keys of its chunks, in one group.
-            local_tokens: number of tokens of its prompt that the engine itself has.
-            counted: False to move its chunks only.
-        """
+        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack."""
         prompt, size = request.prompt_tokens, self._chunk_tokens
         whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
         keys, generated = whole[:chunks], whole[chunks:]
@@ -190,9 +182,6 @@ def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]
     """Return the hit rate of one engine by the capacity of its host memory, without slower tiers.
 
     The engine has the pools of all engines of the replay.
-
-    Args:
-        replayed: replay of the same trace, which bounds the capacities.
     """
     model, settings = replayed.model, replayed.settings
     least = _LEAST_CHUNKS * max(group.chunk_bytes for group in model.groups)

@@ -34,7 +34,6 @@ class EngineCache:
 
     Args:
         num_blocks: number of blocks in the pool, over all KV cache groups; 0 without prefix caching.
-        unit_tokens: number of tokens per unit of the trace.
     """
 
     def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
@@ -80,7 +79,6 @@ class EngineCache:
         """Allocate the blocks of a request, let it run, and keep those that later requests can share.
 
         Args:
-            snapshots: positions in tokens at which the engine has taken and retained recurrent state.
             shared: position up to which the engine had the attention blocks, but not all other blocks, of
                 another prompt; 0 if there is none.
         """
@@ -170,9 +168,6 @@ class Hit(NamedTuple):
     """The tokens of a prompt that a simulated engine did not compute.
 
     Attributes:
-        local_tokens: number of tokens from the engine's own prefix cache.
-        tier_tokens: number of tokens from each tier, host memory first.
-        tier_bytes: number of bytes loaded from each tier.
         attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
             beyond `found` were computed again because a window or a snapshot was missing.
         group_tokens: length in tokens of the longest prefix that each group alone could use.
@@ -193,11 +188,7 @@ class Hit(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A request that a simulated engine has not admitted yet.
-
-    Attributes:
-        block_keys: keys of the request's runs of blocks.
-    """
+    """A request that a simulated engine has not admitted yet."""
 
     request: TraceRequest
     keys: RequestKeys

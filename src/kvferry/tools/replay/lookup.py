@@ -54,8 +54,6 @@ class SimulatedTier:
 
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
-        capacity_bytes: maximum total bytes of all chunks; `UNLIMITED` for no limit.
-        used_bytes: bytes of all chunks that the tier holds.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
         counts: numbers of chunks of each KV cache group so far.
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
@@ -106,7 +104,6 @@ class SimulatedTier:
         Args:
             runs: (index of the group, keys in the order of the prompt) of each run. Keys are different, and
                 the tier does not hold them. An iterator sees the evictions so far.
-            cold: keys of chunks that are evicted before all others.
 
         Returns:
             The runs without dropped chunks, each in the order in which its chunks were admitted.
@@ -132,13 +129,7 @@ class SimulatedTier:
         return [key for key in keys if key not in held]
 
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
-        """Write new chunks of one group one after the other, as storage does. Return their keys.
-
-        Args:
-            keys: different keys, in the order in which they are written. Chunks that the tier holds are
-                skipped.
-            cold: keys of chunks that are evicted before all others.
-        """
+        """Write new chunks of one group one after the other, as storage does. Return their keys."""
         new = self.lacks(keys)
         size = self.chunk_bytes[group]
         if any(key in cold for key in new):  # the next chunk may evict one of these
@@ -150,12 +141,7 @@ class SimulatedTier:
         return new
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
-        """Add new chunks of one group, the last one as the newest. There must be room for them.
-
-        Args:
-            keys: different keys that the tier does not hold.
-            cold: keys of chunks that are evicted before all others.
-        """
+        """Add new chunks of one group, the last one as the newest. There must be room for them."""
         if not keys:
             return
         size, counts = self.chunk_bytes[group], self.counts[group]
@@ -196,7 +182,6 @@ class Found(NamedTuple):
         attention_tokens: length in tokens of the longest prefix for which all full-attention chunks are held.
         group_tokens: length in tokens of the longest prefix that each group alone could use.
         tier_tokens: number of tokens that each tier provides in a load of the longest prefix.
-        wanted: chunks of this load.
     """
 
     tokens: int
@@ -213,8 +198,6 @@ def look_up(
 
     Args:
         tiers: the fastest first.
-        prompt: length of the prompt in tokens.
-        local: number of tokens at the start of the prompt that the engine itself has.
 
     Returns:
         None if the prompt has no chunk, or no tier holds the first one.

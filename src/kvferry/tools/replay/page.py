@@ -38,7 +38,6 @@ def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str
     """Yield the HTML of a hit-rate curve; nothing if there are fewer than two points.
 
     Args:
-        points: hit rate by capacity, ascending.
         about: sentence about the trace and the settings, as plain text, where the page has none.
     """
     if len(points) < 2:

@@ -20,9 +20,7 @@ class TierOutcome:
     Attributes:
         capacity_bytes: capacity of one such tier in bytes; None for no limit.
         tiers: number of such tiers: one per engine, or 1 if all engines share it.
-        hit_tokens: tokens of prompts that the tier provided.
         counts: numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
-        group_counts: the same for each KV cache group.
     """
 
     name: str
@@ -38,8 +36,6 @@ class Outcome:
     """The outcome of a replay that has ended or was interrupted.
 
     Attributes:
-        trace: name of the trace.
-        complete: False if the replay was interrupted.
         curve: hit rate by capacity of host memory; empty if it was not computed.
         tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
     """

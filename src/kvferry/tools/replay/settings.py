@@ -43,8 +43,6 @@ class BlockGroup:
     """The block tables of an engine that hold the KV of one kind of layers.
 
     Attributes:
-        attention_span: as in `geometry.Attention`.
-        block_tokens: number of tokens per block.
         tables: number of block tables. Each has its own blocks of the pool.
     """
 
@@ -59,7 +57,6 @@ class ServedModel:
     """A model and the settings of the engine that serves it.
 
     Attributes:
-        form: form in which the tiers store the model's KV, and what they store.
         block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
         block_bytes: bytes of a block of the engine's pool on one rank.
     """
@@ -123,10 +120,6 @@ def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings
 
     Args:
         settings: settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
-
-    Raises:
-        ConfigError: vLLM or the connector would reject the settings.
-        GeometryError: the heads cannot be distributed evenly over the ranks, or the KV cannot be stored.
     """
     form = stored_form(reading, side, settings)
     layers = reading.cache.layers
@@ -181,8 +174,6 @@ def block_pool(
     """Return the block pool that an engine has.
 
     Args:
-        blocks: number of blocks that the user gave; None to derive it.
-        recorded: number of blocks of the engine that recorded the trace; None if no engine did.
         kv_cache_memory: size of the memory of each rank for KV cache, such as ``40GiB``; None for the
             recorded number of blocks, or else `ASSUMED_KV_CACHE`.
 
@@ -214,10 +205,7 @@ class TierSetting:
     """A tier of a replay.
 
     Attributes:
-        kind: host, file or object.
         capacity_bytes: maximum bytes of its chunks, for each engine or for all engines together.
-        shared: True if all engines share the tier, False if each engine has its own.
-        bytes_per_second: speed of loads from the tier.
     """
 
     kind: str
@@ -234,9 +222,6 @@ def parse_tier(text: str) -> TierSetting:
     >>> tier = parse_tier("file=2TiB:shared")
     >>> tier.kind, tier.capacity_bytes >> 40, tier.shared
     ('file', 2, True)
-
-    Raises:
-        ConfigError: the text does not describe a tier.
     """
     kind, _, rest = text.partition("=")
     size, _, sharing = rest.partition(":")
@@ -309,11 +294,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     Without tiers, the engine has no values of chunks and snapshots.
 
     Attributes:
-        block_tokens: number of tokens per block, for each KV cache group.
-        step_tokens: maximum number of tokens per step.
         snapshot_tokens: distance in tokens between kept windows and snapshots.
         first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none.
-        num_blocks: number of blocks in the engine's pool.
     """
 
     block_tokens: tuple[int, ...] | None = None
@@ -331,11 +313,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 def recorded_engine(name: str, header: Mapping[str, object]) -> RecordedEngine:
-    """Read the settings of an engine from the header of its trace, which is empty if no engine recorded it.
-
-    Raises:
-        ConfigError: a setting has another type.
-    """
+    """Read the settings of an engine from the header of its trace; empty if no engine recorded it."""
     try:
         return msgspec.convert(header, RecordedEngine)
     except msgspec.ValidationError as error:

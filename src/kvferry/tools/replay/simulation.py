@@ -216,9 +216,7 @@ class Simulation:
     """A replay in progress, at first with idle engines and empty caches.
 
     Attributes:
-        unit_tokens: number of tokens per unit of the trace.
         tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
-        results: sums over the requests so far.
 
     Args:
         on_hit: called with each counted request and what was found for it, when its engine has admitted it.

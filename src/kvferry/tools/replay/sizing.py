@@ -24,7 +24,6 @@ class SizeQuestion:
     """A hit rate to reach, and the facts that decide whether it is worth it.
 
     Attributes:
-        target: share of the prompt tokens that need not be computed.
         host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
         disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
     """
@@ -49,7 +48,6 @@ class EngineChoice:
     Attributes:
         step_tokens: ``max_num_batched_tokens``.
         retention: ``prefix_cache_retention_interval``.
-        stored_bytes: bytes of all chunks that are stored.
     """
 
     step_tokens: int
@@ -64,7 +62,6 @@ class Sizing:
 
     Attributes:
         prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
-        ceiling: replay with unlimited host memory.
         enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
             engine's prefix cache reaches it alone.
         too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
@@ -115,7 +112,6 @@ def size(
     """Find the smallest host memory or disk that reaches a hit rate on a trace.
 
     Args:
-        requests: returns the requests of the trace, once for each pass.
         given: settings of the replays, except for the tiers. The replays leave time out.
     """
 

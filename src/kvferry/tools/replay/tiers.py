@@ -37,8 +37,6 @@ class Run(NamedTuple):
     """Chunks of one KV cache group that a step of an engine completes.
 
     Attributes:
-        group: index of the group.
-        keys: keys of the chunks, in the order of the prompt.
         unchanged: number of chunks, from the first one, that the engine has not computed anew. They need not
             be stored where any tier has them.
     """
@@ -60,11 +58,7 @@ class SimulatedTiers:
         self._model, self._host, self._slow = model, self.tiers[0], self.tiers[1:]
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
-        """Load a prefix: count the reads, and copy chunks of slow tiers into host memory.
-
-        Returns:
-            Number of bytes that each tier provides.
-        """
+        """Load a prefix: count the reads, and copy chunks of slow tiers into host memory."""
         keys, groups, tiers = wanted
         here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
         self._host.policy.touch_all(here[::-1])
@@ -105,11 +99,7 @@ class SimulatedTiers:
             here, wanted = [], wanted[fitting:]
 
     def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
-        """Store chunks that one step of the engine completes.
-
-        Args:
-            cold: keys of the chunks that tiers evict before all others.
-        """
+        """Store chunks that one step of the engine completes."""
         stored = self._host.store(self._pieces(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
@@ -159,11 +149,7 @@ class SimulatedTiers:
                 yield run.group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest.
-
-        Args:
-            cold: keys of further chunks, which host memory evicts before all others.
-        """
+        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
         last_first = keys[::-1]
         for tier in self.tiers:
             tier.policy.make_newest(last_first)
@@ -175,7 +161,6 @@ class ComputedPrompt(NamedTuple):
     """A prompt that an engine has computed, and where it began.
 
     Attributes:
-        tokens: length of the prompt in tokens.
         found: number of tokens at its start that the engine had or loaded, less than `tokens`.
         shared: position up to which the engine had the attention blocks, but not all other blocks, of another
             prompt; 0 if there is none.
@@ -215,7 +200,6 @@ def store_chunks(
 
     Args:
         tiers: tiers of the engine. Mutated.
-        snapshots: positions at which the engine has retained snapshots.
     """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
@@ -278,7 +262,6 @@ def _attention_runs(
 
     Args:
         storable: chunks of the request that each group may store, ascending.
-        step: (begin, end) of the step in tokens.
     """
     size = model.chunk_tokens
     first, last = (at // size for at in step)

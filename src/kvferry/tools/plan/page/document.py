@@ -63,8 +63,6 @@ def picture(
     """Return the HTML page that shows a handover forecast: a table, and pictures of the copied memory.
 
     Args:
-        reading: description of the model's KV cache, from which the forecast was computed.
-        separate: True if the forecast was computed with K and V on separate pages.
         more: HTML of further parts, at the end of the page.
     """
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)

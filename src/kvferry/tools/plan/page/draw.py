@@ -92,7 +92,6 @@ class _DrawnLane:
 
     Attributes:
         starts: horizontal position of the first byte of each strip.
-        per_byte: width of a byte.
     """
 
     lane: MemoryLane
@@ -142,9 +141,7 @@ class DrawnRun:
     Attributes:
         src, dst: address of the first byte on each side.
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
-        bytes: number of copied bytes.
         longest: length of the longest of these runs. A part of a run counts with the length of the whole run.
-        pieces: number of runs, or parts of runs.
     """
 
     src: int
@@ -192,11 +189,7 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join the copied bytes that connect the same two strips.
-
-    Args:
-        parts: tuples as `cut` yields them.
-    """
+    """Join the copied bytes that connect the same two strips."""
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
         if (one := joined.setdefault((a, b), part)) is part:

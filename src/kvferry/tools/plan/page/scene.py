@@ -23,11 +23,7 @@ class Scene:
     """The content of a picture that shows how blocks of a group are copied between two engines.
 
     Attributes:
-        src, dst: lanes of the source and of the destination, each with at least one strip.
-        layers: names of the drawn layers.
         of_layers: number of layers of the group on the drawn ranks.
-        src_blocks, dst_blocks: number of drawn blocks on each side.
-        runs: number of copied runs between the drawn blocks.
         joined: True if some ribbon stands for several runs.
     """
 

@@ -81,13 +81,9 @@ class TraceRequest:
 
     Attributes:
         arrival: seconds from the start of the trace to the arrival of the request.
-        prompt_tokens: length of the prompt in tokens, at least 1.
-        output_tokens: number of generated tokens.
         prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal
             identities mean that all tokens so far are equal. The units may include generated tokens.
         prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
-        session: name of the conversation that the request belongs to; empty if unknown.
-        recorded: cache hits of the engine that recorded the trace; None for other traces.
     """
 
     arrival: float
@@ -166,7 +162,6 @@ class TraceFile:
     A regular file is opened anew for each reading. Standard input and pipes can be read once.
 
     Attributes:
-        name: name of the file, safe to print on a terminal.
         size_bytes: size of the file, compressed if it is; None for standard input and pipes.
         read_bytes: number of bytes, compressed if the file is, that the latest reading has read so far.
 
@@ -184,11 +179,7 @@ class TraceFile:
         self._rest: Iterator[tuple[int, bytes]] | None = self._read()
 
     def first_line(self) -> tuple[int, bytes]:
-        """Return the first line that is not blank, and its number. A later reading yields this line again.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no such line.
-        """
+        """Return the first line that is not blank, and its number. A later reading yields this line again."""
         lines = self.all_lines()
         read = []
         for number, line in lines:
@@ -202,12 +193,7 @@ class TraceFile:
         return read[-1]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Read the lines that are not blank, with their line breaks, and their numbers from 1.
-
-        Raises:
-            ConfigError: the file cannot be read, or only once, and was read before. The iterator raises it
-                too.
-        """
+        """Read the lines that are not blank, with their line breaks, and their numbers from 1."""
         return (each for each in self.all_lines() if not each[1].isspace())
 
     def all_lines(self) -> Iterator[tuple[int, bytes]]:
@@ -223,9 +209,6 @@ class TraceFile:
         """Open the file to read lines at any place. Call this after `first_line`.
 
         None if the file is compressed, begins with a byte-order mark, or is standard input or a pipe.
-
-        Raises:
-            ConfigError: the file cannot be opened.
         """
         if self._path is None or self.size_bytes is None or self._is_compressed or self._is_marked:
             return None
@@ -302,8 +285,6 @@ class Trace(ABC):
     """Requests in order of arrival. Each iteration begins with the first one.
 
     Attributes:
-        name: name for the user, safe to print on a terminal.
-        unit_tokens: number of tokens per unit of all requests.
         length: value of `position` at the end; None if the requests can be iterated only once.
         header: what is known about all requests; empty except for recorded traces.
         tells_prefixes: False if only lengths are known, so that no prompts are known to share a prefix.
@@ -334,7 +315,6 @@ class FileTrace(Trace):
     first line that cannot be used. Standard input and pipes can be iterated once.
 
     Attributes:
-        format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
         length: size of the file in bytes, compressed if it is; None for standard input and pipes.
     """
 
@@ -371,11 +351,7 @@ class FileTrace(Trace):
 
 
 class ArrivalTimes:
-    """Converts the times in a file to seconds since the file's first request, in ascending order.
-
-    Attributes:
-        late: number of requests whose times were replaced so far.
-    """
+    """Converts the times in a file to seconds since the file's first request, in ascending order."""
 
     def __init__(self, file: TraceFile) -> None:
         self.late = 0
@@ -420,12 +396,7 @@ def batches(
     max_units: int = _BATCH_UNITS,
     max_items: int = BATCH_REQUESTS,
 ) -> Iterator[list[_Item]]:
-    """Group consecutive items, so that the identities of many short requests are computed at once.
-
-    Args:
-        units: returns the number of units of an item.
-        max_units: number of units at which a group ends.
-    """
+    """Group consecutive items, so that the identities of many short requests are computed at once."""
     batch: list[_Item] = []
     total = 0
     for item in items:
@@ -439,11 +410,7 @@ def batches(
 
 
 def decode(decoder: msgspec.json.Decoder[_Item], line: bytes, number: int, file: TraceFile) -> _Item:
-    """Decode a line of JSON.
-
-    Raises:
-        ConfigError: the line is not of the expected type.
-    """
+    """Decode a line of JSON. Raise ConfigError if it is not of the expected type."""
     try:
         return decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

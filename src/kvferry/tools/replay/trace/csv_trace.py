@@ -60,11 +60,7 @@ def csv_columns(line: bytes) -> dict[str, int]:
 
 
 class CsvTrace(FileTrace):
-    """A trace that is a table.
-
-    Raises:
-        ConfigError: a column is missing.
-    """
+    """A trace that is a table."""
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:
         number, line = file.first_line()
@@ -160,11 +156,6 @@ def _from_date(text: str) -> float:
 
 
 def _count(text: str, least: int) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        ValueError: this is no number of tokens.
-    """
     try:
         count = int(text)
     except ValueError:

@@ -70,11 +70,7 @@ class _Draft(NamedTuple):
 
 
 class HashedTrace(FileTrace):
-    """A trace with identities of blocks.
-
-    Raises:
-        ConfigError: the first line cannot be used, or the number of tokens per id is unknown.
-    """
+    """A trace with identities of blocks."""
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:
         number, line = file.first_line()
@@ -175,11 +171,6 @@ def _at_units(prefixes: Ids, ends: npt.NDArray[np.int64], unit_tokens: int) -> I
 
     If a unit ends inside a block, its identity covers the tokens up to the end of that block. Two equal
     prefixes may then have different identities.
-
-    Args:
-        prefixes: identities of the prefixes that end at each block.
-        ends: number of tokens up to the end of each block.
-        unit_tokens: number of tokens per unit.
     """
     units = np.append(np.arange(unit_tokens, ends[-1], unit_tokens), ends[-1])
     blocks = np.searchsorted(ends, units)

@@ -77,11 +77,7 @@ class _Index:
 
 
 class RecordedTrace(FileTrace):
-    """A trace that kvferry recorded.
-
-    Raises:
-        ConfigError: the header cannot be used, or is of another version.
-    """
+    """A trace that kvferry recorded."""
 
     def __init__(self, file: TraceFile) -> None:
         number, line = file.first_line()
@@ -197,11 +193,7 @@ class RecordedTrace(FileTrace):
 
 
 def _read_header(file: TraceFile, number: int, line: bytes) -> int:
-    """Return the number of tokens per unit.
-
-    Raises:
-        ConfigError: the header cannot be used, or is of another version.
-    """
+    """Return the number of tokens per unit."""
     header = decode(msgspec.json.Decoder(_Header), line, number, file)
     if header.kvferry_trace != VERSION:
         raise file.refusal(

@@ -60,9 +60,7 @@ class Outline(NamedTuple):
     """A request with passages in place of identities.
 
     Attributes:
-        arrival: seconds from the start of the trace to the arrival of the request.
         passages: content of prompt and output. The first passage begins at token 0.
-        session: name of the conversation that the request belongs to; empty if unknown.
     """
 
     arrival: float
@@ -165,10 +163,7 @@ class Workload:
     Attributes:
         requests_per_second: mean number of all users together.
         shared_prompt_tokens: number of tokens with which every prompt begins, such as a system prompt.
-        turns: number of requests of each conversation.
         prompt_tokens: mean number of new tokens of each prompt.
-        output_tokens: mean number of generated tokens of each request.
-        hours: time in which requests arrive, in hours.
         seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
 
     Raises:
@@ -246,11 +241,7 @@ class _Conversation(NamedTuple):
 
 
 class WorkloadTrace(Trace):
-    """The requests of a workload described by a text. A position is a time in seconds.
-
-    Raises:
-        ConfigError: a name is not known, or a value cannot be used.
-    """
+    """The requests of a workload described by a text. A position is a time in seconds."""
 
     def __init__(self, description: str, unit_tokens: int | None) -> None:
         given = {} if unit_tokens is None else {"unit_tokens": unit_tokens}
