@@ -17,9 +17,8 @@ from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
 from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
 from kvferry.tools.plan import show as plan_show
-from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import entries, find_config
-from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
 from kvferry.tools.plan.show import show_kept
 from kvferry.tools.plan.side import EngineSide, resolve_layout

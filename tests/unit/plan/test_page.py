@@ -10,9 +10,8 @@ import pytest
 
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
-from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import find_config
-from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.page import picture
 from kvferry.tools.plan.page.draw import (
     WIDTH,

@@ -18,9 +18,8 @@ from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.curve import hit_rate_curve
 from kvferry.tools.replay.page import page
-from kvferry.tools.replay.report import Outcome, as_json
 from kvferry.tools.replay.settings import BlockPool, ReplaySettings, ServedModel, parse_tier, served_model
-from kvferry.tools.replay.show import show
+from kvferry.tools.replay.show import Outcome, as_json, show
 from kvferry.tools.replay.simulation import Simulation, route_named
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.configs import DENSE

@@ -135,8 +135,7 @@ def plan(options: PlanOptions) -> None:
     _check_options(options)
     trace = _open(options)
     from kvferry.tools.plan.blocks import parse_retention
-    from kvferry.tools.plan.cost import Pricing, limit_bandwidth, parse_strategy
-    from kvferry.tools.plan.forecast import forecast
+    from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth, parse_strategy
     from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
     from kvferry.tools.plan.side import EngineSide, resolve_layout
     from kvferry.transport.costs import load_costs

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvferry.tools.replay.engine import Hit
-    from kvferry.tools.replay.report import Outcome
     from kvferry.tools.replay.settings import RecordedEngine, ReplaySettings, ServedModel, TierSetting
+    from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 _STEP_TOKENS = 8192
@@ -145,7 +145,7 @@ def replay(options: ReplayOptions) -> None:
 
         write_file(options.html, page(outcome))
     if options.as_json:
-        from kvferry.tools.replay.report import as_json
+        from kvferry.tools.replay.show import as_json
 
         print(json.dumps(as_json(outcome)))
     else:
@@ -244,7 +244,7 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
 def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
     """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
     from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
-    from kvferry.tools.replay.report import Outcome
+    from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.simulation import Simulation
 
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:

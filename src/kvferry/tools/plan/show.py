@@ -11,9 +11,8 @@ from kvferry.common.units import counted, format_bytes, format_count, format_sec
 from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.geometry.models import read_model
 from kvferry.geometry.store import LayerCache
-from kvferry.tools.plan.cost import TransferEstimate
 from kvferry.tools.plan.find import entries
-from kvferry.tools.plan.forecast import Forecast, LayerForecast
+from kvferry.tools.plan.forecast import Forecast, LayerForecast, TransferEstimate
 from kvferry.tools.plan.kept import KeptGroup, TierForecast
 from kvferry.tools.plan.side import EngineSide
 

@@ -74,14 +74,6 @@ class RequestKeys:
         """Return the key of the first chunk of the request's first tokens, in one group."""
         return self.whole[group][0] if tokens >= self.chunk_tokens else self.tail(tokens)[group]
 
-    def row(self, tokens: int) -> list[bytes]:
-        """Return the keys of `rows` of a model with one group."""
-        whole, rest = divmod(tokens, self.chunk_tokens)
-        keys = self.whole[0][:whole]
-        if rest:
-            keys.append(self.tail(tokens)[0])
-        return keys
-
     def in_order(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks in all groups, in the order of `PromptChunks.all_keys`.
 

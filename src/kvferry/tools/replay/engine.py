@@ -14,16 +14,13 @@ from kvferry.connector.load import saves_computation
 from kvferry.connector.room import LocalPrefix, last_boundary_before
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
-from kvferry.planning.select import attends_to_all, first_attended
+from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.lookup import Found, look_up
 from kvferry.tools.replay.settings import BlockGroup, ServedModel
 from kvferry.tools.replay.tiers import ComputedPrompt, SimulatedTiers, snapshots_of, store_chunks
 from kvferry.tools.replay.trace.base import TraceRequest
-
-# A running request holds this many blocks per table for recurrent state.
-_RUNNING_STATES = 2
 
 # Prefix of a prompt of which the engine has nothing.
 NO_PREFIX = LocalPrefix(0, 0)
@@ -158,7 +155,7 @@ class EngineCache:
 
     def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
         if group.kind is GroupKind.STATE:
-            return _RUNNING_STATES * group.tables
+            return STATE_BLOCKS * group.tables
         if group.attention_span:
             tokens = min(tokens, group.attention_span + self._model.form.steps.step_tokens)
         return -(-tokens // group.block_tokens) * group.tables

@@ -211,7 +211,7 @@ def look_up(
     if not tokens:
         return None
     if model.has_one_row:
-        return _leading_chunks(tiers, keys.row(tokens), tokens, size, local)
+        return _leading_chunks(tiers, keys.rows(tokens)[0], tokens, size, local)
     # Most prompts of a trace are new, and their first chunk tells it without a look-up of the others.
     if model.attention and local < size:
         first = keys.first(model.attention[0], tokens)

@@ -11,8 +11,7 @@ from kvferry.common.text import Report
 from kvferry.common.units import format_bytes
 from kvferry.tools.plan.page.document import html_page, text_block
 from kvferry.tools.replay.curve import CurvePoint
-from kvferry.tools.replay.report import Outcome
-from kvferry.tools.replay.show import show, show_size
+from kvferry.tools.replay.show import Outcome, show, show_size
 from kvferry.tools.replay.sizing import Sizing
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 28

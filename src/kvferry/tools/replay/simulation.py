@@ -307,7 +307,7 @@ class Simulation:
     def _engine(self) -> SimulatedEngine:
         tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
-        return SimulatedEngine(self.model, SimulatedTiers(self.model, tiers), cache)
+        return SimulatedEngine(self.model, SimulatedTiers(tiers), cache)
 
     def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:
         known = self.tiers[number]

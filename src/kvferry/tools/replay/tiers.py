@@ -53,9 +53,9 @@ class SimulatedTiers:
         tiers: host memory, then the slow tiers, the fastest first. Engines may share slow tiers.
     """
 
-    def __init__(self, model: ServedModel, tiers: Sequence[SimulatedTier]) -> None:
+    def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
         self.tiers = tuple(tiers)
-        self._model, self._host, self._slow = model, self.tiers[0], self.tiers[1:]
+        self._host, self._slow = self.tiers[0], self.tiers[1:]
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Load a prefix: count the reads, and copy chunks of slow tiers into host memory."""
