@@ -206,12 +206,18 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine of a replay, which computes one prompt after the other."""
+    """An engine of a replay, which computes one prompt after the other.
+
+    Attributes:
+        queue: requests that arrived and have not ended, the running one first.
+        free_without_tiers: time in seconds at which the engine would have ended its requests without tiers.
+    """
 
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache
-    waiting: deque[Arrived] = field(default_factory=deque)
+    queue: deque[Arrived] = field(default_factory=deque)
+    free_without_tiers: float = 0.0
 
     def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
         """Compute the keys of requests. The result may also go to another engine with equal settings."""

@@ -60,13 +60,9 @@ class SimulatedTier:
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        chunk_bytes: Sequence[int],
-        policy: Callable[[int], EvictionPolicy],
+        self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], EvictionPolicy]
     ) -> None:
-        self.name, self.chunk_bytes = name, tuple(chunk_bytes)
+        self.chunk_bytes = tuple(chunk_bytes)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.held: dict[bytes, int] = {}
         self.counts = [TierCounts() for _ in chunk_bytes]

@@ -239,9 +239,7 @@ class Simulation:
         )
         self._route = route_named(settings.route, settings.seed)
         self._seen = 0
-        self._queues = [0] * settings.engines
-        self._ends: list[tuple[float, int, int, Running]] = []
-        self._free_without_tiers = [0.0] * settings.engines
+        self._ends: list[tuple[float, int, SimulatedEngine, Running]] = []
 
     def run(self, requests: Iterable[TraceRequest]) -> Results:
         """Replay requests in the order of their arrival, and return the sums.
@@ -254,16 +252,15 @@ class Simulation:
                 request = arrived.request
                 if timed:
                     self._end_until(request.arrival)
-                number = self._route(request, self._queues) if len(self.engines) > 1 else 0
-                engine = self.engines[number]
+                engine = self.engines[0]
+                if len(self.engines) > 1:
+                    engine = self.engines[self._route(request, [len(one.queue) for one in self.engines])]
                 if not timed:
                     engine.finish(self._admit(engine, arrived))
                     continue
-                self._queues[number] += 1
-                if self._queues[number] > 1:
-                    engine.waiting.append(arrived)
-                else:
-                    self._begin(number, arrived, request.arrival)
+                engine.queue.append(arrived)
+                if len(engine.queue) == 1:
+                    self._begin(engine, request.arrival)
         self._end_until(float("inf"))
         return self.results
 
@@ -276,20 +273,20 @@ class Simulation:
                 self._on_hit(arrived.request, running.hit)
         return running
 
-    def _begin(self, number: int, arrived: Arrived, now: float) -> None:
-        """Admit a request at a time of the trace, and schedule the end of its prefill."""
-        request, running = arrived.request, self._admit(self.engines[number], arrived)
+    def _begin(self, engine: SimulatedEngine, now: float) -> None:
+        """Admit the first request of an engine's queue, and schedule the end of its prefill."""
+        request, running = engine.queue[0].request, self._admit(engine, engine.queue[0])
         rate, hit = self.settings.prefill_tokens_per_second, running.hit
         # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
         loading = max(size / speed for size, speed in zip(hit.tier_bytes, speeds, strict=True))
         seconds = loading + max(request.prompt_tokens - hit.found, 1) / rate
         end = now + seconds
-        heappush(self._ends, (end, self._seen, number, running))
+        heappush(self._ends, (end, self._seen, engine, running))
         # The same engine without tiers. Also for requests that are not counted: the next ones wait for them.
-        begin = max(self._free_without_tiers[number], request.arrival)
+        begin = max(engine.free_without_tiers, request.arrival)
         free = begin + max(request.prompt_tokens - hit.local_tokens, 1) / rate
-        self._free_without_tiers[number] = free
+        engine.free_without_tiers = free
         if self._seen > self.settings.skip:
             self.results.waits.add(end - request.arrival)
             self.results.waits_without_tiers.add(free - request.arrival)
@@ -297,12 +294,11 @@ class Simulation:
     def _end_until(self, now: float) -> None:
         """Finish the requests whose prefill ends by a time, and begin those that wait for their engines."""
         while self._ends and self._ends[0][0] <= now:
-            at, _, number, running = heappop(self._ends)
-            engine = self.engines[number]
+            at, _, engine, running = heappop(self._ends)
             engine.finish(running)
-            self._queues[number] -= 1
-            if engine.waiting:
-                self._begin(number, engine.waiting.popleft(), at)
+            engine.queue.popleft()
+            if engine.queue:
+                self._begin(engine, at)
 
     def _engine(self) -> SimulatedEngine:
         tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
@@ -320,5 +316,5 @@ class Simulation:
             sizes = [group.file_bytes for group in self.model.form.groups]
         # Storage evicts the least recently used chunks, whatever the policy of host memory is.
         policy = EVICTION_POLICIES[self.settings.policy if setting.kind == HOST else "lru"]
-        known.append(SimulatedTier(setting.kind, setting.capacity_bytes, sizes, policy))
+        known.append(SimulatedTier(setting.capacity_bytes, sizes, policy))
         return known[-1]
