@@ -52,6 +52,8 @@ class SimulatedTier:
     The capacity is counted in bytes of chunks. A real host tier divides its memory into slabs of one chunk
     size each, so with chunks of several sizes it holds slightly less.
 
+    Methods take the keys of chunks that are evicted before all others as `cold`.
+
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
@@ -125,7 +127,7 @@ class SimulatedTier:
         return [key for key in keys if key not in held]
 
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
-        """Write new chunks of one group one after the other, as storage does. Return their keys."""
+        """Write those chunks of one group that are not held, one after the other. Return their keys."""
         new = self.lacks(keys)
         size = self.chunk_bytes[group]
         if any(key in cold for key in new):  # the next chunk may evict one of these
@@ -137,7 +139,7 @@ class SimulatedTier:
         return new
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
-        """Add new chunks of one group, the last one as the newest. There must be room for them."""
+        """Add chunks of one group that are not held, the last one as the newest. There must be room for them."""
         if not keys:
             return
         size, counts = self.chunk_bytes[group], self.counts[group]

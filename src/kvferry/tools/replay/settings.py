@@ -15,13 +15,13 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_bytes, parse_size
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.geometry.layout import lay_out_rank
 from kvferry.geometry.models import ModelReading
 from kvferry.planning.coverage import widest_group
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import attends_to_all
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
+from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.tools.plan.side import EngineSide, shape
 
@@ -133,7 +133,7 @@ def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings
     for one in form.canonical.groups:
         sizes = tables[one.kind, one.attention_span]
         block_groups.append(BlockGroup(one.kind, one.attention_span, lcm(*sizes), len(sizes)))
-    (pool,) = lay_out_rank(reading.cache, engine, 0, 0).geometry.regions
+    (pool,) = lay_out_engine(reading, side, num_blocks=1)[0].regions
     return ServedModel(reading.cache.name, form, tuple(block_groups), pool.length)
 
 
