@@ -139,7 +139,7 @@ class SimulatedTier:
         return new
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
-        """Add chunks of one group that are not held, the last one as the newest. There must be room for them."""
+        """Add chunks of one group that are not held, the last one as the newest. There must be room."""
         if not keys:
             return
         size, counts = self.chunk_bytes[group], self.counts[group]
