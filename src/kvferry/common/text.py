@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +12,17 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+# Of prose, in columns.
 _WIDEST, _NARROWEST = 80, 40
-_BETWEEN_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=[^\W\d]|%)")
-_KEPT = "\N{NO-BREAK SPACE}"
+# Spaces at which a line may end: a number and its unit stay together.
+_BREAKS = re.compile(r"(?<!\d) | (?![^\W\d]|%)")
+# A wide character takes two cells.
+_LEAST_ROOM = 2
+_GAP = "  "
+DOTS = ".."
+"""Stand for text that is left out."""
+_TALLEST_HEAD = 4
+_BOLD, _DIM = "bold", "dim"
 
 
 def printable(text: str, instead: str = "?") -> str:
@@ -43,24 +50,26 @@ def shown(text: str, most: int = 100) -> str:
 
 
 def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> list[str]:
-    r"""Split a text into lines of at most `width` columns, at spaces. A number stays with the word after it.
+    r"""Split a text into lines of at most `width` terminal cells, at spaces, and words that are longer.
 
-    An empty text gives one empty line, a `width` of None a single line. `hanging` is additional indentation
-    of all lines except the first.
+    A number stays with the word after it. An empty text gives one empty line, a `width` of None a single
+    line. `hanging` is additional indentation of all lines except the first.
 
     >>> wrap("read 2.69 MiB in 3.7 ms", 12)
     ['read', '2.69 MiB in', '3.7 ms']
     """
     if width is None:
         return [" " * indent + text]
-    lines = textwrap.wrap(
-        _BETWEEN_NUMBER_AND_UNIT.sub(_KEPT, text),
-        max(width, 1),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_on_hyphens=False,
-    )
-    return [line.replace(_KEPT, " ") for line in lines] or [""]
+    room = max(width - indent - hanging, _LEAST_ROOM)
+    words = [part for word in _BREAKS.split(text) for part in chop_cells(word, room) or [word]]
+    lines, line = list[str](), " " * indent + words[0]
+    for word in words[1:]:
+        if line.strip() and cell_len(f"{line} {word}") > width:
+            lines.append(line.rstrip())
+            line = " " * (indent + hanging) + word
+        else:
+            line += f" {word}" if line.strip() else word
+    return [*lines, line.rstrip()]
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
@@ -83,11 +92,6 @@ def output_width() -> int | None:
         return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDEST
     except (AttributeError, OSError, ValueError):
         return None
-
-
-_GAP = "  "
-_DOTS = ".."
-_TALLEST_HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ def fit_table(
             widths[i] += max(0, more)
             for row in cells:
                 row[i] = [shortened(line, widths[i]) for line in row[i]]
-    headings = [_split(column.heading, wide) for column, wide in zip(columns, widths, strict=True)]
+    headings = [wrap(column.heading, wide) for column, wide in zip(columns, widths, strict=True)]
     height = max(len(headings[i]) for i in shown)
     headings = [[""] * (height - len(lines)) + lines for lines in headings]
 
@@ -209,30 +213,19 @@ def shortened(name: str, width: int) -> str:
     'decode-0.kv...l:8000'
     """
     shown = printable(name)
-    room = width - len(_DOTS)
+    room = width - len(DOTS)
     if cell_len(shown) <= width or room < 3:
         return set_cell_size(shown, max(0, min(width, cell_len(shown))))
     # Both ends are kept, because addresses may differ in either.
     end = chop_cells(shown[::-1], (room + 1) // 3)[0][::-1]
-    return set_cell_size(shown, room - cell_len(end)) + _DOTS + end
-
-
-def _split(heading: str, width: int) -> list[str]:
-    """Split a heading at spaces into lines of at most `width` cells, or of a word that is longer."""
-    lines: list[str] = []
-    for word in heading.split():
-        if lines and cell_len(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
+    return set_cell_size(shown, room - cell_len(end)) + DOTS + end
 
 
 def _heading_width(column: Column, height: int) -> int:
     """Return the smallest width at which a heading has at most `height` lines, without splitting a word."""
     longest = max(map(cell_len, column.heading.split()))
     widths = range(longest, cell_len(column.heading) + 1)
-    return next(width for width in widths if len(_split(column.heading, width)) <= height)
+    return next(width for width in widths if len(wrap(column.heading, width)) <= height)
 
 
 def _total(columns: Sequence[Column], bodies: Sequence[int], shown: Sequence[int], height: int) -> int:
@@ -262,9 +255,6 @@ def _stacked(columns: Sequence[Column], cells: Sequence[Sequence[Sequence[str]]]
             lines += wrap(f"{columns[i].heading} {', '.join(row[i])}", width, len(_GAP), len(_GAP))
         rows.append(tuple(lines))
     return FittedTable((), tuple(rows), tuple(column.heading for column in columns if column.rank))
-
-
-_BOLD, _DIM = "bold", "dim"
 
 
 class Report:
