@@ -61,14 +61,19 @@ def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> lis
     if width is None:
         return [" " * indent + text]
     room = max(width - indent - hanging, _LEAST_ROOM)
-    words = [part for word in _BREAKS.split(text) for part in chop_cells(word, room) or [word]]
-    lines, line = list[str](), " " * indent + words[0]
-    for word in words[1:]:
-        if line.strip() and cell_len(f"{line} {word}") > width:
-            lines.append(line.rstrip())
-            line = " " * (indent + hanging) + word
-        else:
-            line += f" {word}" if line.strip() else word
+    lines, line = list[str](), " " * indent
+    for word in _BREAKS.split(text):
+        parts = [word]
+        if cell_len(word) > room:
+            # It fills the rest of this line, and further lines.
+            free = width - cell_len(line) - 1
+            head = chop_cells(word, free if free >= _LEAST_ROOM else room)[0]
+            parts = [head, *chop_cells(word.removeprefix(head), room)]
+        for part in parts:
+            if line.strip() and cell_len(f"{line} {part}") > width:
+                lines.append(line.rstrip())
+                line = " " * (indent + hanging)
+            line += f" {part}" if line.strip() else part
     return [*lines, line.rstrip()]
 
 
@@ -195,7 +200,7 @@ def fit_table(
             widths[i] += max(0, more)
             for row in cells:
                 row[i] = [shortened(line, widths[i]) for line in row[i]]
-    headings = [wrap(column.heading, wide) for column, wide in zip(columns, widths, strict=True)]
+    headings = [_split(column.heading, wide) for column, wide in zip(columns, widths, strict=True)]
     height = max(len(headings[i]) for i in shown)
     headings = [[""] * (height - len(lines)) + lines for lines in headings]
 
@@ -221,11 +226,22 @@ def shortened(name: str, width: int) -> str:
     return set_cell_size(shown, room - cell_len(end)) + DOTS + end
 
 
+def _split(heading: str, width: int) -> list[str]:
+    """Split a heading at spaces into lines of at most `width` cells, or of a word that is longer."""
+    lines: list[str] = []
+    for word in heading.split():
+        if lines and cell_len(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
 def _heading_width(column: Column, height: int) -> int:
     """Return the smallest width at which a heading has at most `height` lines, without splitting a word."""
     longest = max(map(cell_len, column.heading.split()))
     widths = range(longest, cell_len(column.heading) + 1)
-    return next(width for width in widths if len(wrap(column.heading, width)) <= height)
+    return next(width for width in widths if len(_split(column.heading, width)) <= height)
 
 
 def _total(columns: Sequence[Column], bodies: Sequence[int], shown: Sequence[int], height: int) -> int:
