@@ -30,6 +30,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.device_stream import enter_stream
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
@@ -43,7 +44,7 @@ from kvferry.transport.gather_client import (
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
-from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea, TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
 

@@ -33,12 +33,13 @@ import zmq
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lane_connections import MAX_SOURCES, ConnectedPeer, LaneConnections, log_unexpected
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.packed_read import PackedRead
 from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
+from kvferry.transport.staging import LaneResources, StagingArea
 
 logger = logging.getLogger(__name__)
 

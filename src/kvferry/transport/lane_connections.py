@@ -28,7 +28,6 @@ from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, absent_layers, build_templates
-from kvferry.transport.costs import ReadSpeed
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata import WORD_BYTES
@@ -43,6 +42,7 @@ from kvferry.transport.read_plan import (
     slowest,
     sum_counts,
 )
+from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import LaneResources, MappedArea
 
 MAX_SOURCES = 256  # maximum number of ranks of a peer

@@ -11,11 +11,11 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
 from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.costs import ReadSpeed
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute
+from kvferry.transport.read_speed import ReadSpeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,8 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagedImages
 from kvferry.memory.device_copy import HostRegistration
 from kvferry.memory.shared_memory import SharedFile, map_shared
-from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
-from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
 from kvferry.transport.agent import Agent
-from kvferry.transport.security import Keys, random_keys
+from kvferry.transport.costs import TransferSettings
 
 UNIT_BYTES = 1 << 20
 _ALIGNMENT = 4096
@@ -108,35 +106,6 @@ class StagingArea:
         """Free an allocation. No transfer may be using it."""
         with self._lock:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """Settings of a worker's KV transfers, the same for all peers.
-
-    Attributes:
-        strategy: None to choose the cheapest for each read, by `costs`.
-        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
-            measurement.
-        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
-            read from another, and peers of the same machine may map the third.
-        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
-        keys, peers: of the gather channel.
-        ports: ports that the gather channel and UCX may listen on; None for any.
-        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
-    """
-
-    strategy: Strategy | None = None
-    costs: Costs = field(default_factory=Costs)
-    timed_read_bytes: int = 2 << 20
-    staging_bytes: int = 64 << 20
-    host: str = "127.0.0.1"
-    advertise_host: str = "127.0.0.1"
-    keys: Keys = field(default_factory=random_keys)
-    peers: AllowedPeers = ANY_PEER
-    ports: PortRange | None = None
-    lanes: int = 2
-    lane_bytes: int = LANE_BYTES
 
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import on_device
 from kvferry.memory.shared_memory import request_huge_pages
 from kvferry.transport.agent import Agent, restrict_ucx_to
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.lane import Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
@@ -27,7 +28,7 @@ from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
 from kvferry.transport.read_plan import WHOLE_ORDER, ReadOrder, ReadResult, Share, join_results
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings, make_outgoing_file
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
 
 class ExportedMemory:

@@ -4,8 +4,7 @@ This package adapts vLLM to kvferry's engine-independent connector, which makes 
 has two halves: one in the scheduler's process, and one in each worker process.
 
 - `connector`, `scheduler`, `worker`: vLLM's hooks, in front of the halves
-- `meta`: messages between the two halves
-- `info`: describes the engine to the scheduler half
+- `messages`: messages between the two halves, and metric counts
 - `geometry`, `content`, `state`: describe where KV lies in a worker's memory, and what its bytes mean
 - `identity`: facts that must be equal in two engines before they exchange KV
 - `items`: names images and other items of prompts by their content

@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from kvferry.common.errors import KVFerryError
 from kvferry.tools.measuring.simulated import SimulatedEngine, fill_blocks
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import Grant, PromptContent, new_ticket
 from kvferry.transport.security import Keys
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 LEASE_SLOTS = 1024

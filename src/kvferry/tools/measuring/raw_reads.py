@@ -21,9 +21,10 @@ from kvferry.tools.measuring.producer_process import WaitLimit
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
+from kvferry.transport.staging import LaneResources, StagingArea
 
 # So large that the work per descriptor does not matter.
 LARGE_BYTES = 2 << 20

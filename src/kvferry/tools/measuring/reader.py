@@ -25,11 +25,11 @@ from kvferry.tools.measuring.producer_main import CONTENT
 from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit
 from kvferry.tools.measuring.simulated import SimulatedEngine, check_memory, fill_blocks
 from kvferry.transport.control_client import ControlClient
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 # So long that a busy machine does not end a measurement.

@@ -13,7 +13,7 @@ from kvferry.planning.prepared_lists import TransferCounts, count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, Strategy, choose_method, segment_bytes, transfer_methods
 from kvferry.planning.template import Route
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 
 # Stands for the cheapest strategy.
 AUTO = "auto"

@@ -132,7 +132,8 @@ def needed_bytes(workers: Sequence[int]) -> int:
 
 
 def check_shared_memory(
-    workers: Sequence[int], stat: Callable[[str], os.statvfs_result] = os.statvfs
+    workers: Sequence[int],
+    stat: Callable[[str], os.statvfs_result] = lambda path: os.statvfs(path),  # noqa: PLW0108 - not on Windows
 ) -> None:
     """Check that ``/dev/shm`` has room for engines with these numbers of workers.
 

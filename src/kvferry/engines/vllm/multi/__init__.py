@@ -5,8 +5,8 @@ sources.
 
 - `settings`, `children`: read the configuration, and check that the configured connectors fit together
 - `connector`, `worker_hooks`: vLLM's hooks
-- `child_admission`, `late_loads`: decide which child loads a request, and follow each load to its end
-- `completions`, `block_holders`: merge what children report, and record which of them keep blocks
-- `meta`: messages between the two halves
-- `stats`, `metrics`: counts for the engine's /metrics
+- `child_admission`: decides which child loads a request
+- `completions`: follows each load to its end, merges what children report, and records which of them keep
+  blocks
+- `stats`: messages between the two halves, and counts for the engine's /metrics
 """
