@@ -44,7 +44,7 @@ from kvferry.transport.gather_client import (
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import encode
-from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea, TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
 from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, add_counts
+from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import LaneResources, MappedArea
 
 logger = logging.getLogger(__name__)

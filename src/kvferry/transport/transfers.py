@@ -28,7 +28,7 @@ from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
 from kvferry.transport.read_plan import ReadOrder, ReadResult, Share
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings, make_outgoing_file
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
 logger = logging.getLogger(__name__)
 

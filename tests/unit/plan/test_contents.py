@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvferry.common.errors import ConfigError
-from kvferry.engines.vllm.content import Shard, is_known, whole_page
+from kvferry.engines.vllm.content import Shard, whole_page
+from kvferry.engines.vllm.content.adapters import ADAPTERS
 from kvferry.geometry.layout import lay_out_rank
 from kvferry.geometry.models import read_model
 from kvferry.geometry.models.config import CACHE_DTYPES

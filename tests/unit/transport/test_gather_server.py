@@ -31,7 +31,7 @@ from kvferry.transport.gather_client import (
 from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL, encode
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
 from support.memory import memory
 from support.waiting import wait_for

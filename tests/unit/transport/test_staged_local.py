@@ -17,7 +17,7 @@ from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
-from kvferry.transport.costs import PATIENCE_SECONDS, ROUNDS
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import Gather
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
