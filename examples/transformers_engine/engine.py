@@ -17,7 +17,7 @@ from examples.transformers_engine.blocks import Pool, Tables
 from examples.transformers_engine.identity import facts_of
 from examples.transformers_engine.pages import Pages
 from kvferry.connector.config import parse_config
-from kvferry.connector.content import Adapters, namespace_of_facts
+from kvferry.connector.content import namespace_of_facts
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream, Listener
 from kvferry.connector.messages import EndedRequests
@@ -121,14 +121,16 @@ class Engine:
         )
         parsed = parse_config(settings)
         events = EventStream() if listener is None else EventStream(listener)
-        self._half = SchedulerHalf(about, parsed, Adapters(), events)
         self._worker = WorkerHalf()
         info = self._worker.start(name, self.pages.geometry, parsed)
         facts = facts_of(checkpoint, config)
-        self._half.start(
+        self._half = SchedulerHalf(
+            about,
+            parsed,
             [info],
             self.pool,
-            facts=Facts(name, self._half.incarnation, "kvferry's example over transformers", facts),
+            events=events,
+            facts=lambda incarnation: Facts(name, incarnation, "kvferry's example over transformers", facts),
             namespace=lambda canonical: namespace_of_facts(facts, canonical, checkpoint.name),
         )
         self.lent: dict[str, Tables] = {}

@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 
 from kvferry.connector import scheduler
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.content import Adapters
 from kvferry.connector.events import Event, EventStream
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
@@ -178,19 +177,20 @@ class MeshConnector(WithoutWorkers):
         engine = engine_info(self._vllm_config, self._kv_cache_config)
         self.wrap = request_wrapper(self._vllm_config, self._kv_cache_config)
         self.offers: dict[str, dict[str, Any] | None] = {}
-        self.half = scheduler.SchedulerHalf(
-            engine, config, Adapters(), EventStream(settings["listen"]), settings["clock"]
-        )
         (rank,) = lay_out(model(attention()), EngineShape(1, (1,), BLOCK, "LBHNC", len(pool.blocks)))
-        self.half.start(
+        self.half = scheduler.SchedulerHalf(
+            engine,
+            config,
             [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],
             pool,
-            facts=Facts(engine.engine_id, self.half.incarnation, "mesh", {}),
+            events=EventStream(settings["listen"]),
+            facts=lambda incarnation: Facts(engine.engine_id, incarnation, "mesh", {}),
             namespace=lambda _: None,
+            clock=settings["clock"],
         )
 
     def card(self, rank: Any) -> RankCard:
-        return RankCard(rank, b"", 4096, 64, self.half.incarnation)
+        return RankCard(rank, b"", 4096, 64, 1)
 
     def on_new_request(self, request: Any) -> None:
         self.half.on_new_request(self.wrap(request))

@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.connector.config import parse_config
-from kvferry.connector.content import Adapters
-from kvferry.connector.engine import CacheGroup, DescribeBlocks, PlainRequest, PlainStep
+from kvferry.connector.config import ConnectorConfig, parse_config
+from kvferry.connector.engine import CacheGroup, DescribeBlocks, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
 from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
@@ -136,20 +135,25 @@ class ServedEngine:
         self,
         model: ServedModel,
         rank: RankGeometry,
-        half: SchedulerHalf,
+        facts: EngineFacts,
+        config: ConnectorConfig,
         tiers: Sequence[LRUTier],
+        events: EventStream | None = None,
         describe_blocks: DescribeBlocks | None = None,
     ) -> None:
-        self._model, self._rank, self.half, self.tiers = model, rank, half, tiers
+        self._model, self._rank, self.tiers = model, rank, tiers
         self._pool = BlockPool(BLOCKS)
         self._names = count()
         self._local = NO_PREFIX
         kinds = {group.kind for group in model.groups}
         self._completes = kinds == {GroupKind.FULL, GroupKind.STATE}
-        half.start(
-            [WorkerInfo(geometry=rank, card=None, settings=half._config)],
+        self.half = SchedulerHalf(
+            facts,
+            config,
+            [WorkerInfo(geometry=rank, card=None, settings=config)],
             self._pool,
-            facts=Facts("e", half.incarnation, "test", {}),
+            events=events,
+            facts=lambda incarnation: Facts("e", incarnation, "test", {}),
             namespace=lambda _: None,
             prefix_cache=self if self._completes else None,
             describe_blocks=describe_blocks,
@@ -309,10 +313,9 @@ def served_engine(
         for group, one in zip(rank.groups, model.block_groups, strict=True)
     )
     facts = made_up(groups=groups, num_blocks=BLOCKS, step_tokens=model.form.steps.step_tokens)
-    half = SchedulerHalf(facts, config, Adapters(), events or EventStream())
     with patch("kvferry.connector.tiers.tiering.open_tiers", opened):
-        engine = ServedEngine(model, rank, half, tiers, describe_blocks)
+        engine = ServedEngine(model, rank, facts, config, tiers, events, describe_blocks)
     try:
         yield engine
     finally:
-        half.shutdown()
+        engine.half.shutdown()

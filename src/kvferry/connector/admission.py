@@ -206,9 +206,11 @@ class Admission:
         self._events.late(self.loads.late_blocks())
 
     @property
-    def calm(self) -> bool:
-        """True if steps need no call of `scheduled` and `hand_over`, until another method is called."""
-        return self._running.calm and self._phases.calm and self._events.calm and self._parts.calm
+    def has_work(self) -> bool:
+        """Whether a step needs calls of `scheduled` and `hand_over`."""
+        return (
+            self._running.has_work or self._phases.has_work or self._events.has_work or self._parts.has_work
+        )
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads."""

@@ -208,9 +208,9 @@ class AdmissionEvents:
         self._unserved[request.request_id] = request
 
     @property
-    def calm(self) -> bool:
-        """True if `scheduled` has nothing to do, whichever requests the coming step computes."""
-        return not self._unserved
+    def has_work(self) -> bool:
+        """Whether `scheduled` may have anything to do."""
+        return bool(self._unserved)
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:

@@ -115,7 +115,7 @@ class Composition:
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
-        """Create the source that loads KV chunks from this engine's tiers (host memory and slower storage)."""
+        """Create the source that loads KV chunks from this engine's tiers."""
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         bid_per_tier = self.config.source_policy == "cost"
         return TierSource(

@@ -111,7 +111,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any, field: msgspec.structs.FieldInfo) -> str:
-    """Return a value as it stands in the configuration. A list, object or long number is named by its type."""
+    """Return a value as configured. A list, object or long number is named by its type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if not isinstance(value, Mapping | list | tuple) and get_origin(field.type) is not dict:

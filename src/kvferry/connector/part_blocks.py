@@ -135,9 +135,9 @@ class PartBlocks:
         return found
 
     @property
-    def calm(self) -> bool:
-        """True if no block is partly loaded, so that `evict` and `end_pass` have nothing to do."""
-        return not (self._loading or self._resumed)
+    def has_work(self) -> bool:
+        """Whether `end_pass` has anything to do."""
+        return bool(self._loading or self._resumed or self._looked)
 
     def end_pass(self) -> None:
         """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""

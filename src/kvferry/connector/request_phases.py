@@ -232,9 +232,9 @@ class RequestPhases:
         self._loaded[request_id] = state.bidding
 
     @property
-    def calm(self) -> bool:
-        """True if `scheduled` has nothing to do, whichever requests the coming step computes."""
-        return not (self._loaded or len(self.headroom))
+    def has_work(self) -> bool:
+        """Whether `scheduled` may have anything to do."""
+        return bool(self._loaded or len(self.headroom))
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.

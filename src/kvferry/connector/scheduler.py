@@ -10,9 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
-from kvferry.connector.admission import Admission
 from kvferry.connector.compose import (
     Composition,
     check_one_machine,
@@ -33,7 +31,6 @@ from kvferry.connector.engine import (
 )
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.connections import check_readable
 from kvferry.connector.peers.producer import Producer
@@ -51,10 +48,10 @@ from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
 
-# Leases without a step after which an engine keeps none alive. A step of a slow engine can take longer than one lease.
+# Leases without a step after which an engine keeps none alive. A step of a slow engine can outlast one.
 _STUCK_LEASES = 4
 
-# Seconds after which a step looks at all parts, for what depends on time alone, such as peers that no load uses.
+# Seconds after which a step looks at all parts, for what depends on time alone.
 _LOOK_SECONDS = 1.0
 
 
@@ -67,6 +64,7 @@ class SchedulerHalf:
     schedule, `orders` before the step, `take_reports` after it, and `finished` for requests that have ended.
 
     Attributes:
+        events: stream that receives the events about requests.
         incarnation: random number of this run of the engine. It changes when the engine wakes up.
         admission: chooses a source of KV for each request.
         parts: record of the blocks that loads fill only in part.
@@ -80,7 +78,7 @@ class SchedulerHalf:
         workers: Sequence[WorkerInfo],
         pool: BlockPool,
         *,
-        facts: Callable[[str], Facts],
+        facts: Callable[[int], Facts],
         namespace: NamespaceOf,
         adapters: Adapters | None = None,
         events: EventStream | None = None,
@@ -112,7 +110,7 @@ class SchedulerHalf:
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
-        self._engine, self._config, self._clock = engine, config, clock
+        self._engine, self._config, self._clock, self.events = engine, config, clock, events
         self.incarnation = new_incarnation()
         self._turn_names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
         self._producer = Producer(
@@ -168,7 +166,9 @@ class SchedulerHalf:
             sources.append(self._tiering.source)
         self.chunking = None if self._tiering is None else self._tiering.chunking
         self._stale = StaleKV(self._producer, self._peers, self._tiering)
-        self.admission = composition.admission(sources, {} if self._tiering is None else self._tiering.weights)
+        self.admission = composition.admission(
+            sources, {} if self._tiering is None else self._tiering.weights
+        )
         if config.admin is not None and keys is not None:
             self._start_admin(config.admin, keys, wake)
 
@@ -187,7 +187,7 @@ class SchedulerHalf:
         facts: Facts,
         wake: Callable[[], None],
     ) -> PeerSource:
-        """Start both ends of the control channel to other engines; return the source that loads KV from them."""
+        """Start both ends of the control channel to other engines; return the source of their KV."""
         config, peers = self._config, peers_allowed(self._config)
         port = config.port + self._engine.port_offset if config.port else parse_port_range(config.ports) or 0
         self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
@@ -295,7 +295,7 @@ class SchedulerHalf:
         return orders
 
     def _has_work(self) -> bool:
-        """Return whether this step must look at any part. It asks their records, so nothing can be forgotten."""
+        """Return whether this step must look at any part, by the parts' own records."""
         return (
             self._tiering is not None
             or self._config.host_buffer

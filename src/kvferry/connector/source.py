@@ -92,7 +92,7 @@ class Source(Protocol):
     name: str
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Return whether this source may be able to load KV for a new request. If so, remember the request."""
+        """Return whether this source may be able to load KV for a new request. If so, remember it."""
 
     def declined(self, request: Request) -> SourceMiss | None:
         """Return why this source cannot serve a request; None if there is no reason to report.

@@ -214,14 +214,14 @@ class RunningLoads:
         self._attempts = 0
 
     @property
-    def calm(self) -> bool:
-        """True if there is nothing to tell the workers, now or later."""
-        return not self._agenda
+    def has_work(self) -> bool:
+        """Whether there is anything to tell the workers, now or later."""
+        return bool(self._agenda)
 
     def begin(
         self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]
     ) -> list[RunningLoad]:
-        """Begin a load for each part of an attempt to load a request's prefix, and pin the blocks they write."""
+        """Begin a load for each part of an attempt to load a prefix, and pin the blocks they write."""
         self._attempts += 1
         attempt = f"{shown(request.request_id)}#{self._attempts}"
         found = []

@@ -10,7 +10,6 @@ pytest.importorskip("vllm")
 
 from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import PlainStep
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.scheduler import sorted_cards
 from kvferry.observe.spans import SpanListener
@@ -38,15 +37,15 @@ def test_explain_shows_the_role_of_an_engine(vllms, ours):
 
 @pytest.mark.parametrize(("endpoint", "spans"), [(None, 0), ("http://127.0.0.1:1", 1)])
 def test_only_a_traced_engine_makes_spans(endpoint, spans):
-    listeners = scheduler(endpoint=endpoint).half.events._listeners
+    listeners = scheduler(endpoint=endpoint)._events._listeners
     assert sum(isinstance(one, SpanListener) for one in listeners) == spans
 
 
 def test_a_request_before_the_workers_handshake_is_an_error_that_says_what_to_do():
-    half = scheduler().half
-    for part in ("admission", "parts"):
-        with pytest.raises(ConfigError, match=r"no handshake of the engine's workers.*use FerryMulti"):
-            getattr(half, part)
+    connector = scheduler()
+    with pytest.raises(ConfigError, match=r"no handshake of the engine's workers.*use FerryMulti"):
+        connector.on_new_request(SimpleNamespace(request_id="a", mm_features=[]))
+    connector.shutdown()
 
 
 def test_a_handshake_of_another_connector_is_an_error_that_says_what_to_do():
@@ -55,16 +54,5 @@ def test_a_handshake_of_another_connector_is_an_error_that_says_what_to_do():
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_a_step_may_wait_for_loads_if_nothing_computes_and_no_other_engine_waits_for_it(engines):
-    half = scheduler(engines=engines).half
-
-    def idle(tokens: int) -> bool:
-        return half.orders(PlainStep(tokens={"a": tokens} if tokens else {})).idle
-
-    assert idle(0) == (engines == 1)
-    half.step_done()
-    assert not idle(5)
-    assert not idle(0), "the step before still computes"
-    half.step_done()
-    half.step_done()
-    assert idle(0) == (engines == 1)
+def test_engines_in_data_parallel_compute_in_lockstep(engines):
+    assert scheduler(engines=engines)._engine.lockstep == (engines > 1)

@@ -66,9 +66,9 @@ class PeerConnections:
         self._used: dict[str, float] = {}
 
     @property
-    def calm(self) -> bool:
-        """True if the workers shall connect to no peer."""
-        return not self._new
+    def has_new(self) -> bool:
+        """Whether the workers shall connect to a peer."""
+        return bool(self._new)
 
     def use(self, name: str, peer: PeerInfo) -> None:
         """Record that a load uses a peer, and have the workers connect to it if they are not connected.

@@ -177,7 +177,7 @@ class Producer:
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
         """Remember the tokens that the coming step computes. Call this after `take_events`.
 
-        It may be left out for steps that are scheduled while `calm` is true.
+        It may be left out for steps that are scheduled while `has_work` is false.
 
         Args:
             number: number of the step, ascending in the order of scheduling.
@@ -288,9 +288,9 @@ class Producer:
         self._tickets.publish(ticket, request.request_id, tokens, content, grant, cached_tokens=cached_tokens)
 
     @property
-    def calm(self) -> bool:
-        """True if steps need no call of this object until another method is called or a message arrives."""
-        return not (self._withdrawn or len(self._book) or len(self._streams) or self._turns is not None)
+    def has_work(self) -> bool:
+        """Whether a step without messages of other engines needs calls of this object."""
+        return bool(self._withdrawn or len(self._book) or len(self._streams) or self._turns is not None)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.

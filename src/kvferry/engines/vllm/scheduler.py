@@ -82,17 +82,23 @@ ONE_HANDSHAKE = (
     "vLLM's MultiConnector gives all children that of the first that has one; use FerryMultiConnector"
 )
 
+_NOT_STARTED = (
+    "the scheduler got no handshake of the engine's workers, so kvferry has not started; if the connector is "
+    "inside another one, such as vLLM's MultiConnector, use FerryMultiConnector instead"
+)
+
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
-    """Base class of `KVFerryConnector` with the hooks that vLLM calls on the scheduler's instance.
+    """Base class of `KVFerryConnector` with the hooks that vLLM calls on the scheduler's instance."""
 
-    Attributes:
-        half: the scheduler half. Workers' instances have none.
-    """
-
-    half: SchedulerHalf
+    @property
+    def half(self) -> SchedulerHalf:
+        """The scheduler half, which decides what is loaded and stored. Workers' instances have none."""
+        if self._half is None:
+            raise ConfigError(_NOT_STARTED)
+        return self._half
 
     def _open_scheduler(self, config: ConnectorConfig) -> None:
         """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs."""
@@ -122,13 +128,13 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         )
         self._log: TransferLog | None = None
         self._recorder: RequestRecorder | None = None
-        self.half = SchedulerHalf(engine, config, adapters, events)
+        self._events, self._adapters = events, adapters
+        self._half: SchedulerHalf | None = None
         # The waker is looked for on the call stack, so only while vLLM creates the engine.
         self._wake = find_waker()
         self._meta = SchedulerMeta(engine.engine_id)
         self._pool: Any = None
         self._prefix_cache: VLLMPrefixCache | None = None
-        self._started = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -136,18 +142,17 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         # vLLM calls it once at the start, and again after each wake-up.
-        if not self._started:
+        if self._half is None:
             self._start(sorted_cards(metadata))
-            self._started = True
         elif metadata:
-            self.half.wake([card.info for card in sorted_cards(metadata)])
+            self._half.wake([card.info for card in sorted_cards(metadata)])
 
     def _start(self, cards: tuple[WorkerCard, ...]) -> None:
-        """Start the scheduler half, after all workers of the engine have started.
+        """Create the scheduler half, after all workers of the engine have started.
 
         Raises:
             ConfigError: a worker's settings differ from this connector's, the transfer log cannot be opened,
-                or the scheduler half cannot start (see `SchedulerHalf.start`).
+                or the scheduler half cannot be created (see `SchedulerHalf`).
         """
         config, vllm_config = self._config, self._vllm_config
         if any(card.info.settings != config.without_host for card in cards):
@@ -158,29 +163,30 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         workers = [card.info for card in cards]
         if config.transfers and config.transfer_log is not None:
             self._log = TransferLog(config.transfer_log, [worker.geometry for worker in workers])
-            self.half.events.subscribe(self._log)
-        self.half.start(
+            self._events.subscribe(self._log)
+        self._half = SchedulerHalf(
+            self._engine,
+            config,
             workers,
             self._pool,
-            facts=facts_of(vllm_config, agree, self.half.incarnation),
+            adapters=self._adapters,
+            events=self._events,
+            facts=lambda incarnation: facts_of(vllm_config, agree, incarnation),
             namespace=lambda canonical: namespace_of(vllm_config, agree, canonical),
             prefix_cache=self._prefix_cache,
             wake=self._wake,
             describe_blocks=None if self._block_events is None else self._block_events.describe,
         )
         if config.record is not None:
-            # The header has the chunk sizes, which the scheduler half knows only after its start.
             header = recording_header(
                 self._engine,
                 labels=workers[0].geometry.labels,
                 chunking=self.half.chunking,
                 model=str(vllm_config.model_config.model),
             )
-            self._recorder = start_recording(
-                config.record, header, self.half.adapters, self._engine.port_offset
-            )
+            self._recorder = start_recording(config.record, header, self._adapters, self._engine.port_offset)
             if self._recorder is not None:
-                self.half.events.subscribe(self._recorder)
+                self._events.subscribe(self._recorder)
         self._explaining.start()
 
     def on_new_request(self, request: Any) -> None:
@@ -261,7 +267,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     def _close_scheduler(self) -> None:
         self._explaining.close()
-        self.half.shutdown()
+        if self._half is not None:
+            self._half.shutdown()
         if self._log is not None:
             self._log.close()
         if self._recorder is not None:
