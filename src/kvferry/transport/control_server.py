@@ -59,7 +59,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue for messages from one thread to another, with a limit per sender and one for all senders.
+    """A FIFO queue for messages between two threads, with a limit per sender and one for all senders.
 
     Attributes:
         dropped: number of messages dropped because of a limit.
@@ -80,11 +80,9 @@ class FairQueue(Generic[_Message]):
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message and return True; or drop it and return False, if a limit is reached.
+        """Append a message and return True; drop it and return False if a limit is reached.
 
-        Args:
-            force: True to ignore the limits, for messages that are sent only once and whose number is limited
-                elsewhere.
+        `force` ignores the limits, for messages sent only once and limited elsewhere.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total

@@ -134,6 +134,24 @@ class TransferSettings:
     lane_bytes: int = LANE_BYTES
 
 
+class _Mapping:
+    """A mapped memory file, as the tensor `tensor` (uint8 of shape (size,)) and as the region `region`."""
+
+    def __init__(self, fd: int, size: int, like: Region, *, writable: bool) -> None:
+        try:
+            mapping, skip = map_shared(fd, size, writable=writable)
+        except OSError as error:
+            raise TransferError(f"shared memory cannot be mapped: {error.strerror}") from error
+        self.tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, size, skip))
+        self.region = Region(self.tensor.data_ptr(), size)
+        self._registration = None if like.memory == "DRAM" else HostRegistration(self.region)
+
+    def close(self) -> None:
+        """End the registration with CUDA. The memory stays mapped while it is in use."""
+        if self._registration is not None:
+            self._registration.close()
+
+
 class OutgoingFile:
     """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
 
@@ -143,10 +161,6 @@ class OutgoingFile:
         Args:
             size: multiple of `UNIT_BYTES`.
             like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
-
-        Raises:
-            ConfigError: this system has no sealed memory files.
-            TransferError: the memory cannot be mapped, or CUDA cannot register it.
         """
         self.file = SharedFile.create(size)
         try:
@@ -162,47 +176,24 @@ class OutgoingFile:
         os.close(self.file.fd)
 
 
-class MappedArea:
+class MappedArea(_Mapping):
     """The outgoing file of another worker, mapped to be read."""
 
     def __init__(self, file: SharedFile, like: Region) -> None:
-        """Map the file. Register it with CUDA if `like`, a region of this worker's KV cache, is on a GPU.
+        """Map the file, for CUDA as well if `like`, a region of this worker's KV cache, is on a GPU.
 
-        Raise TransferError if it cannot be opened or mapped here. Its owner may run on another machine, or
-        have ended.
+        Raise TransferError if that is not possible: its owner may run on another machine, or have ended.
         """
         writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
         fd = file.open(writable=writable)
         try:
-            self._memory = _Mapping(fd, file.size, like, writable=writable)
+            super().__init__(fd, file.size, like, writable=writable)
         finally:
             os.close(fd)
-        self._space = AddressSpace([self._memory.region])
+        self._space = AddressSpace([self.region])
 
     def images(self, stride: int) -> StagedImages:
-        """Return a view of the whole file as images, as `StagingArea.images`."""
-        return StagedImages(self._space, self._memory.region.address, stride)
-
-    def close(self) -> None:
-        """End the registration with CUDA. The memory stays mapped while it is in use."""
-        self._memory.close()
-
-
-class _Mapping:
-    """A mapped memory file, as the tensor `tensor` (uint8 of shape (size,)) and as the region `region`."""
-
-    def __init__(self, fd: int, size: int, like: Region, *, writable: bool) -> None:
-        try:
-            mapping, skip = map_shared(fd, size, writable=writable)
-        except OSError as error:
-            raise TransferError(f"shared memory cannot be mapped: {error.strerror}") from error
-        self.tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, size, skip))
-        self.region = Region(self.tensor.data_ptr(), size)
-        self._registration = None if like.memory == "DRAM" else HostRegistration(self.region)
-
-    def close(self) -> None:
-        if self._registration is not None:
-            self._registration.close()
+        return StagedImages(self._space, self.region.address, stride)
 
 
 def make_outgoing_file(size: int, like: Region) -> OutgoingFile | None:
