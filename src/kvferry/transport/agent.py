@@ -120,7 +120,6 @@ def missing_requirements(
     """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
     Args:
-        stat: None for `os.statvfs`.
         limits: value of each resource limit, negative if unlimited; None for those of this process.
     """
     try:
@@ -152,15 +151,12 @@ class Agent:
     """A NIXL agent, reduced to the operations that kvferry uses."""
 
     def __init__(self, name: str, *, progress: bool = True) -> None:
-        """Start a NIXL agent with the UCX backend.
+        """Start a NIXL agent with the UCX backend. Raise ConfigError if that is not possible here.
 
         Args:
             name: unique among all agents that ever communicate.
             progress: True to run NIXL's progress thread, which an agent needs if peers read from it. An agent
                 that only reads polls the transport itself, and the thread would slow down the start of READs.
-
-        Raises:
-            ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend.
         """
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         self.name = name
@@ -189,10 +185,7 @@ class Agent:
             self._registered.append(self._nixl.register_memory(rows, memory))
 
     def metadata(self) -> bytes:
-        """Return the metadata that lets another agent read this agent's memory. Send it to peers only.
-
-        Raise ConfigError if the installed NIXL writes a format that peers cannot validate.
-        """
+        """Return the metadata that lets another agent read this agent's memory. Send it to peers only."""
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
             parse_metadata(metadata)
@@ -204,10 +197,7 @@ class Agent:
         return metadata
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load the metadata of another agent and return that agent's name.
-
-        Raise TransferError if NIXL cannot use it, and ProtocolError if it is not valid NIXL metadata.
-        """
+        """Load the metadata of another agent, which may be hostile, and return that agent's name."""
         # NIXL aborts the process on metadata that it cannot use, so it gets nothing unparsed.
         sealed = parse_metadata(metadata).sealed
         try:
@@ -313,10 +303,7 @@ def is_local_address(host: str) -> bool:
 
 @contextmanager
 def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]:
-    """Restrict NIXL agents that are created inside the ``with`` statement to devices of a host, and to ports.
-
-    A value that the operator has set in the environment is kept.
-    """
+    """Restrict NIXL agents that are created in the ``with`` statement to devices of a host, and to ports."""
     with _lock:
         for name, where, setting, value in (
             (VARIABLE, "the devices", "host", host),
@@ -337,10 +324,7 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
 
 
 def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
-    """Return the environment variables that restrict UCX to devices and ports, and its waits (`CONNECTIONS`).
-
-    Variables that the operator has set are left out.
-    """
+    """Return the variables that restrict UCX, and its waits, but none that the operator has set."""
     devices, range_text = ",".join(devices_for(host)), "" if ports is None else str(ports)
     wanted = {VARIABLE: devices, PORTS_VARIABLE: range_text, **CONNECTIONS}
     return {name: value for name, value in wanted.items() if value and name not in os.environ}

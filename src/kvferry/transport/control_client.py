@@ -76,10 +76,7 @@ class _Peer:
 
 
 class ControlClient:
-    """A thread that talks to the control channels of all peers that an engine reads KV from.
-
-    It does handshakes, redeems tickets, sends heartbeats for leases, and asks for earlier turns.
-    """
+    """A thread that talks to the control channels of all peers that an engine reads KV from."""
 
     def __init__(
         self,
@@ -166,10 +163,7 @@ class ControlClient:
     def redeem(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
     ) -> int:
-        """Ask a producer to redeem a ticket, again and again until the reply covers all tokens.
-
-        The arguments are those of `Redemptions.begin`. Return the redemption's number.
-        """
+        """Ask a producer to redeem a ticket, as `Redemptions.begin`; return the number of the redemption."""
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
         self._queue_command(address, message)

@@ -59,7 +59,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue for messages from one thread to another, with a limit per sender and one for all senders.
+    """A FIFO queue for messages between two threads, with a limit per sender and one for all senders.
 
     Attributes:
         dropped: number of messages dropped because of a limit.
@@ -80,11 +80,9 @@ class FairQueue(Generic[_Message]):
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message and return True; or drop it and return False, if a limit is reached.
+        """Append a message and return True; drop it and return False if a limit is reached.
 
-        Args:
-            force: True to ignore the limits, for messages that are sent only once and whose number is limited
-                elsewhere.
+        `force` ignores the limits, for messages sent only once and limited elsewhere.
         """
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
@@ -242,11 +240,16 @@ class ControlServer:
             self._listener.send(sender, encode(reply))
 
     def _on_hello(self, message: Hello, reply: Accepted | Ranks | Refused) -> None:
+        peer = message.facts
         if not isinstance(reply, Refused):
-            self._add_keeper(message.facts)
+            if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
+                self._keepers.pop(peer.keeps_turns, None)
+                self._keepers[peer.keeps_turns] = peer.incarnation
+                if len(self._keepers) > _MOST_KEEPERS:  # a peer with the key can name any number of addresses
+                    del self._keepers[next(iter(self._keepers))]
             return
-        found = _differences((message.protocol, message.facts), (PROTOCOL, self._card.facts))
-        who = shown(message.facts.engine_id)
+        found = _differences((message.protocol, peer), (PROTOCOL, self._card.facts))
+        who = shown(peer.engine_id)
         why = shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS)
         self._log.say(who, f"engine {who} cannot read from this one: {why}")
 
@@ -265,10 +268,3 @@ class ControlServer:
         elif leases := self.tickets.release(message.consumer, message.tickets):
             # Each ticket is released at most once, so the number of leases limits these events.
             self.events.put(sender, LeasesReleased(leases), force=True)
-
-    def _add_keeper(self, peer: Facts) -> None:
-        if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
-            self._keepers.pop(peer.keeps_turns, None)
-            self._keepers[peer.keeps_turns] = peer.incarnation
-            if len(self._keepers) > _MOST_KEEPERS:  # a peer with the key can name any number of addresses
-                del self._keepers[next(iter(self._keepers))]

@@ -30,12 +30,10 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the file.
+    """Content of the file: `costs` by name, and the calibrated `machine` for information.
 
     Attributes:
         made: time of the calibration, ISO 8601.
-        machine: description of the calibrated machine; informational.
-        costs: value of every field of `Costs`, by name.
     """
 
     version: int
@@ -50,11 +48,7 @@ def default_costs_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load_costs(path: str | None = None) -> Costs:
-    """Load the measured costs of this machine, or the built-in costs if nothing was measured.
-
-    Args:
-        path: None for the default file, if there is one.
-    """
+    """Load the costs from a file, from the default file if `path` is None, or else the built-in ones."""
     found = find_default_costs() if path is None else expanded(path)
     return Costs() if found is None else read_costs(found)
 

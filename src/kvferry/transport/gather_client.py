@@ -101,8 +101,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
     Attributes:
         position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word: index of the word that changes before the images are overwritten.
-        generation: low half of the word while the images are valid.
+        word, generation: index of the word that changes before the images are overwritten, and its low half.
     """
 
     segment: Count = msgspec.field(name="chunk")
@@ -112,10 +111,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: the cells of a segment will not be packed.
-
-    If `unknown`, the server does not know the reader's routes, and the reader must announce them again.
-    """
+    """Reply: the cells will not be packed. If `unknown`, the reader must announce its routes again."""
 
     segment: Count = msgspec.field(name="chunk")
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
@@ -221,11 +217,7 @@ class GatherClient:
         routes: Sequence[GatherRoute],
         keys: security.Keys,
     ) -> None:
-        """Connect to the rank in the background, and announce the routes.
-
-        Args:
-            host: IP address.
-        """
+        """Connect to the rank at an IP address in the background, and announce the routes."""
         self.silent_until = 0.0
         self.socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -254,7 +246,6 @@ class GatherClient:
         """Ask the rank to pack cells, and return the id of the segment, for `answer` and `done`.
 
         Args:
-            route: index of a route that the constructor got.
             lease: word of the lease on the source blocks.
             blocks: source block of each cell, int64 of shape (n,), in the order of tokens.
             cell: index of the first cell within its block.

@@ -235,10 +235,7 @@ class GatherServer:
                 return
 
     def _gather(self, sender: bytes, message: Gather) -> bool:
-        """Pack the cells of a request, or refuse it, and send the reply.
-
-        Return False, without a reply, if not enough staging memory is free now.
-        """
+        """Pack the cells of a request or refuse it, and reply. Return False if there is no room now."""
         reader = self._readers.get(sender)
         if reader is None:
             return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)

@@ -77,10 +77,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Status of a peer: this engine cannot read from it.
-
-    If `gone`, the peer cannot be reached or has not answered in time.
-    """
+    """Status of a peer: this engine cannot read from it. If `gone`, it is unreachable or silent."""
 
     reason: str
     gone: bool = False
@@ -98,10 +95,7 @@ class _Handshake:
 
 
 class Handshakes:
-    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline.
-
-    This class creates the messages to send and processes the replies; the caller owns the sockets.
-    """
+    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline."""
 
     def __init__(
         self,
@@ -115,7 +109,6 @@ class Handshakes:
         Args:
             check: returns the ranks of a peer with IP addresses in place of host names. It raises
                 Incompatible if this engine cannot read from them.
-            patience_seconds: timeout of a handshake.
         """
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
@@ -165,10 +158,7 @@ class Handshakes:
         return [one.began + self._patience(one) for one in list(self._running.values())]
 
     def open(self, address: Address, *, again: bool = False) -> Hello:
-        """Start the timeout of a handshake, and return the first message to send.
-
-        If the connection was opened `again`, the timeout of a handshake under way goes on.
-        """
+        """Start the timeout of a handshake, unless it is opened `again`, and return the first message."""
         running = self._running.get(address) if again else None
         self._running[address] = _Handshake(self._clock() if running is None else running.began)
         return Hello(PROTOCOL, self._facts)

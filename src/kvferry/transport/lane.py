@@ -121,7 +121,6 @@ class Lane:
         Args:
             name: name of the NIXL agent, unique among all agents that ever communicate.
             landing: staging area into which images are read; all lanes share it.
-            make_agent: the thread calls it.
             in_flight: maximum number of orders that are executed at the same time; further orders wait.
             on_result: function that the thread calls when `results` has a new result.
             clock: seconds, for timeouts, pauses and the speed of READs.
@@ -205,7 +204,7 @@ class Lane:
         self._shut()
 
     def _execute_queued(self) -> bool:
-        """Execute the queued commands and orders, oldest first. Return whether there was anything to do.
+        """Execute the queued commands and orders, oldest first. Return whether any was.
 
         While the maximum number of reads is in progress, orders stay in the queue.
         """
@@ -231,6 +230,8 @@ class Lane:
 
     def _measure(self) -> bool:
         """Go on measuring the speed of READs from new peers; return whether waiting orders may go on."""
+        if not self._measuring:
+            return False
         for peer in self._measuring:
             peer.measure()
             if peer.speed_pending:

@@ -56,8 +56,8 @@ class ConnectedPeer:
 
         Raises:
             Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
-            TransferError: the peer has more than `MAX_SOURCES` ranks, the transport cannot reach it, a list
-                would have too many descriptors, or no transfer method can read some part of the KV.
+            TransferError: there are too many ranks or descriptors, the transport cannot reach the peer, or no
+                transfer method can read some part of the KV.
             ProtocolError: the transport metadata of a rank is malformed.
         """
         if len(cards) > MAX_SOURCES:
@@ -65,6 +65,7 @@ class ConnectedPeer:
         self._lane = lane
         templates = build_templates([card.geometry for card in cards], lane.geometry)
         self._absent = page_clearings(absent_layers(templates, lane.geometry))
+        self._leases = min(card.leases for card in cards)
         # Each step adds what undoes it, so that a peer that cannot be connected leaves nothing behind.
         with ExitStack() as made:
             self.sources = tuple(
@@ -76,9 +77,7 @@ class ConnectedPeer:
     def plan(self, order: ReadOrder) -> ReadPlan:
         """Plan how to read the KV of one request from the peer.
 
-        Raises:
-            TransferError: the block tables do not match the KV cache groups, a block id is invalid, or the
-                peer does not have the lease slot that the order names.
+        Raise TransferError if tables, block ids or lease slot of the order do not fit the two engines.
         """
         started = time.perf_counter()
         self._check(order)
@@ -193,9 +192,8 @@ class ConnectedPeer:
                 f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
                 f"the engines have {theirs} and {ours}"
             )
-        fewest = min(source.card.leases for source in self.sources)
-        if not 0 <= order.lease.slot < fewest:
-            raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {fewest}")
+        if not 0 <= order.lease.slot < self._leases:
+            raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
 
 
 def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
@@ -247,10 +245,7 @@ class _Link:
 
 
 class LaneConnections:
-    """The connections of one lane to its peers, by name of the peer. Only the lane's thread uses it.
-
-    Peers that fail are connected again with exponential backoff.
-    """
+    """The connections of one lane to its peers, by name of the peer. Only the lane's thread uses it."""
 
     def __init__(
         self,
@@ -263,7 +258,6 @@ class LaneConnections:
 
         Args:
             make: connects to the ranks of a peer. It raises an exception if it cannot.
-            validate: starts to validate the metadata of a peer's ranks, and returns at once.
             in_use: returns the connections that reads in progress use.
         """
         self._make, self._validate, self._in_use, self._clock = make, validate, in_use, clock
@@ -306,8 +300,10 @@ class LaneConnections:
 
     def process_verdicts(self) -> bool:
         """Connect peers whose metadata has passed, mark refused ones as failed; return whether any was."""
-        settled = [self._apply_verdict(link) for link in list(self._asked.values())]
-        return any(settled)
+        settled = False
+        for link in list(self._asked.values()):
+            settled |= self._apply_verdict(link)
+        return settled
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
         """Record that a connection failed. `get` returns the reason until the pause is over."""
@@ -323,13 +319,17 @@ class LaneConnections:
 
     def close_unused(self) -> None:
         """Close the connections that failed or were disconnected and that no read uses any more."""
-        in_use = self._in_use()
-        for entry in [entry for entry in self._leaving if entry[1] not in in_use]:
-            self._leaving.remove(entry)
+        if not self._leaving:  # as usual, and the lane calls this in every round
+            return
+        in_use, leaving, self._leaving = self._in_use(), self._leaving, []
+        for name, peer in leaving:
+            if peer in in_use:
+                self._leaving.append((name, peer))
+                continue
             try:
-                entry[1].close()
+                peer.close()
             except Exception:
-                logger.exception("lane: an error while closing the connection to %s", entry[0])
+                logger.exception("lane: an error while closing the connection to %s", name)
 
     def __iter__(self) -> Iterator[ConnectedPeer]:
         return iter([*(peer for _, peer in self._leaving), *self._up])

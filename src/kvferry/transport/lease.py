@@ -83,10 +83,7 @@ class LeaseWords:
         return words
 
     def add(self, count: int) -> int:
-        """Append words that protect other memory, and return the index of the first.
-
-        Call this before `array` is registered with the transport: the words move to a new array.
-        """
+        """Append words before `array` is registered, because they move. Return the index of the first."""
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
         return first
@@ -152,7 +149,7 @@ class LeaseBook:
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Grant a lease on the blocks of a request, for a number of seconds, or the default duration.
+        """Grant a lease on the blocks of a request, for the default duration if `seconds` is None.
 
         Raise TransferError if all slots are in use.
         """

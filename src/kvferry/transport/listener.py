@@ -152,18 +152,12 @@ def _default_limit() -> int:
 
 
 class Authenticator:
-    """A thread that decides which clients may connect to a ZeroMQ listener.
-
-    A client is admitted if it has the engines' key pair and connects from an allowed address.
-    """
+    """A thread that admits clients to a listener if they have the key pair and an allowed address."""
 
     def __init__(
         self, context: zmq.Context[Any], keys: Keys, peers: AllowedPeers, resolve: ResolveName | None = None
     ) -> None:
-        """Bind the socket on which ZeroMQ asks about new clients, and start the thread that answers.
-
-        No other listener may use the ZeroMQ context.
-        """
+        """Bind the socket on which ZeroMQ asks about new clients of this context, and start the thread."""
         self._public, self._names = z85.decode(keys.public), PeerResolver(peers, resolve=resolve)
         self._log = LimitedLog(logger)
         self._socket: zmq.Socket[Any] = context.socket(zmq.REP)
@@ -216,10 +210,7 @@ class Authenticator:
 
 
 class Listener:
-    """A listening ZeroMQ socket that receives messages from peers and sends replies.
-
-    One thread at a time may use the socket; any thread may call `interrupt`.
-    """
+    """A listening ZeroMQ socket for peers. One thread at a time may use it; any may call `interrupt`."""
 
     def __init__(
         self,
@@ -284,10 +275,7 @@ class Listener:
                 return
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a message, and return whether one has arrived.
-
-        Meanwhile, enforce the limit on connections. After `interrupt`, do not wait.
-        """
+        """Wait for a message, at most `seconds` or until `interrupt`; return whether one has arrived."""
         heard = dict(self._poller.poll(int(seconds * 1000)))
         if self.connections.events in heard:
             self.connections.process_events()

@@ -41,105 +41,6 @@ from kvferry.transport.redeem import (
     Unchanged,
 )
 
-MAX_NAME = 1024
-MAX_GROUPS = 256
-MAX_LAYERS = 4096
-MAX_REGIONS = 4096
-MAX_FIELDS = 64
-MAX_AXES = 16
-MAX_LOOPS = 16
-MAX_FACTORS = 65_536
-
-_ADDRESSES = 1 << 63  # addresses are computed as int64
-_MEMORIES = ("DRAM", "VRAM")
-
-
-def check_ranks(cards: Sequence[RankCard]) -> None:
-    """Check that a peer's rank descriptions are in bounds, and that the ranks form one engine.
-
-    Raise ProtocolError, or GeometryError if the geometry of a rank is inconsistent.
-    """
-    for card in cards:
-        for what, count, most in _sizes(card.geometry):
-            if count > most:
-                raise ProtocolError(f"{count} {what}, at most {most}")
-    # Only now are the geometries small enough to be looked at closely.
-    for card in cards:
-        _check_words(card)
-        for region in card.geometry.regions:
-            _check_region(region)
-        card.geometry.check()  # its time grows with the sizes, too
-    _check_agreement([card.geometry for card in cards])
-
-
-def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, size, limit) for every size in a rank's geometry that has a limit."""
-    yield "groups of a rank", len(rank.groups), MAX_GROUPS
-    yield "layers of a rank", sum(len(group.layers) for group in rank.groups), MAX_LAYERS
-    yield "regions of a rank", len(rank.regions), MAX_REGIONS
-    for group in rank.groups:
-        for layer in group.layers:
-            yield from _sizes_of_layer(layer)
-
-
-def _sizes_of_layer(layer: Layer) -> Iterator[tuple[str, int, int]]:
-    names = (layer.name, layer.draft, layer.page.content)
-    yield "characters of a name", max(map(len, names)), MAX_NAME
-    yield "scales of a layer", len(layer.scales), MAX_FIELDS
-    for scale in layer.scales:
-        yield "characters of a scale's source", len(scale.source), MAX_NAME
-        yield "factors of a scale", len(scale.factors), MAX_FACTORS
-    yield "fields of a page", len(layer.page.fields), MAX_FIELDS
-    for field in layer.page.fields:
-        yield "characters of a field's name", len(field.name), MAX_NAME
-        yield "axes of a field", len(field.axes), MAX_AXES
-        for axis in field.axes:
-            yield "characters of an axis' name", len(axis.name), MAX_NAME
-            yield "loops of an axis", len(axis.loops), MAX_LOOPS
-
-
-def _check_region(region: Region) -> None:
-    if region.memory not in _MEMORIES:
-        raise ProtocolError(f"memory of kind {shown(region.memory)}, expected {' or '.join(_MEMORIES)}")
-    if region.address < 0 or region.length < 1 or region.address + region.length > _ADDRESSES:
-        raise ProtocolError(
-            f"a region of {region.length} bytes at address {region.address}, expected one within 63 bits"
-        )
-    if not 0 <= region.device < 1 << 16:
-        raise ProtocolError(f"a region on device {region.device}, expected 0 to 65535")
-
-
-def _check_words(card: RankCard) -> None:
-    if card.leases < 1:
-        raise ProtocolError(
-            f"a rank with {card.words} words, none of them a lease word; expected one or more"
-        )
-    if card.words_address + 8 * card.words > _ADDRESSES:
-        raise ProtocolError(
-            f"{card.words} words at address {card.words_address}, expected them within 63 bits"
-        )
-
-
-def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
-    if not ranks:  # the handshake refuses that
-        return
-    first = ranks[0]
-    sizes = {(rank.pp_size, rank.tp_size) for rank in ranks}
-    places = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
-    expected = first.pp_size * first.tp_size
-    if len(sizes) > 1 or len(places) < len(ranks) or len(ranks) != expected:
-        raise ProtocolError(
-            f"{len(ranks)} ranks with {len(places)} different indices, parallel sizes (pp, tp) "
-            f"{sorted(sizes)[:4]}; "
-            f"expected {expected} ranks of one size, each with its own index"
-        )
-    groups = {
-        tuple((one.kind, one.block_tokens, one.attention_span) for one in rank.groups) for rank in ranks
-    }
-    if len(groups) > 1:
-        raise ProtocolError("the peer's ranks have different KV cache groups; all must have the same")
-
-
 PROTOCOL = 9
 MAX_REQUEST_BYTES = 4 << 20  # maximum size in bytes of a message to a producer
 MAX_REPLY_BYTES = 64 << 20
@@ -154,6 +55,19 @@ MAX_KEYS = 65_536
 MAX_TURNS = 4
 MAX_FACTS = 8192
 MAX_NAMED = 12  # maximum number of differing settings of a group that a comparison names
+
+# Limits of the geometry of a rank.
+MAX_NAME = 1024
+MAX_GROUPS = 256
+MAX_LAYERS = 4096
+MAX_REGIONS = 4096
+MAX_FIELDS = 64
+MAX_AXES = 16
+MAX_LOOPS = 16
+MAX_FACTORS = 65_536
+
+_ADDRESSES = 1 << 63  # addresses are computed as int64
+_MEMORIES = ("DRAM", "VRAM")
 
 # The reader prepares one descriptor per word that the peer claims to have, and computes addresses as int64,
 # so a peer must not claim more.
@@ -284,9 +198,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
     """Request for the earlier turns that share the most leading chunks with a prompt.
 
-    Attributes:
-        number: id of the query, repeated in the reply.
-        keys: key of each whole chunk of the prompt, in order.
+    `number` is repeated in the reply. `keys` are those of each whole chunk of the prompt, in order.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -359,10 +271,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Decode a producer's reply, and check the ranks that it describes.
-
-    Raise ProtocolError if it cannot be decoded, a value is out of bounds, or ranks contradict each other.
-    """
+    """Decode a producer's reply and check its ranks. Raise ProtocolError if they are out of bounds."""
     with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
         if isinstance(message, Ranks):
@@ -419,3 +328,86 @@ def _settings(name: str, theirs: dict[str, str], ours: dict[str, str]) -> Iterat
 
 def _said(fact: Fact) -> str:
     return f"{len(fact)} settings" if isinstance(fact, dict) else fact
+
+
+def check_ranks(cards: Sequence[RankCard]) -> None:
+    """Raise ProtocolError or GeometryError if ranks are out of bounds or do not form one engine."""
+    for card in cards:
+        for what, count, most in _sizes(card.geometry):
+            if count > most:
+                raise ProtocolError(f"{count} {what}, at most {most}")
+    # Only now are the geometries small enough to be looked at closely.
+    for card in cards:
+        _check_words(card)
+        for region in card.geometry.regions:
+            _check_region(region)
+        card.geometry.check()  # its time grows with the sizes, too
+    _check_agreement([card.geometry for card in cards])
+
+
+def _sizes(rank: RankGeometry) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, size, limit) for every size in a rank's geometry that has a limit."""
+    yield "groups of a rank", len(rank.groups), MAX_GROUPS
+    yield "layers of a rank", sum(len(group.layers) for group in rank.groups), MAX_LAYERS
+    yield "regions of a rank", len(rank.regions), MAX_REGIONS
+    for group in rank.groups:
+        for layer in group.layers:
+            yield from _sizes_of_layer(layer)
+
+
+def _sizes_of_layer(layer: Layer) -> Iterator[tuple[str, int, int]]:
+    names = (layer.name, layer.draft, layer.page.content)
+    yield "characters of a name", max(map(len, names)), MAX_NAME
+    yield "scales of a layer", len(layer.scales), MAX_FIELDS
+    for scale in layer.scales:
+        yield "characters of a scale's source", len(scale.source), MAX_NAME
+        yield "factors of a scale", len(scale.factors), MAX_FACTORS
+    yield "fields of a page", len(layer.page.fields), MAX_FIELDS
+    for field in layer.page.fields:
+        yield "characters of a field's name", len(field.name), MAX_NAME
+        yield "axes of a field", len(field.axes), MAX_AXES
+        for axis in field.axes:
+            yield "characters of an axis' name", len(axis.name), MAX_NAME
+            yield "loops of an axis", len(axis.loops), MAX_LOOPS
+
+
+def _check_region(region: Region) -> None:
+    if region.memory not in _MEMORIES:
+        raise ProtocolError(f"memory of kind {shown(region.memory)}, expected {' or '.join(_MEMORIES)}")
+    if region.address < 0 or region.length < 1 or region.address + region.length > _ADDRESSES:
+        raise ProtocolError(
+            f"a region of {region.length} bytes at address {region.address}, expected one within 63 bits"
+        )
+    if not 0 <= region.device < 1 << 16:
+        raise ProtocolError(f"a region on device {region.device}, expected 0 to 65535")
+
+
+def _check_words(card: RankCard) -> None:
+    if card.leases < 1:
+        raise ProtocolError(
+            f"a rank with {card.words} words, none of them a lease word; expected one or more"
+        )
+    if card.words_address + 8 * card.words > _ADDRESSES:
+        raise ProtocolError(
+            f"{card.words} words at address {card.words_address}, expected them within 63 bits"
+        )
+
+
+def _check_agreement(ranks: Sequence[RankGeometry]) -> None:
+    if not ranks:  # the handshake refuses that
+        return
+    first = ranks[0]
+    sizes = {(rank.pp_size, rank.tp_size) for rank in ranks}
+    places = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
+    expected = first.pp_size * first.tp_size
+    if len(sizes) > 1 or len(places) < len(ranks) or len(ranks) != expected:
+        raise ProtocolError(
+            f"{len(ranks)} ranks with {len(places)} different indices, parallel sizes (pp, tp) "
+            f"{sorted(sizes)[:4]}; "
+            f"expected {expected} ranks of one size, each with its own index"
+        )
+    groups = {
+        tuple((one.kind, one.block_tokens, one.attention_span) for one in rank.groups) for rank in ranks
+    }
+    if len(groups) > 1:
+        raise ProtocolError("the peer's ranks have different KV cache groups; all must have the same")

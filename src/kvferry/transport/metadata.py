@@ -82,10 +82,7 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's transport metadata. Raise ProtocolError if it is invalid.
-
-    It is also invalid if it does not cover all memory in the worker's description.
-    """
+    """Parse a worker's metadata. Raise ProtocolError unless it covers all memory in the description."""
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
     if (there := card.outgoing) is not None:

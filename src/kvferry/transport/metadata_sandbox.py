@@ -57,10 +57,7 @@ _POLL_SECONDS = 2e-4
 
 
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to load a worker's metadata and read from its memory.
-
-    The child also reads the word at `words_address`. Its high half must be the incarnation.
-    """
+    """A request to load metadata, and read its memory and a word whose high half must be the incarnation."""
 
     agent: bytes
     words_address: int

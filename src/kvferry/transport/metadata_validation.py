@@ -38,10 +38,7 @@ MAX_TRIALS = 64
 
 @dataclass(slots=True)
 class ValidationResult:
-    """The result of validating a peer's transport metadata. The validator's thread fills it in.
-
-    `reason` is None until the validation has ended, and empty if the metadata has passed.
-    """
+    """The result for a peer. `reason` is None until the end, and empty if the metadata has passed."""
 
     reason: str | None = None
 

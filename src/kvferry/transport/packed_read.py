@@ -3,7 +3,7 @@
 Cells whose bytes are scattered in short runs move as *images*. *Staged*: the source gathers cells into images
 in its staging area, on request. *Over-read*: the reader fetches contiguous ranges of the source's blocks,
 gaps included. *Shared*: the source gathers into its outgoing file, which the reader has mapped and scatters
-from (`shared_area`).
+from (`staging`).
 
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     shared      ASKED ─gathered─▶ scattered ────▶ CHECKING ─word equal─▶ over
@@ -78,18 +78,10 @@ class _Segment:
 
 
 class PackedRead:
-    """A read of cells that move as images. Only the lane's thread uses it.
-
-    If it has failed, `failure` says why. If `peer_lost`, the transport failed, so the peer may be gone.
-    """
+    """A read of cells as images, used by the lane's thread. If `peer_lost`, the transport failed."""
 
     def __init__(self, lane: LaneResources, source: SourceRank, part: PackedCells, lease: LeaseWord) -> None:
-        """Split the cells into segments. `advance` starts to read them.
-
-        Args:
-            source: rank of the peer that has the cells.
-            lease: word of the lease on the peer's blocks.
-        """
+        """Split the cells into segments. `advance` starts to read them from blocks under the lease."""
         self.failure: str | None = None
         self.peer_lost = False
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock
@@ -121,10 +113,7 @@ class PackedRead:
         return moved
 
     def abandon(self, reason: str) -> None:
-        """Mark the read as failed, so that no further cells are read. The first reason is kept.
-
-        READs in flight continue. `finished` becomes True when they have ended.
-        """
+        """Read no further cells, for the first such reason. READs in flight continue until `finished`."""
         self.failure = self.failure or reason
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -147,10 +136,12 @@ class PackedRead:
     def _step(self, segment: _Segment) -> bool:
         if segment.state is _SegmentState.NEW:
             return self._begin(segment)
-        if segment.state is _SegmentState.ASKED:
-            return self._handle_answer(segment)
-        if segment.state is _SegmentState.GATHERED:
-            return self._read(segment)
+        if segment.state in (_SegmentState.ASKED, _SegmentState.GATHERED):
+            if self.failure is not None:
+                self._remove_segment(segment)
+                return True
+            asked = segment.state is _SegmentState.ASKED
+            return self._handle_answer(segment) if asked else self._read(segment)
         state = self._agent.state(segment.handle)
         if state is ReadState.IN_FLIGHT:
             return False
@@ -183,9 +174,6 @@ class PackedRead:
         return True
 
     def _handle_answer(self, segment: _Segment) -> bool:
-        if self.failure is not None:
-            self._remove_segment(segment)
-            return True
         answer, card = self._client.answer(segment.number), self._source.card
         if isinstance(answer, Gathered):
             # The peer may name any image and any word, also those of leases.
@@ -209,12 +197,9 @@ class PackedRead:
             return
         self._free_segment(segment)
         segment.direct = True
-        self._post(segment, method.indices(segment.cells, 0, 0))
+        self._read_cells(segment, method.indices(segment.cells, 0, 0))
 
     def _read(self, segment: _Segment) -> bool:
-        if self.failure is not None:
-            self._remove_segment(segment)
-            return True
         if not self._has_room(segment):
             if self._clock() - segment.since <= ROOM_SECONDS:
                 return False
@@ -227,7 +212,7 @@ class PackedRead:
             self._check(segment, segment.gathered)
             return True
         landing = segment.allocation.position if segment.allocation else 0
-        self._post(segment, self._method.indices(segment.cells, outgoing, landing))
+        self._read_cells(segment, self._method.indices(segment.cells, outgoing, landing))
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
@@ -241,10 +226,11 @@ class PackedRead:
             return segment.allocation is not None
         return True
 
-    def _post(self, segment: _Segment, indices: DescriptorIndices) -> None:
-        segment.handle = self._agent.read(self._source.local, indices.dst, self._source.remote, indices.src)
+    def _read_cells(self, segment: _Segment, indices: DescriptorIndices) -> None:
+        source = self._source
+        segment.handle = self._agent.read(source.local, indices.dst, source.remote, indices.src)
         segment.state = _SegmentState.READING
-        self._start(segment)
+        self._post(segment)
 
     def _check(self, segment: _Segment, gathered: Gathered) -> None:
         """Start to read the source's word, which shows whether the images that have arrived are valid."""
@@ -253,9 +239,9 @@ class PackedRead:
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
         segment.handle = self._agent.read(self._source.local_words, here, self._source.remote_words, there)
         segment.state = _SegmentState.CHECKING
-        self._start(segment)
+        self._post(segment)
 
-    def _start(self, segment: _Segment) -> None:
+    def _post(self, segment: _Segment) -> None:
         try:
             self._agent.post(segment.handle)
         except Exception as error:  # noqa: BLE001 - the handle is polled until the READ has ended

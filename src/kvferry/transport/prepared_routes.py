@@ -93,10 +93,7 @@ class _DescriptorList:
         self.entries = 0
 
     def add(self, descriptors: _Descriptors) -> PreparedEntries:
-        """Append the descriptors of one method, and return where they are.
-
-        Raise TransferError if the list gets too long.
-        """
+        """Append the descriptors of one method, and return where they are, or raise TransferError."""
         base = self.entries
         self.entries += descriptors.entries
         if self.entries > self._most:
@@ -148,8 +145,7 @@ class PreparedMethod:
         """Return the descriptors of these cells, as indices into the prepared lists.
 
         Args:
-            outgoing, landing: index of the first image in the source's staging area and in the landing area;
-                ignored if there is none.
+            outgoing, landing: index of the first image in each area; ignored if there is none.
         """
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
@@ -176,10 +172,7 @@ class PreparedMethod:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRoute:
-    """A route with all methods that can move it, the direct one first, if there is one.
-
-    `clearing` zeroes those bytes of a block that the route writes.
-    """
+    """A route with its methods, a direct one first. `clearing` zeroes the bytes of a block that it writes."""
 
     route: Route
     methods: tuple[PreparedMethod, ...]

@@ -272,7 +272,7 @@ class TicketBook:
 
         Args:
             grant: block tables of all these tokens, and the same lease word as before.
-            ready: number of tokens whose KV the blocks hold now, from the start of the prompt.
+            ready: number of tokens from the start of the prompt.
         """
         with self._lock:
             if (found := self._open.get(self._tickets.get(lease, b""))) is not None:

@@ -65,10 +65,7 @@ class _Redemption:
 
 
 class Redemptions:
-    """A consumer's requests to redeem tickets, with the replies.
-
-    The engine's thread begins, polls and ends redemptions. The control channel's thread stores the replies.
-    """
+    """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them."""
 
     def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
@@ -122,10 +119,7 @@ class Redemptions:
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | Unchanged | NotRedeemed) -> bytes | None:
-        """Store a producer's reply, and return the ticket if the producer has accepted it.
-
-        A reply of another peer, to an ended request or to none is ignored.
-        """
+        """Store a reply to a request to this peer. Return the ticket if the producer has accepted it."""
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or not asked.asked:
             return None

@@ -82,9 +82,7 @@ class PeerResolver:
     ) -> None:
         """Create the resolver. It resolves a host name when the name is first needed.
 
-        Args:
-            on_answer: function that a background thread calls when a look-up has ended.
-            resolve: None for the system's resolver.
+        `on_answer` is called by a background thread when a look-up has ended.
         """
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
@@ -94,10 +92,7 @@ class PeerResolver:
         self._threads = 0
 
     def resolve(self, host: str) -> str | None:
-        """Return the IP address at which to connect to a host; None while its name is being resolved.
-
-        Raise AddressNotAllowed if the engine may not connect to the host, or the host has no address.
-        """
+        """Return the IP address of a host; None while its name is being resolved. Raise AddressNotAllowed."""
         address = parse_host(host)
         if address is None:
             return self._resolve_name(host)

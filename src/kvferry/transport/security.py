@@ -93,11 +93,7 @@ class _KeyLocation:
 
 
 def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> _KeyLocation:
-    """Return the location of the file with an engine's secret. The file may not exist yet.
-
-    Args:
-        secret_file: None for the machine's key, in the user's state directory.
-    """
+    """Return the location of an engine's secret, by default the machine's key. It may not exist yet."""
     if secret_file is not None:
         return _KeyLocation(Path(secret_file), configured=True)
     for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
@@ -123,8 +119,7 @@ def read_keys(secret_file: str | None) -> Keys:
         secret_file: None for the machine's key, which is created if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be read or created, other users can access it, or it holds no valid
-            secret.
+        ConfigError: the file cannot be read or created, others can access it, or it holds no valid secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -136,11 +131,7 @@ def read_keys(secret_file: str | None) -> Keys:
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Return the key pair as `read_keys`, but create no file.
-
-    Returns:
-        None if `secret_file` is None and there is no machine's key: not yet, or not on this system.
-    """
+    """Return the keys as `read_keys` without creating a file; None if this machine has no key."""
     if secret_file is not None:
         return read_keys(secret_file)
     if not has_posix():
@@ -176,12 +167,7 @@ def _machine_secret(place: _KeyLocation, directory: int) -> bytes:
 
 
 def _secret_in(descriptor: int, place: _KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
-    """Check an open file, return the secret in it, and close the file.
-
-    Args:
-        closed_to: permission bits that must not be set.
-        owners: ids of the users that may own the file.
-    """
+    """Check the permissions (bits to be closed) and owners of a file, return its secret, and close it."""
     try:
         # The open file is checked, not its name, which may lead to another file by now.
         found = os.fstat(descriptor)

@@ -105,58 +105,31 @@ class StagingArea:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
-class OutgoingFile:
-    """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Settings of a worker's KV transfers, the same for all peers.
 
-    def __init__(self, size: int, like: Region) -> None:
-        """Create and map the file. No memory is allocated until it is used, except by CUDA.
+    Attributes:
+        strategy: None to choose the cheapest for each read, by `costs`.
+        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
+            measurement.
+        staging_bytes: size of each of the three staging areas; 0 for none.
+        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
+        ports: ports that the gather channel and UCX may listen on; None for any.
+        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
+    """
 
-        Args:
-            size: multiple of `UNIT_BYTES`.
-            like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
-
-        Raises:
-            ConfigError: this system has no sealed memory files.
-            TransferError: the memory cannot be mapped, or CUDA cannot register it.
-        """
-        self.file = SharedFile.create(size)
-        try:
-            self._memory = _Mapping(self.file.fd, size, like, writable=True)
-        except BaseException:
-            os.close(self.file.fd)
-            raise
-        self.area = StagingArea(size, Region(0, 1), self._memory.tensor)
-
-    def close(self) -> None:
-        """Let no further reader map the file. Readers that have mapped it keep its memory."""
-        self._memory.close()
-        os.close(self.file.fd)
-
-
-class MappedArea:
-    """The outgoing file of another worker, mapped to be read."""
-
-    def __init__(self, file: SharedFile, like: Region) -> None:
-        """Map the file. Register it with CUDA if `like`, a region of this worker's KV cache, is on a GPU.
-
-        Raise TransferError if it cannot be opened or mapped here. Its owner may run on another machine, or
-        have ended.
-        """
-        writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
-        fd = file.open(writable=writable)
-        try:
-            self._memory = _Mapping(fd, file.size, like, writable=writable)
-        finally:
-            os.close(fd)
-        self._space = AddressSpace([self._memory.region])
-
-    def images(self, stride: int) -> StagedImages:
-        """Return a view of the whole file as images, as `StagingArea.images`."""
-        return StagedImages(self._space, self._memory.region.address, stride)
-
-    def close(self) -> None:
-        """End the registration with CUDA. The memory stays mapped while it is in use."""
-        self._memory.close()
+    strategy: Strategy | None = None
+    costs: Costs = field(default_factory=Costs)
+    timed_read_bytes: int = 2 << 20
+    staging_bytes: int = 64 << 20
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    keys: Keys = field(default_factory=random_keys)
+    peers: AllowedPeers = ANY_PEER
+    ports: PortRange | None = None
+    lanes: int = 2
+    lane_bytes: int = LANE_BYTES
 
 
 class _Mapping:
@@ -172,8 +145,53 @@ class _Mapping:
         self._registration = None if like.memory == "DRAM" else HostRegistration(self.region)
 
     def close(self) -> None:
+        """End the registration with CUDA. The memory stays mapped while it is in use."""
         if self._registration is not None:
             self._registration.close()
+
+
+class OutgoingFile:
+    """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
+
+    def __init__(self, size: int, like: Region) -> None:
+        """Create and map the file. No memory is allocated until it is used, except by CUDA.
+
+        Args:
+            size: multiple of `UNIT_BYTES`.
+            like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
+        """
+        self.file = SharedFile.create(size)
+        try:
+            self._memory = _Mapping(self.file.fd, size, like, writable=True)
+        except BaseException:
+            os.close(self.file.fd)
+            raise
+        self.area = StagingArea(size, Region(0, 1), self._memory.tensor)
+
+    def close(self) -> None:
+        """Let no further reader map the file. Readers that have mapped it keep its memory."""
+        self._memory.close()
+        os.close(self.file.fd)
+
+
+class MappedArea(_Mapping):
+    """The outgoing file of another worker, mapped to be read."""
+
+    def __init__(self, file: SharedFile, like: Region) -> None:
+        """Map the file, for CUDA as well if `like`, a region of this worker's KV cache, is on a GPU.
+
+        Raise TransferError if that is not possible: its owner may run on another machine, or have ended.
+        """
+        writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
+        fd = file.open(writable=writable)
+        try:
+            super().__init__(fd, file.size, like, writable=writable)
+        finally:
+            os.close(fd)
+        self._space = AddressSpace([self.region])
+
+    def images(self, stride: int) -> StagedImages:
+        return StagedImages(self._space, self.region.address, stride)
 
 
 def make_outgoing_file(size: int, like: Region) -> OutgoingFile | None:

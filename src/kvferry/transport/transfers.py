@@ -36,11 +36,7 @@ MAX_IN_FLIGHT = 256
 
 
 class _ExportedMemory:
-    """The memory of a worker that peers can read, and the server that gathers for them.
-
-    Attributes:
-        card: description of this worker, which the scheduler sends to peers.
-    """
+    """The memory of a worker that peers can read, its `card`, and the server that gathers for peers."""
 
     def __init__(
         self, geometry: RankGeometry, words: LeaseWords, settings: TransferSettings, agent: Agent
@@ -121,9 +117,8 @@ class Transfers:
             on_result: function that a lane's thread calls when it has done its share of an order.
 
         Raises:
-            ConfigError: NIXL is missing, cannot start on this machine, has no UCX backend, or writes metadata
-                that peers cannot validate; or `settings.host` cannot be bound. If NIXL cannot register the
-                memory, its own exception is raised.
+            ConfigError: NIXL cannot be used here, or `settings.host` cannot be bound. If NIXL cannot register
+                the memory, its own exception is raised.
         """
         settings = settings or TransferSettings()
         self.words = words
@@ -207,9 +202,8 @@ class Transfers:
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """End the lanes, and release the memory that peers read.
+        """End the lanes, and release the memory that peers read. Leave a lane that takes longer running.
 
-        Wait at most `patience_seconds` for the reads of each lane. A lane that takes longer is left running.
         Afterwards peers may be connected and words raised, without any effect.
         """
         for lane in self._lanes:

@@ -160,11 +160,7 @@ class TurnQueries:
         self._numbers = count()
 
     def begin(self, peers: Mapping[Address, int]) -> tuple[int, list[Address]]:
-        """Begin a query; return its id, and the peers to which the caller must send it.
-
-        Args:
-            peers: incarnation of each peer that may be asked, by address.
-        """
+        """Begin a query of peers (address to incarnation); return its id, and those to ask."""
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
