@@ -5,20 +5,14 @@ release raises a ConfigError, before anything of vLLM is imported. A contract te
 vLLM, and import-linter keeps the connector's other modules from importing vLLM. Callers import a function
 from the module that defines it.
 
-- `contract`: the classes of the connector interface
-- `connectors`: connector classes by name, and configurations for connectors that are children of another
-- `requests`, `request_ids`: requests and steps of the scheduler, and their ids
-- `specs`, `layouts`, `layers`: what a KV cache holds, and how
-- `models`, `multimodal`: the models that a worker has built, and their processor
-- `scheduler`, `sleep`, `loras`, `weights`, `memory`, `wake`: hooks into vLLM
-- `prefix_cache`: vLLM's prefix cache
-- `block_events`, `spans`: KV events and traces that vLLM exports
-- `process`, `cpu_attention`: the process that a connector runs in, and its processor
-
-Two modules hide differences between the supported releases:
-
-- `hit_sources`: labels of cache hits, missing in 0.31
-- `block_hashes`: the number of tokens that a block hash covers, which 0.31 does not store
+- `connectors`: classes of the connector interface, and configurations for children of another connector
+- `requests`: requests and steps of the scheduler, their ids and block hashes
+- `specs`: what a KV cache holds
+- `model`: the models that a worker has built, their layouts, weights, adapters and processor
+- `scheduler`: hooks into vLLM's scheduler, its prefix cache, and labels of cache hits
+- `process`: the process that a connector runs in, its sleep and its traces
+- `block_events`: KV events that vLLM exports
+- `cpu_attention`: a check of the instructions of a CPU
 """
 
 from kvferry.engines.vllm.version import check_release, vllm_version

@@ -153,8 +153,7 @@ def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    stats: KVConnectorStats | None = found.build_kv_connector_stats(data)
-    return stats
+    return found.build_kv_connector_stats(data)
 
 
 @dataclass(slots=True)
