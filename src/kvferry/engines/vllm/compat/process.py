@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,6 +17,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
 import kvferry
@@ -162,25 +164,15 @@ def find_waker() -> Callable[[], None]:
 
     The engine runs one if its connector then has work (``has_pending_push_work``).
     """
-    core = _engine_core()
-    if core is None:
-        # The engine lives in its client's process, where only the client runs steps.
-        return lambda: None
-    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415 - the engine has imported it
-
-    return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def _engine_core() -> Any:
-    """Return vLLM's EngineCoreProc whose creation led to this call; None if there is none."""
-    # vLLM gives a connector no reference to it.
-    frame = sys._getframe()
+    # vLLM gives a connector no reference to its EngineCoreProc, whose creation has led to this call.
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if hasattr(found, "input_queue") and hasattr(found, "engines_running"):
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+        core: Any = frame.f_locals.get("self")
+        if hasattr(core, "input_queue") and hasattr(core, "engines_running"):
+            return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        frame = frame.f_back
+    # The engine lives in its client's process, where only the client runs steps.
+    return lambda: None
 
 
 def check_fixed_memory(
