@@ -49,11 +49,10 @@ class EngineShape:
 
     Attributes:
         stages: number of entries of `ModelCache.layers` on each pipeline rank.
-        block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
-            `groups`.
+        block_tokens: tokens per block of layers for which neither the model nor `groups` gives it.
         layout: one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
-        kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
+        kernel_tokens: tokens per kernel block if a block consists of several, otherwise 0.
         groups: all layers of a group have the same `LayerCache`. If empty, all layers with the same
             `LayerCache` form one group.
     """
@@ -190,9 +189,6 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
 
     Args:
         rank: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
-
-    Raises:
-        GeometryError: an engine with these settings cannot serve this model.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(

@@ -52,9 +52,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     [('head', 2, 524288)]
 
     Raises:
-        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
-            form: the inner structure of its pages is unknown, a field has one value per block or is sharded
-            along an axis not in `SHARDED`, or quantised KV has a scale per head.
+        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no such form.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
