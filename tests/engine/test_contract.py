@@ -12,7 +12,7 @@ from kvferry.engines.vllm.version import minor_release, vllm_version
 pytestmark = pytest.mark.engine
 
 PATCHED = {"on_pause", "on_sleep", "on_asleep"}
-"""Hooks that kvferry adds to vLLM, which calls them as `compat.scheduler` and `compat.sleep` make it."""
+"""Hooks that kvferry adds to vLLM, which calls them as `compat.scheduler` and `compat.process` make it."""
 SINCE = {
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",

@@ -41,10 +41,8 @@ class _PlacedField:
     """A field and its position inside a page.
 
     Attributes:
-        start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
-            rank holds whole.
-        offset: byte offset from the start of the page in a snapshot, otherwise from the start of one head's
-            bytes for one token or entry.
+        start, count: index of the first head, and number of heads on this rank; (0, 1) without heads.
+        offset: byte offset in a snapshot, otherwise in one head's bytes for one token or entry.
     """
 
     stored: StoredField
@@ -53,14 +51,7 @@ class _PlacedField:
     offset: int
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...], entries: str = TOKEN) -> Field:
-        """Return the field of a page.
-
-        Args:
-            head_stride: bytes from one head to the next.
-            tokens: (count, stride in bytes) of each loop over the tokens, or over entries that stand for
-                several tokens; empty for a snapshot.
-            entries: name of the axis of these loops.
-        """
+        """Return the field of a page, from (count, stride in bytes) of loops over its tokens or entries."""
         axes = [Axis(entries, tokens)] if tokens else []
         if self.stored.heads:
             axes.insert(0, Axis("head", ((self.count, head_stride),), self.start, self.stored.heads))
@@ -77,12 +68,11 @@ class PageInterior:
     """The inner structure of one rank's page.
 
     Attributes:
-        state_tokens: as in `LayerCache`.
         kernels: number of kernel blocks in the page; 1 for a snapshot.
         heads: number of heads on this rank; 1 for a snapshot.
         tokens: number of stored entries in a kernel block; 1 for a snapshot.
         content: bytes of all fields of one head in one entry; for a snapshot, bytes of the whole page.
-        alignment: alignment of the page's address in bytes.
+        alignment: bytes of which the page's address is a multiple.
     """
 
     snapshot: bool
@@ -113,11 +103,7 @@ class PageInterior:
 
 
 def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp: int) -> PageInterior:
-    """Return the inner structure of one rank's page.
-
-    Args:
-        tokens: number of tokens per kernel block; ignored for recurrent state.
-        kernels: number of kernel blocks per page; ignored for recurrent state.
+    """Return the inner structure of one rank's page, of `kernels` kernel blocks of `tokens` tokens.
 
     Raises:
         GeometryError: the fields cannot be distributed over the ranks, or cannot share a page.

@@ -49,11 +49,10 @@ class EngineShape:
 
     Attributes:
         stages: number of entries of `ModelCache.layers` on each pipeline rank.
-        block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
-            `groups`.
+        block_tokens: tokens per block of layers for which neither the model nor `groups` gives it.
         layout: one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
-        kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
+        kernel_tokens: tokens per kernel block if a block consists of several, otherwise 0.
         groups: all layers of a group have the same `LayerCache`. If empty, all layers with the same
             `LayerCache` form one group.
     """
@@ -190,9 +189,6 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
 
     Args:
         rank: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
-
-    Raises:
-        GeometryError: an engine with these settings cannot serve this model.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(
@@ -208,18 +204,16 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
     stage, tp_rank = divmod(rank, engine.tp)
     first = sum(engine.stages[:stage])
     on_stage = range(first, first + engine.stages[stage])
-    shapes = engine.groups or _by_kind(model, engine.block_tokens)
-    stores = [model.layers[shape.layers[0]] for shape in shapes]
-    held = [[n for n in shape.layers if n in on_stage] for shape in shapes]
-    interiors = [
-        _page_interior(store, shape.block_tokens, engine, tp_rank)
-        for store, shape in zip(stores, shapes, strict=True)
-    ]
-    pool = _Pool.of(
-        engine, [(i, len(numbers)) for i, numbers in zip(interiors, held, strict=True) if numbers]
-    )
+    placed = []
+    for shape in engine.groups or _by_kind(model, engine.block_tokens):
+        store, tokens, kernels = model.layers[shape.layers[0]], shape.block_tokens, 1
+        if tokens == engine.block_tokens:
+            tokens, kernels = engine.kernel_tokens or tokens, engine.kernels
+        interior = page_interior(store, tokens, kernels, tp_rank, engine.tp)
+        placed.append((shape, store, [n for n in shape.layers if n in on_stage], interior))
+    pool = _Pool.of(engine, [(interior, len(numbers)) for _, _, numbers, interior in placed if numbers])
     maps, groups = [], []
-    for store, shape, numbers, interior in zip(stores, shapes, held, interiors, strict=True):
+    for shape, store, numbers, interior in placed:
         blocks = engine.num_blocks * interior.kernels
         counts = (len(numbers), blocks, interior.heads, interior.tokens, interior.content)
         where = page_map(engine.layout, address, counts, interior.kernels, pool.room(interior))
@@ -244,12 +238,6 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
 def _by_kind(model: ModelCache, block_tokens: int) -> tuple[GroupShape, ...]:
     found = group_layers(model)
     return tuple(GroupShape(n, model.layers[n[0]].block_tokens or block_tokens) for n in found)
-
-
-def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank: int) -> PageInterior:
-    if tokens != engine.block_tokens:
-        return page_interior(store, tokens, 1, tp_rank, engine.tp)
-    return page_interior(store, engine.kernel_tokens or tokens, engine.kernels, tp_rank, engine.tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class GroupKind(StrEnum):
 
 
 class GroupPattern(Protocol):
-    """The attention pattern of a KV cache group. `Group`, `LayerCache` and `CanonicalGroup` have one."""
+    """The attention pattern of a KV cache group."""
 
     @property
     def kind(self) -> GroupKind: ...
@@ -92,7 +92,6 @@ class Layer:
     """The pages of one layer on one rank.
 
     Attributes:
-        name: the same on every rank of every engine that serves the model.
         address: address of the page of block 0.
         block_stride: bytes from the page of one block to the page of the next block.
         scales: quantisation scales other than 1 that are not stored in the pages.
@@ -118,8 +117,7 @@ class Group:
 
     Attributes:
         block_tokens: as in the engine's block table.
-        attention_span: as in `Attention`.
-        layers: layers of the group on this rank; empty on a pipeline rank without any of them.
+        layers: those on this rank; none on some pipeline ranks.
     """
 
     kind: GroupKind
@@ -153,7 +151,6 @@ class RankGeometry:
     """The KV cache memory of one worker.
 
     Attributes:
-        tp_rank, tp_size, pp_rank, pp_size: tensor-parallel and pipeline rank, and numbers of such ranks.
         num_blocks: number of blocks in the pool. Block 0 is the null block, which is never transferred.
         groups: in the engine's order; all ranks of an engine have the same number of groups.
         regions: registered memory.
@@ -169,14 +166,11 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group as text, e.g. ``0 full_attention``, for error messages."""
+        """Index and label of each group as text, e.g. ``0 full_attention``."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
-        """Raise GeometryError if the geometry is inconsistent.
-
-        Every page must lie in one registered region and must not overlap another page of its layer.
-        """
+        """Raise GeometryError unless pages lie in registered regions, without an overlap in a layer."""
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
                 f"rank (pp, tp) is ({self.pp_rank}, {self.tp_rank}); expected below ({self.pp_size}, "
@@ -273,8 +267,7 @@ class PageMap:
         counts: number of layers, kernel blocks, heads, tokens and content bytes. A group of recurrent state
             has one head and one token, and the content is the whole snapshot.
         strides: bytes between neighbours along each of these five axes.
-        kernels: number of kernel blocks per block. Block ``b`` consists of the kernel blocks ``[b·kernels,
-            (b+1)·kernels)``.
+        kernels: number of consecutive kernel blocks per block.
     """
 
     address: int
@@ -298,10 +291,9 @@ class PoolRoom:
 
     Attributes:
         slots: least number of slots per block, each with space for one layer's page.
-        slot_bytes: bytes that a slot reserves for one kernel block; 0 if it reserves only the size of the KV.
-            Used only for layouts with contiguous pages.
-        block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
-            layouts with blocks outermost.
+        slot_bytes: bytes that a slot reserves for one kernel block, in layouts with contiguous pages; 0 for
+            the size of the KV.
+        block_stride: bytes from one block to the next, in layouts with blocks outermost; 0 for side by side.
     """
 
     slots: int = 0

@@ -1,7 +1,4 @@
-"""The KV cache of a model per layer, independent of any engine.
-
-`layout` combines a `ModelCache` with the settings of an engine to the geometry of the engine's ranks.
-"""
+"""The KV cache of a model per layer, independent of any engine."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from kvferry.geometry.rank import GroupKind
 
 @dataclass(frozen=True, slots=True)
 class StoredField:
-    """One cached tensor of a layer, over all ranks.
+    """One cached tensor of a layer, over all ranks: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
 
     Attributes:
-        name: the same in every engine: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
         item_bytes: bytes of one element.
         heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
             channels); 0 if every rank holds the whole field.

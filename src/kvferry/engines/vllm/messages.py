@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -107,10 +107,7 @@ class FerryMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        unregister({f"{PREFIX}{name}" for name in METRICS})
-        self._metrics = {
-            name: create_metric(metric, metric_types, labelnames) for name, metric in METRICS.items()
-        }
+        self._metrics = create_metrics(METRICS, metric_types, labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an engine's counts, as `MetricsDelta.plain` returns them, to the Prometheus metrics."""
@@ -125,13 +122,24 @@ class FerryMetrics(KVConnectorPromMetrics):
                 of.observe(each)
 
 
-def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
-    """Create a Prometheus metric from its definition.
+def create_metrics(
+    metrics: Mapping[str, Metric], types: Mapping[type, Any], labels: Sequence[str]
+) -> dict[str, Any]:
+    """Create Prometheus metrics from their definitions by name.
 
     Args:
         types: class to use in place of each `prometheus_client` class (`Counter`, `Gauge`, `Histogram`).
-        labels: names of the labels that identify an engine. The metric's own labels follow them.
+        labels: names of the labels that identify an engine. A metric's own labels follow them.
     """
+    # An engine that ran earlier in this process may have registered them, and a name can be registered once.
+    names = {f"{PREFIX}{name}" for name in metrics}
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "") in names:
+            REGISTRY.unregister(collector)
+    return {name: _create_metric(metric, types, labels) for name, metric in metrics.items()}
+
+
+def _create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[str]) -> Any:
     of: dict[str, Any] = {
         "name": f"{PREFIX}{metric.name}",
         "documentation": metric.help_text,
@@ -143,11 +151,3 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
         return types[Histogram](**of, buckets=SECONDS)
     # An engine may report its steps to different API servers, so the most recent value is the right one.
     return types[Gauge](**of, multiprocess_mode="mostrecent")
-
-
-def unregister(names: Collection[str]) -> None:
-    """Remove metrics with these names, if any, from the Prometheus registry."""
-    # An engine that ran earlier in this process may have registered them, and a name can be registered once.
-    for collector in list(REGISTRY._collector_to_names):
-        if getattr(collector, "_name", "") in names:
-            REGISTRY.unregister(collector)

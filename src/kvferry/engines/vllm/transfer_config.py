@@ -1,4 +1,4 @@
-"""Check a value of vLLM's ``--kv-transfer-config`` without vLLM: `kvferry config` and `kvferry doctor` do.
+"""A check of vLLM's ``--kv-transfer-config`` without vLLM, for `kvferry config` and `kvferry doctor`.
 
 The connectors check the same settings with the same functions when an engine starts (`config`,
 `multi.settings`). This module adds what vLLM checks before it creates a connector.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import entry_points
@@ -53,17 +54,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark on a part of a configuration.
-
-    Attributes:
-        where: name of the part.
-        verdict: accepted, noted (no effect, or not checked) or refused.
-        text: sentence with what was found, and, after a semicolon, what to do.
-    """
+    """A remark on a part of a configuration."""
 
     where: str
     verdict: Verdict
-    text: str
+    text: str  # what was found, and, after a semicolon, what to do
 
 
 class TransferCheck:
@@ -117,12 +112,9 @@ class TransferCheck:
 
     def _check_ours(self, name: str, given: Mapping[str, Any], where: str, parent: str | None) -> None:
         self._check_module(name, given.get("kv_connector_module_path"), where, parent)
-        try:
+        with self._refusing(where):
             transfer = parse_transfer(where, given)
             check_failure_policy(transfer.kv_load_failure_policy)
-        except ConfigError as error:
-            self._refuse(where, str(error))
-        else:
             for text in gone_keys(where, given):
                 self._note(where, text)
             if unused := unused_keys(transfer.kv_port):
@@ -146,41 +138,30 @@ class TransferCheck:
         self._refuse(where, f'kv_connector_module_path {what}; set it to "{expected}"')
 
     def _check_extra(self, extra: Mapping[str, Any], where: str, kv_role: str | None) -> None:
-        try:
+        with self._refusing(where):
             config = parse_config(extra, kv_role)
-        except ConfigError as error:
-            self._refuse(where, str(error))
-            return
-        self.configs.append(config)
-        text = f"the connector accepts {counted(len(extra), 'key')}: {summary(config)}"
-        self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
+            self.configs.append(config)
+            text = f"the connector accepts {counted(len(extra), 'key')}: {summary(config)}"
+            self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
 
     def _check_multi(self, given: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> None:
         """Check the settings of a `FerryMultiConnector`, and its children."""
-        try:
-            settings = parse_multi(extra)
-        except ConfigError as error:
-            self._refuse(where, str(error))
-            return
-        names = ", ".join(child.name for child in settings.children)
-        text = f"{_MULTI} over {names}, policy {settings.source_policy}"
-        self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
         inherited = {key: given[key] for key in INHERITED if key in given}
         hand_over = []
-        for number, child in enumerate(settings.children):
-            # The configs of this child are those that its check adds.
-            known = len(self.configs)
-            self._check(
-                {**inherited, **child.transfer}, f"connectors[{number}] ({child.name})", parent=_MULTI
-            )
-            if child.transfer["kv_connector"] in HAND_OVER or any(
-                config.transfers for config in self.configs[known:]
-            ):
-                hand_over.append(child.name)
-        try:
+        with self._refusing(where):
+            settings = parse_multi(extra)
+            names = ", ".join(child.name for child in settings.children)
+            text = f"{_MULTI} over {names}, policy {settings.source_policy}"
+            self.remarks.append(Remark(where, Verdict.ACCEPTED, text))
+            for number, child in enumerate(settings.children):
+                # The configs of this child are those that its check adds.
+                known = len(self.configs)
+                transfer = {**inherited, **child.transfer}
+                self._check(transfer, f"connectors[{number}] ({child.name})", parent=_MULTI)
+                moves = any(config.transfers for config in self.configs[known:])
+                if moves or child.transfer["kv_connector"] in HAND_OVER:
+                    hand_over.append(child.name)
             check_hand_over(hand_over)
-        except ConfigError as error:
-            self._refuse(where, str(error))
 
     def _check_vllms_multi(self, given: Mapping[str, Any], where: str) -> None:
         """Check the children of vLLM's `MultiConnector` that are kvferry's."""
@@ -205,17 +186,21 @@ class TransferCheck:
             )
         if not checked:
             return
+        with self._refusing(where):
+            if parse_transfer(where, given).kv_load_failure_policy != "recompute":
+                self._note(
+                    where,
+                    f"kv_load_failure_policy of the {_VLLMS_MULTI} is not 'recompute', so vLLM fails a "
+                    "request whose load fails; set it to 'recompute'",
+                )
+
+    @contextmanager
+    def _refusing(self, where: str) -> Iterator[None]:
+        """Turn a ConfigError into a remark."""
         try:
-            transfer = parse_transfer(where, given)
+            yield
         except ConfigError as error:
             self._refuse(where, str(error))
-            return
-        if transfer.kv_load_failure_policy != "recompute":
-            self._note(
-                where,
-                f"kv_load_failure_policy of the {_VLLMS_MULTI} is not 'recompute', so vLLM fails a request "
-                "whose load fails; set it to 'recompute'",
-            )
 
     def _refuse(self, where: str, text: str) -> None:
         self.remarks.append(Remark(where, Verdict.REFUSED, text))

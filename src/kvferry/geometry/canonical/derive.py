@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import lcm
+from typing import TypeAlias
 
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
@@ -27,6 +27,12 @@ CHUNK_TOKENS = 256
 # Alignment in tokens of valid content in chunks of short windows: a multiple of the usual block sizes of
 # sliding-window groups. A change requires another `form.FORMAT`.
 WINDOW_ALIGNMENT_TOKENS = 128
+
+# `FormSection.axis`, `FormSection.total`, and the field.
+_StoredField: TypeAlias = tuple[str, int, SectionField]
+
+# The properties of a layer's cache that are the same on all ranks.
+_StoredLayer: TypeAlias = tuple[Attention, tuple[_StoredField, ...]]
 
 
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
@@ -46,37 +52,22 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     [('head', 2, 524288)]
 
     Raises:
-        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
-            form: the inner structure of its pages is unknown, a field has one value per block or is sharded
-            along an axis not in `SHARDED`, or quantised KV has a scale per head.
+        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no such form.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
     _check_complete(ranks)
     stored: dict[str, _StoredLayer] = {}
-    for rank in ranks:
-        for group in rank.groups:
-            for layer in group.layers:
-                found = _stored(group, layer)
-                if stored.setdefault(layer.identity, found) != found:
-                    raise GeometryError(
-                        f"layer {layer.name!r}: ranks of one engine describe it differently, "
-                        f"{found} and {stored[layer.identity]}"
-                    )
-    kinds = sorted({of.attention for of in stored.values()}, key=group_label)
+    for group in (group for rank in ranks for group in rank.groups):
+        for layer in group.layers:
+            found = Attention(group.kind, group.attention_span), _stored_fields(group, layer)
+            if stored.setdefault(layer.identity, found) != found:
+                raise GeometryError(
+                    f"layer {layer.name!r}: ranks of one engine describe it differently, "
+                    f"{found} and {stored[layer.identity]}"
+                )
+    kinds = sorted({attention for attention, _ in stored.values()}, key=group_label)
     return CanonicalForm(chunk_tokens, tuple(_group(kind, stored, chunk_tokens) for kind in kinds))
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredLayer:
-    """The properties of a layer's cache that are the same on all ranks.
-
-    Attributes:
-        fields: (`FormSection.axis`, `FormSection.total`, field) of each field.
-    """
-
-    attention: Attention
-    fields: tuple[tuple[str, int, SectionField], ...]
 
 
 def _check_complete(ranks: Sequence[RankGeometry]) -> None:
@@ -89,7 +80,7 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
     raise GeometryError(f"the canonical form needs every rank of one engine once, these are {have}")
 
 
-def _stored(group: Group, layer: Layer) -> _StoredLayer:
+def _stored_fields(group: Group, layer: Layer) -> tuple[_StoredField, ...]:
     if layer.page.opaque:
         raise GeometryError(
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
@@ -103,11 +94,10 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
     found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
     # The largest elements come first, so that every field in a chunk is aligned.
     found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
-    return _StoredLayer(Attention(group.kind, group.attention_span), tuple(found))
+    return tuple(found)
 
 
-def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return an entry of `_StoredLayer.fields`."""
+def _sharded(layer: Layer, field: Field, kind: GroupKind) -> _StoredField:
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
@@ -127,8 +117,9 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, Sec
 def _group(attention: Attention, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:
     sections: dict[tuple[str, int], list[SectionField]] = {}
     for layer in sorted(stored, key=_by_number):
-        if stored[layer].attention == attention:
-            for axis, total, part in stored[layer].fields:
+        its_attention, fields = stored[layer]
+        if its_attention == attention:
+            for axis, total, part in fields:
                 sections.setdefault((axis, total), []).append(part)
     tokens = 0 if attention.kind is GroupKind.STATE else chunk_tokens
     found = [FormSection(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]

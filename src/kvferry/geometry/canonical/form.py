@@ -71,7 +71,7 @@ class SectionField:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of the field for one element of the sharded axis and one token, or a whole snapshot."""
+        """Bytes for one element of the sharded axis and one token, or for a whole snapshot."""
         return self.item_bytes * prod(count for _, count in self.inner)
 
 
@@ -83,7 +83,7 @@ class FormSection:
         axis: name of the sharded axis; "" for fields that every rank holds whole.
         total: number of elements of the axis over all ranks; 1 without an axis.
         tokens: number of tokens per chunk; 0 for a snapshot.
-        parts: fields of all layers, in memory order: by layer, then by field.
+        parts: in memory order: by layer, then by field.
     """
 
     axis: str
@@ -97,7 +97,6 @@ class FormSection:
 
     @property
     def unit_elements(self) -> int:
-        """Number of elements of the sharded axis per unit."""
         return self.total // self.units
 
     @property
@@ -130,7 +129,6 @@ class CanonicalGroup:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Byte offset of every section in the chunk."""
         return tuple(self._ends[:-1])
 
     @cached_property
@@ -150,14 +148,10 @@ class CanonicalGroup:
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """The byte format of a model's chunks. It is equal for all engines that serve the model.
-
-    Attributes:
-        groups: sorted by label.
-    """
+    """The byte format of a model's chunks. It is equal for all engines that serve the model."""
 
     chunk_tokens: int
-    groups: tuple[CanonicalGroup, ...]
+    groups: tuple[CanonicalGroup, ...]  # sorted by label
 
     @property
     def labels(self) -> list[str]:
@@ -168,10 +162,7 @@ class CanonicalForm:
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text that describe the byte format: order, sizes and scales of a chunk's fields.
-
-        The lines contain the sizes of elements, not their dtypes, which a caller must compare too.
-        """
+        """Yield lines of text that describe the byte format, but not the dtypes of elements."""
         yield f"kvferry canonical form {FORMAT}, chunks of {self.chunk_tokens} tokens"
         for group in self.groups:
             yield f"group {group.label}"
@@ -253,7 +244,7 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Return the fields of a group's chunks by layer name, with byte offsets from the start of the chunk."""
+    """Return the fields of a group's chunks by layer name."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start

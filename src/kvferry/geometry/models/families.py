@@ -40,7 +40,7 @@ class ModelFamily:
     """Properties of a model family that its ``config.json`` does not state but that determine its KV cache.
 
     Attributes:
-        recurrent: kind of recurrence of the recurrent layers; None for a family without any.
+        recurrent: kind of recurrence of the recurrent layers, if any.
         everywhere: True if every layer is recurrent.
         beside_attention: True if every layer also has attention; used only with `everywhere`.
         window_offset: tokens to add to ``sliding_window`` to get the attention window.

@@ -67,7 +67,6 @@ def read_model(
     Args:
         dtype: element type of the KV cache, one of `config.CACHE_DTYPES`. A floating-point type also replaces
             the model's element type. With ``auto``, the file decides.
-        name: display name of the model; empty for the model type.
         draft: True to add the layers for multi-token prediction.
 
     Raises:

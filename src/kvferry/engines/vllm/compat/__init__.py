@@ -5,15 +5,14 @@ release raises a ConfigError, before anything of vLLM is imported. A contract te
 vLLM, and import-linter keeps the connector's other modules from importing vLLM. Callers import a function
 from the module that defines it.
 
-- `connectors`: the connector interface, connector classes by name, and configurations for connectors that
-  are children of another
-- `requests`: requests and steps of the scheduler, and their ids
+- `connectors`: classes of the connector interface, and configurations for children of another connector
+- `requests`: requests and steps of the scheduler, their ids and block hashes
 - `specs`: what a KV cache holds
-- `model`: the models that a worker has built, their layers, layouts, adapters and weights
-- `scheduler`: hooks into vLLM's scheduler, and its prefix cache
-- `block_events`: KV events that vLLM publishes
-- `process`, `cpu_attention`: the process that a connector runs in, its memory, sleep and traces, and its
-  processor
+- `model`: the models that a worker has built, their layouts, weights, adapters and processor
+- `scheduler`: hooks into vLLM's scheduler, its prefix cache, and labels of cache hits
+- `process`: the process that a connector runs in, its sleep and its traces
+- `block_events`: KV events that vLLM exports
+- `cpu_attention`: a check of the instructions of a CPU
 """
 
 from kvferry.engines.vllm.version import check_release, vllm_version

@@ -1,17 +1,16 @@
-"""Connector classes by name, and the configurations from which vLLM creates connectors."""
+"""vLLM's classes of connectors, by name too, and the configurations from which it creates connectors."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm.config import (
     KVTransferConfig,
     VllmConfig,
-    get_current_vllm_config_or_none,
-    set_current_vllm_config,
+    get_current_vllm_config_or_none as current_config,
+    set_current_vllm_config as as_current_config,
 )
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -28,12 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 
 def register_connector(name: str, module: str) -> None:
-    """Register a connector class with vLLM under the name of the class; do nothing if the name is registered.
-
-    Args:
-        name: name of the class.
-        module: name of the module that defines the class. vLLM imports it when it first needs the class.
-    """
+    """Register a connector class with vLLM, which imports its module when it first needs the class."""
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
 
@@ -84,18 +78,6 @@ def with_extra(vllm_config: VllmConfig, more: Mapping[str, Any]) -> VllmConfig:
     return config
 
 
-def current_config() -> Any:
-    """Return the configuration that vLLM uses as the current one; None if there is none."""
-    # There is one while vLLM creates an engine, and within `as_current_config`.
-    return get_current_vllm_config_or_none()
-
-
-def as_current_config(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
-    """Return a context manager within which vLLM uses this configuration as the current one."""
-    context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
-    return context
-
-
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -107,4 +89,6 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "as_current_config",
+    "current_config",
 ]

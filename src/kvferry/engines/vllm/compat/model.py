@@ -1,4 +1,7 @@
-"""The models that a worker has built. vLLM gives a connector no reference to them."""
+"""vLLM's models: those that a worker has built, their layers and weights, and what they compute KV from.
+
+vLLM gives a connector no reference to the models of a worker, so they are looked for among all objects.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +32,48 @@ SHARED_LAYERS = ("vllm.model_executor.layers.", "vllm.v1.", "vllm.attention.", "
 
 
 _FOUND = WeakSet[WorkerBase]()
+_LISTENERS = WeakSet[Adapters]()
+
+_OF_WORKER = (
+    "reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update",
+)  # fmt: skip
+_OF_RUNNER = ("reload_weights",)
+_OF_MODEL = ("load_weights",)
+"""Methods of the worker, the model runner and the models. All of vLLM's ways to change weights end in one of
+these, and trainers call them in a worker."""
+
+_PATCHED = "_kvferry_patched"
+_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+
+
+def patch_once(owner: type, name: str, function: Callable[..., Any]) -> None:
+    """Put a function in place of a method of vLLM, which it gets before the method's own arguments.
+
+    A process may have several engines, and each method is patched once.
+    """
+    inner = getattr(owner, name)
+    if hasattr(inner, _PATCHED):
+        return
+
+    @wraps(inner)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        return function(inner, self, *arguments, **named)
+
+    setattr(call, _PATCHED, True)
+    setattr(owner, name, call)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Target model and draft model that one worker has built.
-
-    Attributes:
-        target: model that answers requests.
-        draft: draft model for speculative decoding. None without one that keeps layers of its own in the KV
-            cache.
-    """
+    """Models that one worker has built: the target, and a draft that has layers in the KV cache, if any."""
 
     target: torch.nn.Module
     draft: torch.nn.Module | None
 
 
 def built_models(vllm_config: VllmConfig) -> Models:
-    """Return the models that the worker in this process has built (`worker_of`).
-
-    Raises:
-        ConfigError: there is no such worker in this process.
-    """
+    """Return the models that the worker in this process has built (`worker_of`)."""
     worker = worker_of(vllm_config)
     return Models(worker.get_model(), worker.get_draft_model() if keeps_draft_layers(vllm_config) else None)
 
@@ -97,11 +120,7 @@ def reads_ahead(vllm_config: VllmConfig) -> int:
 
 
 def draft_layer_names(vllm_config: VllmConfig) -> frozenset[str]:
-    """Return the names of the layers that belong only to the draft model. Call this in a worker.
-
-    Raises:
-        ConfigError: the models are not in this process.
-    """
+    """Return the names of the layers that belong only to the draft model. Call this in a worker."""
     if not keeps_draft_layers(vllm_config):
         return frozenset()
     models = built_models(vllm_config)
@@ -144,7 +163,6 @@ def write_index_keys(
     """Quantise a sparse indexer's keys into the layer's cache, with the operation that vLLM uses on CUDA.
 
     Args:
-        layer: indexer layer, for which `is_indexer` returns True.
         keys: keys to write, of shape (tokens, width). The width is a multiple of `group`.
         cache: cache of the layer, uint8 of shape (blocks, tokens, bytes).
         slots: position of each token in the cache, int64 of shape (tokens,).
@@ -161,8 +179,7 @@ def write_index_keys(
 
 def operators_layout() -> str | None:
     """Return the KV cache layout set with ``VLLM_KV_CACHE_LAYOUT``; None if not set."""
-    named: str | None = envs.VLLM_KV_CACHE_LAYOUT
-    return named
+    return envs.VLLM_KV_CACHE_LAYOUT
 
 
 def supported_layouts(vllm_config: VllmConfig) -> list[str]:
@@ -214,39 +231,21 @@ def layers_are_alike(vllm_config: VllmConfig) -> bool:
     )
 
 
-_LISTENERS = WeakSet[Adapters]()
-
-
 def hook_adapter_loads(listener: Adapters) -> None:
     """Make vLLM call `listener.on_load` before each load of a LoRA adapter through the engine's API.
 
     Call this in the scheduler's process. Only a weak reference to the listener is kept.
     """
     _LISTENERS.add(listener)
-    # The first call patches vLLM for all engines of the process.
-    if hasattr(Executor.add_lora, "__wrapped__"):
-        return
-    inner = Executor.add_lora
 
-    @wraps(inner)
-    def add_lora(self: Executor, lora_request: LoRARequest) -> bool:
+    def add_lora(inner: Callable[..., bool], executor: Executor, lora_request: LoRARequest) -> bool:
         # The call does not tell the engine. So if one engine replaces an adapter in place, all engines of the
         # process stop storing KV of their adapters with this id.
         for each in list(_LISTENERS):
             each.on_load(lora_request)
-        return bool(inner(self, lora_request))
+        return inner(executor, lora_request)
 
-    Executor.add_lora = add_lora
-
-
-_OF_WORKER = (
-    "reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update", "update_weights",
-    "finish_weight_update",
-)  # fmt: skip
-_OF_RUNNER = ("reload_weights",)
-_OF_MODEL = ("load_weights",)
-"""Methods of the worker, the model runner and the models. All of vLLM's ways to change weights end in one of
-these, and trainers call them in a worker."""
+    patch_once(Executor, "add_lora", add_lora)
 
 
 def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) -> None:
@@ -254,9 +253,6 @@ def hook_weight_changes(vllm_config: VllmConfig, changed: Callable[[], None]) ->
 
     The call is made in the thread that runs the worker's steps. Code that writes to the model's parameters
     directly is not detected.
-
-    Raises:
-        ConfigError: the worker is not in this process.
     """
     worker = worker_of(vllm_config)
     models = [model for model in (worker.get_model(), worker.get_draft_model()) if model is not None]
@@ -277,13 +273,8 @@ def _calling_first(inner: Callable[..., Any], changed: Callable[[], None]) -> Ca
     return call
 
 
-_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
-
-
 def processor_settings(model: Any) -> dict[str, Any]:
-    """Return the effective settings of a model's multimodal processor by part; empty for a text model.
-
-    They include the user's overrides (`mm_processor_kwargs`).
+    """Return the settings of a model's multimodal processor by part, with the user's; empty for a text model.
 
     Raises:
         Exception: any error of a processor that cannot be created.

@@ -1,4 +1,4 @@
-"""The engine's process that a connector runs in: logging, cores, device, ranks and address."""
+"""The process that a connector runs in: logging, cores, ranks, address, traces, sleep and fixed memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,17 +17,32 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
 import kvferry
 from kvferry.common.errors import ConfigError
 from kvferry.connector.events import Listener
-from kvferry.engines.vllm.compat.model import worker_of
+from kvferry.engines.vllm.compat.model import patch_once, worker_of
 from kvferry.engines.vllm.compat.requests import external_id
 from kvferry.observe.spans import SpanListener, TraceSpan
 
 # With 20 us and three ranks on two cores, control messages were still delayed in 4 of 10 runs.
 _SLEEP_SECONDS = 500e-6
+
+# The same attribute, with the same id, as in vLLM's own spans, so that tools join them.
+_REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
+
+_SHARES_CARDS = "_set_kv_connector_handshake_metadata"
+"""Method of vLLM 0.33's EngineCore that passes the workers' handshakes to the scheduler's connector."""
+
+_CACHE, _WEIGHTS = "kv_cache", "weights"
+"""vLLM's tags of memory that a worker can give up and get back."""
+_LOSES_WEIGHTS = 2
+"""Level of sleep from which the weights are discarded."""
+
+# torch uses the first of these variables that is set.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def share_logging() -> None:
@@ -58,10 +74,6 @@ def node_address() -> str:
     return str(get_ip())
 
 
-# The same attribute, with the same id, as in vLLM's own spans, so that tools join them.
-_REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
-
-
 def is_traced(vllm_config: VllmConfig) -> bool:
     """Return True if the engine exports trace spans. OpenTelemetry then runs in the scheduler's process."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None and is_tracing_available()
@@ -69,10 +81,6 @@ def is_traced(vllm_config: VllmConfig) -> bool:
 
 def tracing() -> Listener:
     """Return an event listener that exports trace spans of requests. The engine must have tracing on."""
-    return SpanListener(_exported())
-
-
-def _exported() -> Callable[[TraceSpan], None]:
     from opentelemetry import trace  # noqa: PLC0415 - installed and needed only in an engine with tracing
 
     tracer = trace.get_tracer("kvferry", kvferry.__version__)
@@ -91,12 +99,7 @@ def _exported() -> Callable[[TraceSpan], None]:
             made.set_status(trace.Status(trace.StatusCode.ERROR, span.failure))
         made.end(zero + round(span.end * 1e9))
 
-    return export
-
-
-_TELLS = "_kvferry_tells"
-_SHARES_CARDS = "_set_kv_connector_handshake_metadata"
-"""Method of vLLM 0.33's EngineCore that passes the workers' handshakes to the scheduler's connector."""
+    return SpanListener(export)
 
 
 def tell_of_sleep() -> None:
@@ -105,32 +108,26 @@ def tell_of_sleep() -> None:
     It calls ``on_sleep()`` before the engine gives up the memory of its KV cache, and resets its caches for
     that, and ``on_asleep(failed)`` when it sleeps or has failed to.
     """
-    sleep, release, wake_up = EngineCore.sleep, EngineCore.release_kv_cache_memory, EngineCore.wake_up
-    if getattr(sleep, _TELLS, False):
-        return
 
-    @wraps(sleep)
-    def tell_and_sleep(self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
+    def sleep(inner: Callable[..., Any], core: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
         if level < 1:  # it only pauses
-            return sleep(self, level, *arguments, **named)
-        return _told(self, lambda: sleep(self, level, *arguments, **named))
+            return inner(core, level, *arguments, **named)
+        return _told(core, lambda: inner(core, level, *arguments, **named))
 
-    @wraps(release)
-    def tell_and_release(self: Any) -> None:
-        _told(self, lambda: release(self))
+    def release(inner: Callable[..., None], core: Any) -> None:
+        _told(core, lambda: inner(core))
 
-    @wraps(wake_up)
-    def wake_up_and_share_cards(self: Any, tags: list[str] | None = None) -> bool:
-        awake: bool = wake_up(self, tags)
-        if tags is None or "kv_cache" in tags:
-            _share_cards(self)
+    def wake_up(inner: Callable[..., bool], core: Any, tags: list[str] | None = None) -> bool:
+        awake = inner(core, tags)
+        if tags is None or _CACHE in tags:
+            _share_cards(core)
         return awake
 
-    setattr(tell_and_sleep, _TELLS, True)
-    EngineCore.sleep, EngineCore.release_kv_cache_memory = tell_and_sleep, tell_and_release
+    patch_once(EngineCore, "sleep", sleep)
+    patch_once(EngineCore, "release_kv_cache_memory", release)
     # After a wake-up, vLLM passes the handshakes to the connector again only since 0.33.
     if not hasattr(EngineCore, _SHARES_CARDS):
-        EngineCore.wake_up = wake_up_and_share_cards
+        patch_once(EngineCore, "wake_up", wake_up)
 
 
 def _told(core: Any, sleep: Callable[[], Any]) -> Any:
@@ -167,47 +164,21 @@ def find_waker() -> Callable[[], None]:
 
     The engine runs one if its connector then has work (``has_pending_push_work``).
     """
-    core = _engine_core()
-    if core is None:
-        # The engine lives in its client's process, where only the client runs steps.
-        return lambda: None
-    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415 - the engine has imported it
-
-    return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def _engine_core() -> Any:
-    """Return vLLM's EngineCoreProc whose creation led to this call; None if there is none."""
-    # vLLM gives a connector no reference to it.
-    frame = sys._getframe()
+    # vLLM gives a connector no reference to its EngineCoreProc, whose creation has led to this call.
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if hasattr(found, "input_queue") and hasattr(found, "engines_running"):
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-# torch uses the first of these variables that is set.
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-_CACHE, _WEIGHTS = "kv_cache", "weights"
-"""vLLM's tags of memory that a worker can give up and get back."""
-_LOSES_WEIGHTS = 2
-"""Level of sleep from which the weights are discarded."""
+        core: Any = frame.f_locals.get("self")
+        if hasattr(core, "input_queue") and hasattr(core, "engines_running"):
+            return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        frame = frame.f_back
+    # The engine lives in its client's process, where only the client runs steps.
+    return lambda: None
 
 
 def check_fixed_memory(
     vllm_config: Any, *, transfers: bool, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that the KV cache stays in the memory that vLLM allocates, except while the engine sleeps.
-
-    Args:
-        transfers: True if peers read the cache, so its memory is registered with NIXL.
-
-    Raises:
-        ConfigError: `transfers` is True and torch uses expandable segments for the KV cache.
-    """
+    """Raise a ConfigError if peers read the KV cache (`transfers`) and torch may move its memory."""
     # Memory on CPUs is not torch's CUDA allocator's. vLLM's cumem allocator turns expandable segments off.
     if (
         not transfers
@@ -238,9 +209,6 @@ def hook_sleep(
         release: called before the memory of the KV cache is given up. An exception prevents that.
         restore: called when the KV cache has memory again, at the same addresses.
         lose_weights: called before the weights are discarded.
-
-    Raises:
-        ConfigError: the worker is not in this process.
     """
     worker = worker_of(vllm_config)
     # `/sleep`, `/release_kv_cache_memory` and `/wake_up` end in these methods. vLLM 0.33 has hooks of

@@ -32,8 +32,7 @@ def parent_of(request_id: str) -> str | None:
 def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int | None:
     """Return the number of tokens that each block hash of a request covers; None without prefix caching."""
     if hasattr(kv_cache_config, "hash_block_size"):
-        resolved: int | None = kv_cache_config.hash_block_size
-        return resolved
+        return kv_cache_config.hash_block_size
     # vLLM 0.31: its scheduler computes the number with the same function.
     _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return int(tokens)
@@ -41,13 +40,9 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class VLLMItem:
-    """Image, video or audio clip in a prompt (`PromptItem`).
+    """Image, video or audio clip in a prompt (`PromptItem`)."""
 
-    Attributes:
-        feature: vLLM's MultiModalFeatureSpec of the item.
-    """
-
-    feature: Any
+    feature: Any  # vLLM's MultiModalFeatureSpec
 
     @property
     def offset(self) -> int:
@@ -70,7 +65,6 @@ class VLLMRequest:
     """Request in vLLM's scheduler, as `connector.engine.Request` describes it.
 
     Attributes:
-        raw: vLLM's request.
         hash_block_tokens: number of tokens that each of vLLM's block hashes covers; None or 0 without prefix
             caching.
         sampled_below: number of token ids that the engine can sample; 0 without a draft model.
@@ -103,18 +97,15 @@ class VLLMRequest:
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
         # A prompt of embeddings may have token ids too, but they are only placeholders.
-        ids: Sequence[int] | None = self.raw.prompt_token_ids
-        return ids if getattr(self.raw, "prompt_embeds", None) is None else None
+        return self.raw.prompt_token_ids if getattr(self.raw, "prompt_embeds", None) is None else None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        ids: Sequence[int] = self.raw.all_token_ids
-        return ids
+        return self.raw.all_token_ids
 
     @property
     def adapter(self) -> LoraAdapter | None:
-        adapter: LoraAdapter | None = self.raw.lora_request
-        return adapter
+        return self.raw.lora_request
 
     @property
     def items(self) -> Sequence[VLLMItem]:
@@ -122,8 +113,7 @@ class VLLMRequest:
 
     @property
     def cache_salt(self) -> str | None:
-        salt: str | None = self.raw.cache_salt
-        return salt
+        return self.raw.cache_salt
 
     @property
     def arrives_in_parts(self) -> bool:
@@ -194,9 +184,8 @@ class VLLMRequest:
         With a draft model, also force this engine to sample the dropped token after the shortened prompt.
 
         Returns:
-            True if the token was dropped. False if the request is unchanged, because its prompt has only one
-            token or is not made of token ids, the client wants logprobs of the prompt, or the request must
-            not use cached KV.
+            False if the request is unchanged: its prompt has only one token or is not made of token ids, or
+            the request must not use cached KV or wants logprobs of its prompt.
         """
         raw = self.raw
         if raw.num_prompt_tokens < 2 or raw.prompt_token_ids is None or raw.prompt_embeds is not None:
@@ -240,23 +229,17 @@ def request_wrapper(vllm_config: Any, kv_cache_config: Any) -> Callable[[Any], V
 
 @dataclass(frozen=True, slots=True)
 class VLLMStep:
-    """Step that vLLM has scheduled, as `connector.engine.Step` describes it.
+    """Step that vLLM has scheduled, as `connector.engine.Step` describes it."""
 
-    Attributes:
-        output: vLLM's SchedulerOutput of the step.
-    """
-
-    output: Any
+    output: Any  # vLLM's SchedulerOutput
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        tokens: Mapping[str, int] = self.output.num_scheduled_tokens
-        return tokens
+        return self.output.num_scheduled_tokens
 
     @property
     def num_tokens(self) -> int:
-        tokens: int = self.output.total_num_scheduled_tokens
-        return tokens
+        return self.output.total_num_scheduled_tokens
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:
@@ -264,5 +247,4 @@ class VLLMStep:
         return state.boundary_state_offloads if state else {}
 
     def block_ids(self, request_id: str) -> BlockIds:
-        ids: BlockIds = self.output.kv_connector_block_state.resolve_block_ids(request_id)
-        return ids
+        return self.output.kv_connector_block_state.resolve_block_ids(request_id)

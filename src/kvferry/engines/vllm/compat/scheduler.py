@@ -1,10 +1,10 @@
-"""Changes to vLLM's scheduler: freed blocks, requests from clients, and pauses."""
+"""Changes to vLLM's scheduler (freed blocks, requests from clients, pauses), and its prefix cache."""
 
 from __future__ import annotations
 
 import copy
 import uuid
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,12 +15,26 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvferry.connector.engine import Request
+from kvferry.engines.vllm.compat.model import patch_once
 from kvferry.engines.vllm.compat.process import tell_of_sleep
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.tiers.names import Medium
 
-_PATCHED = "_kvferry_patched"
-"""Attribute of patched methods: a process may have several engines, and each method is patched once."""
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:  # vLLM 0.31
+    # It never calls the hook that needs them, `get_external_cache_hit_sources`.
+    CacheHitSource = None
+
+Label = Any
+"""A member of vLLM's `CacheHitSource`."""
+
+_LABELS = {
+    Medium.PEER: "P2P",
+    Medium.HOST: "HOST",
+    Medium.DISK: "DISK",
+    Medium.NETWORK: "EXTERNAL_UNSPECIFIED",
+}
 _FOR_CONNECTORS = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -48,22 +62,17 @@ def defer_frees(vllm_config: VllmConfig) -> None:
 
 def guard_arrivals() -> None:
     """Patch vLLM's `Scheduler` so that clients cannot terminate or delay the engine with certain requests."""
-    add = Scheduler.add_request
-    if getattr(add, _PATCHED, False):
-        return
 
-    @wraps(add)
-    def add_request(self: Any, request: Any) -> None:
+    def add_request(add: Callable[..., None], scheduler: Any, request: Any) -> None:
         # vLLM appends random digits to all ids but those of requests that the API server refuses. If such an
         # id equals that of a running request, or of an ended one whose blocks are kept, an assertion
         # terminates the engine.
         if request.abort_immediately:
             request.request_id = f"rejected-{uuid.uuid4().hex}"
         _keep_from_workers(request)
-        add(self, request)
+        add(scheduler, request)
 
-    setattr(add_request, _PATCHED, True)
-    Scheduler.add_request = add_request
+    patch_once(Scheduler, "add_request", add_request)
 
 
 def _keep_from_workers(request: Any) -> None:
@@ -81,28 +90,18 @@ def _keep_from_workers(request: Any) -> None:
 
 def tell_of_pauses() -> None:
     """Patch vLLM's `Scheduler` to call its connector's ``on_pause(paused)`` when it is paused or resumed."""
-    pause = Scheduler.set_pause_state
-    if getattr(pause, _PATCHED, False):
-        return
 
-    @wraps(pause)
-    def set_pause_state(self: Any, pause_state: PauseState) -> None:
-        pause(self, pause_state)
+    def set_pause_state(pause: Callable[..., None], scheduler: Any, pause_state: PauseState) -> None:
+        pause(scheduler, pause_state)
         # The connector may be none of kvferry's.
-        on_pause = getattr(self.connector, "on_pause", None)
-        if on_pause is not None:
+        if (on_pause := getattr(scheduler.connector, "on_pause", None)) is not None:
             on_pause(pause_state is not PauseState.UNPAUSED)
 
-    setattr(set_pause_state, _PATCHED, True)
-    Scheduler.set_pause_state = set_pause_state
+    patch_once(Scheduler, "set_pause_state", set_pause_state)
 
 
 class VLLMPrefixCache:
-    """The prefix cache of vLLM's scheduler, as `connector.engine.PrefixCache` describes it.
-
-    Args:
-        coordinator: vLLM's coordinator of the prefix caches of all KV cache groups.
-    """
+    """The prefix cache of vLLM's scheduler, as `connector.engine.PrefixCache` describes it."""
 
     def __init__(self, coordinator: HybridKVCacheCoordinator) -> None:
         self._coordinator = coordinator
@@ -147,24 +146,6 @@ class VLLMPrefixCache:
             self._pool.evict_blocks({block.block_id for block in found})
 
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ModuleNotFoundError:  # vLLM 0.31
-    # It never calls the hook that needs them, `get_external_cache_hit_sources`.
-    CacheHitSource = None
-
-Label = Any
-"""A member of vLLM's `CacheHitSource`."""
-
-
-_NAMES = {
-    Medium.PEER: "P2P",
-    Medium.HOST: "HOST",
-    Medium.DISK: "DISK",
-    Medium.NETWORK: "EXTERNAL_UNSPECIFIED",
-}
-
-
 def hit_source(medium: Medium) -> Label:
     """Return vLLM's label for cache hits whose KV came from a medium. Not for vLLM 0.31."""
-    return CacheHitSource[_NAMES[medium]]
+    return CacheHitSource[_LABELS[medium]]

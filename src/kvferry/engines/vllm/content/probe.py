@@ -42,21 +42,6 @@ def digits(extent: int) -> int:
     return count
 
 
-def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> torch.Tensor:
-    """Return a float32 tensor in which each element is the letter of one digit of its index along `axis`.
-
-    Args:
-        shape: (tokens, heads, elements per head and token).
-        digit: position of the digit in the index; 0 is the lowest.
-        shift: number added to every digit, modulo 5.
-    """
-    dim = AXES.index(axis)
-    index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
-    view = [1, 1, 1]
-    view[dim] = shape[dim]
-    return torch.tensor(LETTERS)[index].view(view).expand(shape)
-
-
 def _with_anchors(values: torch.Tensor) -> torch.Tensor:
     # The first of every 16 elements is the largest letter, so an operation that computes scales from the
     # maximum gives all groups of 16 elements the same scale.
@@ -145,11 +130,16 @@ def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.
 
 
 def _letters(s: Strides, axis: str, digit: int, v_shift: int) -> scratch.Inputs:
-    # K and V have different shifts, so that they can be told apart.
-    return {
-        name: letters((s.block_tokens, s.heads, width), axis, digit, 0 if name == "k" else v_shift)
-        for name, width in s.inputs.items()
-    }
+    """Return float32 inputs in which each element is the letter of one digit of its index along `axis`."""
+    found, dim = {}, AXES.index(axis)
+    for name, width in s.inputs.items():
+        shape, view = (s.block_tokens, s.heads, width), [1, 1, 1]
+        view[dim] = shape[dim]
+        # K and V have different shifts, so that they can be told apart.
+        shift = 0 if name == "k" else v_shift
+        index = (torch.arange(shape[dim]) // len(LETTERS) ** digit + shift) % len(LETTERS)
+        found[name] = torch.tensor(LETTERS)[index].view(view).expand(shape)
+    return found
 
 
 def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool]]:

@@ -256,8 +256,12 @@ class ChildAdmission:
             failed: ids of the requests among `received` whose loads have failed.
             invalid: ids of blocks that could not be loaded.
         """
-        if invalid:
-            self._exclude_children_of(invalid)
+        for state in self._states.values() if invalid else ():
+            load = state.load
+            # Reports of synchronous loads name blocks, not requests.
+            if load is not None and any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
+                load.invalid = True
+                state.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
         for request_id in received:
             load = self._loads.pop(request_id, None)
             if load is None:
@@ -268,24 +272,14 @@ class ChildAdmission:
             # Only a whole load tells how fast the child is.
             if succeeded:
                 self._chooser.speeds.record_load(load.plan.bid.parts, self._clock() - load.began)
-            state = self._states.get(request_id)
-            if state is not None and state.load is load:
+            found = self._states.get(request_id)
+            if found is not None and found.load is load:
                 if succeeded:
-                    state.load = None
+                    found.load = None
                 else:
                     why = "its load did not end in time" if load.late else "its load failed"
-                    state.bidding.exclude(name, why)
-                self.phases.ended(state, request_id, failed=not succeeded)
-
-    def _exclude_children_of(self, invalid: set[int]) -> None:
-        """Exclude the children whose loads should have written these blocks."""
-        for state in self._states.values():
-            load = state.load
-            # Reports of synchronous loads name blocks, not requests.
-            if load is None or not any(invalid.intersection(ids) for ids in load.blocks.get_block_ids()):
-                continue
-            load.invalid = True
-            state.bidding.exclude(load.plan.bid.source, "blocks of its load failed")
+                    found.bidding.exclude(name, why)
+                self.phases.ended(found, request_id, failed=not succeeded)
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended, and count the end of its synchronous load, if any.

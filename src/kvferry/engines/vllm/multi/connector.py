@@ -65,14 +65,15 @@ NOT_FORWARDED = {
 """Members of vLLM's base class that are not forwarded to the children. The value is the reason."""
 
 
-def _forwarded(name: str) -> Any:
-    """Return a hook that calls the hook `name` of every child with its own arguments."""
+def _forwarded(name: str, to: type = object) -> Any:
+    """Return a hook that calls the hook `name` of every child of a class with its own arguments."""
 
     def hook(self: FerryMultiConnector, *arguments: Any, **named: Any) -> None:
         for child in self._connectors:
-            getattr(child, name)(*arguments, **named)
+            if isinstance(child, to):
+                getattr(child, name)(*arguments, **named)
 
-    # Not every release of vLLM has all of them.
+    # vLLM lacks those that kvferry adds, and its releases lack some others.
     if (theirs := getattr(KVConnectorBase_V1, name, None)) is not None:
         hook.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
     return hook
@@ -163,6 +164,10 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler's process.
 
     on_new_request = _forwarded("on_new_request")
+    # Only kvferry's connectors learn of these (`tell_of_pauses`, `tell_of_sleep`).
+    on_pause = _forwarded("on_pause", KVFerryConnector)
+    on_sleep = _forwarded("on_sleep", KVFerryConnector)
+    on_asleep = _forwarded("on_asleep", KVFerryConnector)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -280,24 +285,6 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._connectors)
-
-    def on_pause(self, paused: bool) -> None:
-        """Tell kvferry's children that the engine was paused or resumed (`tell_of_pauses`)."""
-        for child in self._ferries():
-            child.on_pause(paused)
-
-    def on_sleep(self) -> None:
-        """Tell kvferry's children that the engine is about to sleep (`tell_of_sleep`)."""
-        for child in self._ferries():
-            child.on_sleep()
-
-    def on_asleep(self, failed: bool) -> None:
-        """Tell kvferry's children that the engine sleeps, or could not fall asleep (`tell_of_sleep`)."""
-        for child in self._ferries():
-            child.on_asleep(failed)
-
-    def _ferries(self) -> Iterable[KVFerryConnector]:
-        return (child for child in self._connectors if isinstance(child, KVFerryConnector))
 
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._connectors]

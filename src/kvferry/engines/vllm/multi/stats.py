@@ -25,10 +25,10 @@ from kvferry.engines.vllm.compat.connectors import (
     KVConnectorStats,
     KVConnectorWorkerMetadata,
 )
-from kvferry.engines.vllm.messages import create_metric, unregister
+from kvferry.engines.vllm.messages import create_metrics
 from kvferry.engines.vllm.multi.children import Child
 from kvferry.engines.vllm.multi.completions import LateLoad
-from kvferry.observe.metrics import CONNECTOR, MULTI, PREFIX
+from kvferry.observe.metrics import CONNECTOR, MULTI
 
 ClassPath = tuple[str, str]
 """(module, qualified name) of a connector's class."""
@@ -153,8 +153,7 @@ def _restore(path: ClassPath, data: Any) -> KVConnectorStats | None:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    stats: KVConnectorStats | None = found.build_kv_connector_stats(data)
-    return stats
+    return found.build_kv_connector_stats(data)
 
 
 @dataclass(slots=True)
@@ -252,10 +251,7 @@ class MultiMetrics(KVConnectorPromMetrics):
         children: Sequence[Child],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        unregister({f"{PREFIX}{name}" for name in MULTI})
-        self._metrics = {
-            name: create_metric(metric, metric_types, labelnames) for name, metric in MULTI.items()
-        }
+        self._metrics = create_metrics(MULTI, metric_types, labelnames)
         names = [*labelnames, CONNECTOR]
         shared = _Shared()
         types = {kind: partial(shared.metric, make) for kind, make in metric_types.items()}
