@@ -50,7 +50,7 @@ _VERSIONS = (
 )  # fmt: skip
 
 # Returns the text of a file; None if it cannot be read.
-_Read: TypeAlias = Callable[[str], str | None]
+Read: TypeAlias = Callable[[str], str | None]
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ def read(path: str) -> str | None:
         return None
 
 
-def available_memory(read: _Read = read) -> tuple[int, str] | None:
+def available_memory(read: Read = read) -> tuple[int, str] | None:
     """Return the bytes that this process can still allocate, and what limits them; None if unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
     room = [(int(found[1]) << 10, "available on this machine")] if found else []
@@ -232,7 +232,7 @@ def available_memory(read: _Read = read) -> tuple[int, str] | None:
     return min(room, default=None)
 
 
-def _left_to_groups(read: _Read) -> Iterator[int]:
+def _left_to_groups(read: Read) -> Iterator[int]:
     """Yield how many bytes each limited control group has left, from this process's group up."""
     told = read("/proc/self/cgroup") or ""
     for line, root, limit, used, prefix in _VERSIONS:
