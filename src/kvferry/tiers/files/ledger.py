@@ -61,6 +61,8 @@ class _WaitingThreads(Generic[T]):
 class LockHandoff(ABC, Generic[T]):
     """A lock that excludes other processes and threads. Any thread may use the object.
 
+    Taking it costs several system calls, so a thread hands it to the next that waits.
+
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free
 
@@ -160,10 +162,10 @@ class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
     Args:
-        fd: descriptor of the locked ledger file.
         capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
 
     Attributes:
+        fd: descriptor of the locked ledger file.
         lost: whether the file was new or damaged, so that `used` was counted anew.
     """
 
