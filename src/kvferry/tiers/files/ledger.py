@@ -109,7 +109,13 @@ class LockHandoff(ABC, Generic[T]):
         """
         seconds = self._lock_seconds if seconds is None else seconds
         deadline = self._clock() + seconds
-        queue = self._queue()
+        if self._own.pid != os.getpid():
+            # After a fork. The copy of the descriptor keeps the parent's flock alive; the condition may be
+            # held for good.
+            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
+            if inherited.resource is not None:
+                self._release(inherited.resource)
+        queue = self._own
         self._enter(queue, seconds)
         succeeded = False
         try:
@@ -122,16 +128,6 @@ class LockHandoff(ABC, Generic[T]):
             succeeded = True
         finally:
             self._leave(queue, succeeded=succeeded)
-
-    def _queue(self) -> _WaitingThreads[T]:
-        """Return the state of the lock in this process, a new one after a fork."""
-        if self._own.pid != os.getpid():
-            # The child's copy of the descriptor keeps the parent's flock alive; the condition may be held for
-            # good.
-            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
-            if inherited.resource is not None:
-                self._release(inherited.resource)
-        return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
         with queue.changed:
