@@ -58,6 +58,7 @@ class BlockCopy:
             side=side,
             stride=block,
             blocks=count,
+            engine_bytes=0,
         )
         self._offsets = np.arange(count) * block
 

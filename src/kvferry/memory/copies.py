@@ -20,11 +20,10 @@ from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
-from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route
 
 
-class ChunkCopies:
+class ChunkCopies(PoolCells):
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
 
     If the blocks are on a GPU, `store`, `load` and `clear` only queue their copies on the calling thread's
@@ -49,7 +48,7 @@ class ChunkCopies:
         memory: npt.NDArray[np.uint8],
         engine_bytes: int,
     ) -> None:
-        storing, self._memory = side == "src", memory
+        storing = side == "src"
         # Byte offset of each cell in its chunk, for each part of the route.
         self._chunk_cells = [
             part.dst_offset_array if storing else part.src_offset_array for part in route.cell_copies
@@ -62,16 +61,16 @@ class ChunkCopies:
             )
             for part in route.cell_copies
         ]
-        self._pool = PoolCells(
+        super().__init__(
             parts,
             engine,
-            side=side,
+            side,
             stride=route.src_stride if storing else route.dst_stride,
             blocks=route.src_blocks if storing else route.dst_blocks,
             alignments=[gcd(*cells.tolist()) for cells in self._chunk_cells],
             engine_bytes=engine_bytes,
         )
-        self._packed = memory if self._pool.on_host else torch.from_numpy(memory)
+        self._memory, self._packed = memory, memory if self.on_host else torch.from_numpy(memory)
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from KV blocks to chunks. `cells.dst_block` indexes `offsets`, from `offsets_of`."""
@@ -83,24 +82,16 @@ class ChunkCopies:
 
     def blank(self, cells: Cells, offset: int) -> None:
         """Zero cells of the chunk at a byte offset in host memory. The block ids of `cells` are not used."""
-        for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
+        for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
             for at in _offsets(chunk_cells, offset, cells.number).tolist():
                 for view in part.copies:
                     packed_cell(view, self._memory, at)[...] = 0
 
-    def clear(self, blocks: Int64s) -> None:
-        """Zero the KV of blocks, by id, in all layers of the route."""
-        self._pool.clear(blocks)
-
-    def wait(self) -> None:
-        """Wait until all copies that the calling thread has queued are complete."""
-        self._pool.wait()
-
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
-        for part, chunk_cells in zip(self._pool.parts, self._chunk_cells, strict=True):
+        for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
             places = part.places(blocks, cells.number)
             offsets = _offsets(chunk_cells, chunks, cells.number)
-            self._pool.copy(part, places, self._packed, offsets)
+            self.copy(part, places, self._packed, offsets)
 
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
@@ -122,20 +113,12 @@ class StagedImages:
     stride: int
 
 
-class StagingCopies:
+class StagingCopies(PoolCells):
     """Copies cells between KV blocks and images in staging memory, on the same device or in host memory.
 
     If the blocks are on a GPU, staging memory of the host must be registered with CUDA. Every method returns
-    when its copies are complete, also on a GPU. The arguments are those of `PoolCells`, with "src" for
-    `gather` and "dst" for `scatter`.
+    when its copies are complete, also on a GPU. The side is "src" for `gather` and "dst" for `scatter`.
     """
-
-    def __init__(
-        self, parts: Sequence[PoolCopies], pool: AddressSpace, side: str, stride: int, blocks: int
-    ) -> None:
-        self._pool = PoolCells(
-            parts, pool, side=side, stride=stride, blocks=blocks, engine_bytes=COPY_ENGINE_BYTES
-        )
 
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells from KV blocks into consecutive images, or raise TransferError if memory ends first.
@@ -149,16 +132,15 @@ class StagingCopies:
         self._copy(blocks, cells, staged, first)
 
     def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of KV blocks that the copies touch. `blocks` are ids, int64 of shape (n,)."""
-        self._pool.clear(blocks)
-        self._pool.wait()
+        super().clear(blocks)
+        self.wait()
 
     def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         memory, start = staged.space.bytes_at(staged.address)
-        packed = memory if self._pool.on_host else torch.as_tensor(memory)
+        packed = memory if self.on_host else torch.as_tensor(memory)
         offsets = start + (first + np.arange(len(blocks))) * staged.stride
         try:
-            for part in self._pool.parts:
-                self._pool.copy(part, part.places(blocks, cells), packed, offsets)
+            for part in self.parts:
+                self.copy(part, part.places(blocks, cells), packed, offsets)
         finally:
-            self._pool.wait()  # also after an error: the memory may then be used for something else
+            self.wait()  # also after an error: the memory may then be used for something else

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvferry.common.errors import TransferError
@@ -60,7 +59,10 @@ def copy_cells_on_device(
             continue
         # Most copies of a cell have one stride, so one upload is enough.
         if stride not in cells:
-            cells[stride] = _upload(np.stack([places * stride, offsets]), view.elements.device)
+            cells[stride] = torch.from_numpy(np.stack([places * stride, offsets]))
+            if view.elements.is_cuda:
+                # Queued like the copies that use it.
+                cells[stride] = cells[stride].pin_memory().to(view.elements.device, non_blocking=True)
         packed = words[view.offset // view.word :]
         _launch(view, packed, cells[stride], copy_unit(view, bits), len(places))
 
@@ -119,12 +121,6 @@ def _copy_by_engine(view: CopyView, places: Int64s, words: torch.Tensor, offsets
         for run in np.ndindex(view.shape[:-1]):
             # One contiguous run per call. A copy of several would go through a temporary tensor.
             destination[run].copy_(source[run], non_blocking=True)
-
-
-def _upload(cells: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Return an array on the device. The upload is queued like the copies that use it."""
-    host = torch.from_numpy(cells)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def copy_unit(view: CopyView, bits: int) -> int:

@@ -43,19 +43,15 @@ def copy_cells(
     if kernel is None or len(view.loops) > copy_kernel.MAX_LOOPS:
         # Without a kernel, numpy copies one cell at a time.
         for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
-            cell = packed_cell(view, memory, offset)
-            if view.storing:
-                np.copyto(cell, view.elements[place])
-            else:
-                np.copyto(view.elements[place], cell)
+            here, there = view.elements[place], packed_cell(view, memory, offset)
+            source, destination = (here, there) if view.storing else (there, here)
+            np.copyto(destination, source)
         return
     pool = view.elements.ctypes.data + places * view.elements.strides[0]
     packed = memory.ctypes.data + view.offset + offsets
     streamed = len(places) * view.copy.bytes >= streamed_bytes
-    if view.storing:
-        kernel(pool, packed, view.copy.run, view.loops, streamed)
-    else:
-        kernel(packed, pool, view.copy.run, view.loops, streamed)
+    sources, destinations = (pool, packed) if view.storing else (packed, pool)
+    kernel(sources, destinations, view.copy.run, view.loops, streamed)
 
 
 def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:

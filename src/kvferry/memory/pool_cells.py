@@ -22,6 +22,7 @@ from kvferry.memory.device_stream import finish_stream
 from kvferry.memory.host_copy import copy_cells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
+from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.strided_copy import StridedCopy
 
 
@@ -88,12 +89,12 @@ class PoolCells:
         self,
         parts: Sequence[PoolCopies],
         pool: AddressSpace,
-        *,
         side: str,
         stride: int,
         blocks: int,
+        *,
         alignments: Sequence[int] = (),
-        engine_bytes: int = 0,
+        engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
         self._pool, self._side, self._stride, self._blocks = pool, side, stride, blocks
         self.on_host, self._engine_bytes = pool.on_host, engine_bytes

@@ -181,10 +181,25 @@ def folders(root: str) -> Iterator[str]:
 
 def _walk(folder: str, layout: _Layout, namespace: str) -> Iterator[CacheEntry]:
     for entry, found in _scan(folder, layout):
-        if isinstance(found, EntryKind):
-            yield from _stat(entry, found, namespace)
-        else:
+        if not isinstance(found, EntryKind):
             yield from _walk(entry.path, found, entry.name if found is _IN_NAMESPACE else namespace)
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            _check_gone(entry.path)
+            continue
+        temporary = _TEMPORARY.fullmatch(entry.name)
+        charged, boot = (int(temporary[1]), temporary[2]) if temporary else (status.st_size, "")
+        yield CacheEntry(
+            path=entry.path,
+            kind=found,
+            size=status.st_size,
+            charged=charged,
+            used_ns=status.st_mtime_ns,
+            namespace=namespace,
+            boot=boot,
+        )
 
 
 def _folders(folder: str, layout: _Layout) -> Iterator[str]:
@@ -214,23 +229,3 @@ def _check_gone(path: str) -> None:
     # If a mount fails for a moment, its files must not be treated as removed, because they still use space.
     if os.path.lexists(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-
-
-def _stat(entry: os.DirEntry[str], kind: EntryKind, namespace: str) -> Iterator[CacheEntry]:
-    """Yield the entry of a file; nothing if it is gone."""
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        _check_gone(entry.path)
-        return
-    found = _TEMPORARY.fullmatch(entry.name)
-    charged, boot = (int(found[1]), found[2]) if found else (status.st_size, "")
-    yield CacheEntry(
-        path=entry.path,
-        kind=kind,
-        size=status.st_size,
-        charged=charged,
-        used_ns=status.st_mtime_ns,
-        namespace=namespace,
-        boot=boot,
-    )

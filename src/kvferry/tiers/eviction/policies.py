@@ -43,9 +43,17 @@ class S3FIFO(EvictionPolicy):
         # Each move of a used key reduces its uses, so a call takes amortised constant time.
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
-            key = self._evict_small() if small and self._small.unpinned else self._evict_main()
-            if key is not None:
-                return key
+            small = small and self._small.unpinned > 0
+            key, size = (self._small if small else self._main).pop()
+            uses = self._uses.pop(key)
+            if uses >= (_PROMOTED_FROM if small else 1):
+                self._uses[key] = 0 if small else uses - 1
+                self._main.push(key, size)
+                continue
+            if small:
+                self._ghosts.push(key, size)
+                self._ghosts.trim(self.capacity_bytes - self._small_bytes)
+            return key
         return None
 
     def check_integrity(self) -> None:
@@ -62,28 +70,6 @@ class S3FIFO(EvictionPolicy):
             self._ghosts.remove(key)
         (self._main if known else self._small).push(key, size)
         self._uses[key] = 0
-
-    def _evict_small(self) -> bytes | None:
-        """Evict the oldest key of small, and remember it as a ghost; or move it to main and return None."""
-        key, size = self._small.pop()
-        if self._uses[key] >= _PROMOTED_FROM:
-            self._uses[key] = 0
-            self._main.push(key, size)
-            return None
-        del self._uses[key]
-        self._ghosts.push(key, size)
-        self._ghosts.trim(self.capacity_bytes - self._small_bytes)
-        return key
-
-    def _evict_main(self) -> bytes | None:
-        """Evict the oldest key of main; or reinsert it, reduce its uses by 1, and return None."""
-        key, size = self._main.pop()
-        if self._uses[key]:
-            self._uses[key] -= 1
-            self._main.push(key, size)
-            return None
-        del self._uses[key]
-        return key
 
 
 class ARC(EvictionPolicy):

@@ -38,12 +38,9 @@ class NotRegular(OSError):
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a plain file with flags of `os.open`, without following a link or waiting for a pipe or device.
-
-    Raises:
-        NotRegular: the path is not a plain file.
-        OSError: the file cannot be opened.
-    """
+    """Open a plain file with flags of `os.open`, or raise OSError: `NotRegular` for anything else."""
+    # A user who can write to the directory can put a link, a pipe, a device or a folder in place of a file.
+    # The path to the directory itself may contain links.
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, _FILE_MODE)
     except OSError as error:
@@ -75,24 +72,14 @@ def is_regular(path: str) -> bool:
 
 
 def check_folders(root: str, path: str) -> None:
-    """Check that the folders between `root` and a file are plain folders. Root and file are not checked.
-
-    Raises:
-        NotRegular: a folder on the path is a link or another kind of file.
-        OSError: a folder on the path is missing, or its status cannot be read.
-    """
+    """Raise OSError unless the folders between `root` and a file, both excluded, are plain folders."""
     while len(path := os.path.dirname(path)) > len(root):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise NotRegular(errno.ENOTDIR, "expected a plain folder", path)
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Create a folder below `root`, and its missing parents below `root`.
-
-    Raises:
-        NotRegular: the name of one of the folders is taken by a link, a file or a device.
-        OSError: a folder cannot be created, or `root` is missing.
-    """
+    """Create a folder below `root`, and its missing parents. Raise OSError if something else has a name."""
     if len(above := os.path.dirname(folder)) > len(root):
         make_folder(root, above)
     with suppress(FileExistsError):
@@ -131,10 +118,9 @@ def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
 
 
 def set_direct(fd: int, *, on: bool) -> bool:
-    """Turn direct I/O on or off for a file. Return whether it is on now.
-
-    Other flags of the descriptor, such as O_APPEND and O_NONBLOCK, are cleared.
-    """
+    """Turn direct I/O on or off for a file, and clear its other flags. Return whether it is on."""
+    # Chunks that are used again soon are in the host tier. A copy in the page cache would take CPU time and
+    # evict pages that others need.
     if not hasattr(os, "O_DIRECT"):
         return False  # macOS
     try:
@@ -171,11 +157,7 @@ def _transfer(
 
 
 def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Write the header and the body of a chunk to an empty file.
-
-    Args:
-        body: sections of the chunk, each at a multiple of 4096 bytes. The padding after each is zeroed here.
-    """
+    """Write the header and the body of a chunk to an empty file, and zero the padding of the body."""
     header = whole_pages(chunk.offsets[0])
     header[:] = make_header(chunk, body)
     write_all(fd, (header, body))
@@ -240,11 +222,7 @@ def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
 
 
 def read(fd: int, offset: int, size: int) -> Buffer:
-    """Return the `size` bytes at `offset` of a file, or fewer if the file ends earlier.
-
-    Raises:
-        OSError: the bytes cannot be read.
-    """
+    """Return the `size` bytes at `offset` of a file, or fewer if the file ends earlier."""
     data = b""
     while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
         data += piece

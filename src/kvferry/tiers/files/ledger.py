@@ -61,6 +61,8 @@ class _WaitingThreads(Generic[T]):
 class LockHandoff(ABC, Generic[T]):
     """A lock that excludes other processes and threads. Any thread may use the object.
 
+    Taking it costs several system calls, so a thread hands it to the next that waits.
+
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free
 
@@ -107,7 +109,13 @@ class LockHandoff(ABC, Generic[T]):
         """
         seconds = self._lock_seconds if seconds is None else seconds
         deadline = self._clock() + seconds
-        queue = self._queue()
+        if self._own.pid != os.getpid():
+            # After a fork. The copy of the descriptor keeps the parent's flock alive; the condition may be
+            # held for good.
+            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
+            if inherited.resource is not None:
+                self._release(inherited.resource)
+        queue = self._own
         self._enter(queue, seconds)
         succeeded = False
         try:
@@ -120,16 +128,6 @@ class LockHandoff(ABC, Generic[T]):
             succeeded = True
         finally:
             self._leave(queue, succeeded=succeeded)
-
-    def _queue(self) -> _WaitingThreads[T]:
-        """Return the state of the lock in this process, a new one after a fork."""
-        if self._own.pid != os.getpid():
-            # The child's copy of the descriptor keeps the parent's flock alive; the condition may be held for
-            # good.
-            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
-            if inherited.resource is not None:
-                self._release(inherited.resource)
-        return self._own
 
     def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
         with queue.changed:
@@ -160,10 +158,10 @@ class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
     Args:
-        fd: descriptor of the locked ledger file.
         capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
 
     Attributes:
+        fd: descriptor of the locked ledger file.
         lost: whether the file was new or damaged, so that `used` was counted anew.
     """
 

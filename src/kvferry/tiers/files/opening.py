@@ -51,11 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
-    """Check that a directory exists, and that this release can use it.
-
-    Raises:
-        ConfigError: the directory is missing, its layout has another version, or its marker is invalid.
-    """
+    """Raise ConfigError unless a directory exists, and this release can use its layout."""
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
         raise ConfigError(f"file tier: {root} {found}; make the directory, or mount the disk it is on")
@@ -68,11 +64,7 @@ def check_directory(root: str) -> None:
 
 
 def check_writable(root: str) -> None:
-    """Check as `check_directory` does, and that files can be listed, created, locked and written there.
-
-    Raises:
-        ConfigError: a check failed.
-    """
+    """Check as `check_directory` does, and that files can be listed, created, locked and written there."""
     check_directory(root)
     try:
         os.scandir(root).close()
@@ -111,11 +103,7 @@ def try_directory(root: str) -> bool:
 
 
 def read_marker(root: str) -> object | None:
-    """Return the version of a directory's layout; None if there is no marker.
-
-    Raises:
-        ConfigError: the marker cannot be read or is invalid.
-    """
+    """Return the version of a directory's layout; None if there is no marker."""
     path = f"{root}/{MARKER}"
     try:
         found = json.loads(read_regular(path, 4096))
@@ -132,11 +120,7 @@ def read_marker(root: str) -> object | None:
 
 
 def writable_by_others(root: str) -> str:
-    """Return why other users can write to a directory; empty if only this user and root can.
-
-    Raises:
-        OSError: the status of a folder cannot be read.
-    """
+    """Return why other users can write to a directory; empty if only this user and root can."""
     # Chunks have checksums but no signatures. So a user who can write to the directory, or can replace a
     # folder above it, controls the KV that engines use.
     path = os.path.realpath(root)
@@ -249,12 +233,7 @@ def _create_missing_files(namespace: Namespace, held_ledger: HeldLedger, space: 
 
 
 def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectorySpace) -> None:
-    """Write a small file if it does not exist, and charge its bytes.
-
-    Raises:
-        ConfigError: the file does not fit into the capacity.
-        OSError: the file cannot be written.
-    """
+    """Write a small file if it does not exist, and charge its bytes."""
     if is_regular(path):
         return
     data = text.encode("ascii")

@@ -83,6 +83,7 @@ class DirectorySpace:
     """Reserves space for new files in one directory, and evicts old files for them. Any thread may use it.
 
     `on_evicted` is called with the path of every evicted file. A walk lists `max_listed` files for eviction.
+    Methods raise LockTimeout if other threads or processes held the lock of the ledger for too long.
     """
 
     def __init__(
@@ -113,10 +114,6 @@ class DirectorySpace:
 
         Returns:
             The descriptor of the temporary file, open for writing and locked with flock, and its path.
-
-        Raises:
-            DirectoryFull: nothing is left to evict, or the file is larger than the capacity.
-            LockTimeout: other threads or processes held the lock of the ledger for too long.
         """
         with self._ledger.held() as held_ledger:
             if size > held_ledger.capacity:
@@ -189,16 +186,10 @@ class DirectorySpace:
         return goal >= 0
 
     def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
-        """Evict files after the file system refused a new one. Return whether to try again.
+        """Evict files after the file system refused one of `size` bytes. Return whether to try again.
 
         Args:
             tries: times that storing this file has failed, at least 1.
-            final: path of the file that could not be stored.
-            size: bytes of that file.
-
-        Raises:
-            LockTimeout: other threads or processes held the lock of the ledger for too long.
-            OSError: the directory cannot be read.
         """
         paused = self._paused_at is not None and abs(self._clock() - self._paused_at) < _PAUSE_SECONDS
         if error.errno not in OUT_OF_ROOM or paused:
@@ -388,9 +379,6 @@ def least_recently_used(
 
     >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
     ([(10, 'a'), (20, 'b')], True)
-
-    Args:
-        files: time of last use, in nanoseconds, and path of each file.
     """
     kept: list[tuple[int, str]] = []
     latest = None

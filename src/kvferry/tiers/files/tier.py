@@ -85,8 +85,7 @@ class FileTier(StorageTier):
         clock: seconds since 1970, for times of use.
         lock_seconds: maximum time for which `put` waits for the lock of the ledger. Then it stores nothing.
         table: hash table that the tiers of a cache share; None for a separate one.
-        write: write a chunk to an open, empty file.
-        read: read a chunk from an open file; return False for another chunk.
+        write, read: in place of `write_chunk` and `read_chunk`.
         max_listed: maximum number of files that a walk of the directory lists for eviction.
 
     Raises:
@@ -236,11 +235,7 @@ class FileTier(StorageTier):
         """Fetch a chunk from its file, and move a bad file to quarantine.
 
         Returns:
-            The outcome, and what is wrong with a bad file. OTHER_SHAPE: a valid header has the expected key,
-            but other groups, tokens or sections.
-
-        Raises:
-            OSError: the file does not exist or cannot be read.
+            The outcome, and what is wrong with a bad file.
         """
         path = self._path_of(chunk.key)
         check_folders(self._root, path)
@@ -341,11 +336,7 @@ class FileSettings(StorageSettings, frozen=True):
 
 
 def make_default_directory() -> str:
-    """Create the default directory if it is missing, for this user only, and return its path.
-
-    Raises:
-        ConfigError: the directory cannot be created.
-    """
+    """Create the default directory if it is missing, for this user only, and return its path."""
     path = default_directory()
     try:
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)

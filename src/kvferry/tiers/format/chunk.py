@@ -174,6 +174,8 @@ def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] =
         data: units without gaps between them.
         unit_bytes: bytes of one unit, at least 1.
     """
+    # XXH3 is several times as fast as BLAKE3, and units are most of a file. It detects accidental damage
+    # only: whoever can write to the storage can forge both.
     view, digests = memoryview(data), list[bytes]()
     stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
     for begin in range(0, len(view), stretch):

@@ -246,26 +246,20 @@ def _digests(chunk: Chunk, body: memoryview, wait: Wait) -> Iterator[bytes]:
         begin, unit_bytes = offset - chunk.offsets[0], section.unit_bytes
         end = begin + section.total_bytes
         if unit_bytes < PIECE_BYTES:
-            for at, stop in _pieces(begin, end, PIECE_BYTES // unit_bytes * unit_bytes):
+            step = PIECE_BYTES // unit_bytes * unit_bytes
+            for at in range(begin, end, step):
+                stop = min(at + step, end)
                 wait(stop)
                 yield unit_digests(view[at:stop], unit_bytes)
             continue
         # Units of more than a piece are digested in pieces, or they would leave the CPU cache before.
         for first in range(begin, end, unit_bytes):
             digest = xxh3_128()
-            for at, stop in _pieces(first, first + unit_bytes, PIECE_BYTES):
+            for at in range(first, first + unit_bytes, PIECE_BYTES):
+                stop = min(at + PIECE_BYTES, first + unit_bytes)
                 wait(stop)
                 digest.update(view[at:stop])
             yield digest.digest()
-
-
-def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the (begin, end) pairs of pieces of `size` bytes; the last may be shorter.
-
-    >>> list(_pieces(10, 25, 10))
-    [(10, 20), (20, 25)]
-    """
-    return ((at, min(at + size, end)) for at in range(begin, end, size))
 
 
 def _sections(chunk: Chunk, body: memoryview) -> Iterator[tuple[ChunkSection, memoryview, memoryview]]:

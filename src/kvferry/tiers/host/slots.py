@@ -26,7 +26,10 @@ _LARGEST_PER_SLAB = 16
 
 
 class Slabs:
-    """An allocator of slots of a few fixed sizes (`strides`, in bytes). Not thread-safe.
+    """An allocator of slots of a few fixed sizes, the `strides` in bytes. Not thread-safe.
+
+    The arena is cut into *slabs* of equal size, and a slab into slots of one stride. A slab whose slots are
+    all free becomes *spare*, and may be used for another stride.
 
     Attributes:
         count: number of slabs.
@@ -35,6 +38,9 @@ class Slabs:
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
+        # Not pages, with a chunk as a list of pages: the units of a rank would not be at a constant stride,
+        # as copies need, and storage could not write a chunk in one call. Not a sparse range per stride,
+        # freed by punching holes: memory that a GPU or a NIC registered would no longer be mapped.
         kinds = sorted(set(strides))
         self.slab_bytes = _slab_bytes(capacity_bytes, kinds)
         self.count = capacity_bytes // self.slab_bytes

@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
 from threading import Lock
 
 from kvferry.tiers.objects.client import BucketClient
@@ -83,14 +82,6 @@ class GuardedBucket:
             return self._faults[fault] == 1
 
 
-class _CircuitState(Enum):
-    """CLOSED admits all requests, OPEN none during a pause, HALF_OPEN one after it."""
-
-    CLOSED = "asked as usual"
-    OPEN = "left alone"
-    HALF_OPEN = "one request is out to see"
-
-
 class CircuitBreaker:
     """Admits requests to a store, and refuses them for a while after several have failed.
 
@@ -106,9 +97,9 @@ class CircuitBreaker:
         self._pause_seconds = pause_seconds
         self._clock = clock
         self._lock = Lock()
-        self._state = _CircuitState.CLOSED
         self._failures = 0
-        self._until = 0.0
+        self._until: float | None = None  # end of the pause; None while CLOSED
+        self._trying = False  # whether a request is under way since the pause: HALF_OPEN
         self._changes = 0
 
     @property
@@ -121,8 +112,8 @@ class CircuitBreaker:
         with self._lock:
             if self._refuses():
                 return None
-            if self._state is _CircuitState.OPEN:
-                self._set_state(_CircuitState.HALF_OPEN)
+            if self._until is not None:
+                self._trying, self._changes = True, self._changes + 1
             return self._changes
 
     def leave(self, ticket: int, *, succeeded: bool) -> None:
@@ -133,16 +124,15 @@ class CircuitBreaker:
             if ticket != self._changes:
                 return
             self._failures = 0 if succeeded else self._failures + 1
-            if self._state is _CircuitState.HALF_OPEN and succeeded:
-                self._set_state(_CircuitState.CLOSED)
-            elif self._state is _CircuitState.HALF_OPEN or self._failures >= self._limit:
+            if succeeded and not self._trying:
+                return
+            if succeeded:
+                self._until = None
+            elif self._trying or self._failures >= self._limit:
                 self._until = self._clock() + self._pause_seconds
-                self._set_state(_CircuitState.OPEN)
+            else:
+                return
+            self._trying, self._changes = False, self._changes + 1
 
     def _refuses(self) -> bool:
-        waits = self._state is _CircuitState.OPEN and self._clock() < self._until
-        return waits or self._state is _CircuitState.HALF_OPEN
-
-    def _set_state(self, state: _CircuitState) -> None:
-        self._state = state
-        self._changes += 1
+        return self._until is not None and (self._trying or self._clock() < self._until)

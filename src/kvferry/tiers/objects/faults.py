@@ -96,7 +96,10 @@ def unavailable(error: Exception) -> Unavailable:
     debug = " ".join(debug.split())
     fault = _fault(said, debug)
     detail = _detail(said, debug)
-    return Unavailable(fault, _reason(said) if fault is Fault.UNEXPECTED and not detail else detail)
+    if fault is Fault.UNEXPECTED and not detail:
+        # The cause that obstore gives, without queries of URLs.
+        detail = printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
+    return Unavailable(fault, detail)
 
 
 def is_of_the_bucket(missing: FileNotFoundError) -> bool:
@@ -133,8 +136,3 @@ def _detail(said: str, debug: str) -> str:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())
     return ""
-
-
-def _reason(said: str) -> str:
-    """Return the cause in a message of obstore, at most 200 characters without queries of URLs."""
-    return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
