@@ -107,10 +107,8 @@ class TransferSettings:
         strategy: None to choose the cheapest for each read, by `costs`.
         timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
             measurement.
-        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
-            read from another, and peers of the same machine may map the third.
+        staging_bytes: size of each of the three staging areas; 0 for none.
         host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
-        keys, peers: of the gather channel.
         ports: ports that the gather channel and UCX may listen on; None for any.
         lane_bytes: approximate minimum number of bytes of a route that one lane reads.
     """
