@@ -1,4 +1,4 @@
-"""The loads of one worker, and the states that each goes through.
+"""The loads of one worker, the states that each goes through, and the epochs whose KV must not be used.
 
 A load is carried out in parts, as its KV becomes available: by the lanes, which read from a peer, or by the
 mover, which copies chunks from host memory. It ends twice: for its request and for its memory. When its
@@ -31,10 +31,11 @@ So a peer that computes without end does not hold a request for ever.
 """
 
 LATE_SECONDS = 5.0
-"""A load's failure says if `Loads.settle` was called so long after the deadline.
+"""A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
 
-Only the engine's steps call it.
-"""
+CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ class SettledLoad:
     """A load whose result became known, or whose memory became free, since the last call of `Loads.settle`.
 
     Attributes:
-        load: the load.
         report: result of the load; None if it was reported before.
         released: True if no part is in flight any more.
         served: with the report of the last load of an attempt, whether all its loads have succeeded; else
@@ -60,15 +60,12 @@ class _Running:
     """The state of a load that may still write to its blocks.
 
     Attributes:
-        load: the load.
         deadline: time at which the load is reported as failed, seconds of the clock.
         latest: time beyond which the deadline is not moved.
         in_flight: number of parts that have begun and not ended.
-        whole: True if the last part has begun.
         failure: reason why a part has failed, or why no more will come; None if there is none.
         given_up: reason why the load is of no use any more; None if it is.
         void: reason why the load has failed even if all its parts arrive; None if there is none.
-        reported: True if the result was reported.
         reads: results of the parts that were read from a peer.
     """
 
@@ -141,7 +138,6 @@ class Loads:
 
         Args:
             key: name of the part's work. It is ignored if it is none of a load.
-            failure: reason for the failure; None if the part succeeded.
             read: result of the part, if it was read from a peer.
         """
         if (one := self._parts.pop(key, None)) is None:
@@ -155,9 +151,7 @@ class Loads:
     def give_up(self, key: str, why: str) -> None:
         """Report a load as failed, unless all its parts have arrived, because it is of no use any more.
 
-        Args:
-            key: name of the load. It is ignored if the load has been reported.
-            why: reason to report.
+        It is ignored if the load has been reported.
         """
         if (one := self._loads.get(key)) is not None:
             one.given_up = one.given_up or why
@@ -165,9 +159,7 @@ class Loads:
     def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
         """Report loads as failed, even if all their parts have arrived, because their KV must not be used.
 
-        Args:
-            why: reason to report.
-            keys: names of the loads; None for all.
+        `keys` are the names of the loads; None for all.
         """
         for key in self._loads if keys is None else keys:
             if (one := self._loads.get(key)) is not None:
@@ -236,20 +228,16 @@ def _expired(late_seconds: float) -> str:
     )
 
 
-CHANGED = "the weights of this engine have changed since it was started"
-MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
-ASLEEP = "this engine sleeps: its KV cache has no memory"
-
-
 @dataclass(slots=True)
 class StaleEpochs:
     """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
+
+    An epoch is the number of cache resets of the engine before a step was scheduled.
 
     Attributes:
         last: number of the last epoch in which the weights changed; None if they have not changed since the
             start.
         moved: True if the KV cache has moved to memory that is not registered.
-        asleep: True while the engine sleeps.
     """
 
     last: int | None = None
@@ -270,11 +258,7 @@ class StaleEpochs:
         return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
 
     def on_step(self, epoch: int) -> None:
-        """Record the epoch of a step that computes tokens or begins a load.
-
-        Args:
-            epoch: number of cache resets of the engine before the step was scheduled.
-        """
+        """Record the epoch of a step that computes tokens or begins a load."""
         self._current = epoch
 
     def on_weights_changed(self) -> None:
