@@ -84,9 +84,6 @@ class ChunkBeginnings:
 class PromptChunks:
     """The chunk keys of one request in each KV cache group, and their look-up in the tiers. Not thread-safe.
 
-    Args:
-        beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
-
     Attributes:
         keys: chunk keys of the request. The caller extends them as the request grows.
         shared_tokens: length in tokens of the longest prefix whose full-attention chunks were all cached at
@@ -122,14 +119,9 @@ class PromptChunks:
     def keys_by_need(self, prompt: int, ends: Iterable[int]) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of the chunks to mark as used when the request ends, and of those to make cold.
 
-        Args:
-            prompt: number of tokens in the prompt.
-            ends: lengths in tokens of the prefixes that later prompts are likely to load.
-
-        Returns:
-            (used, cold). `used` are the chunks of `all_keys` that these prefixes need, in the same order.
-            `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt may be in
-            neither: a prompt that needs it marks it as used.
+        Later prompts are likely to load prefixes of `ends` tokens. `used` are the chunks of `all_keys` that
+        these need. `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt
+        may be in neither: a prompt that needs it marks it as used.
         """
         needed = self.needed_chunks(ends)
         whole = prompt // self.keys.chunk_tokens
@@ -148,7 +140,6 @@ class PromptChunks:
         return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of one chunk of a prompt, which may be its tail."""
         whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
         return self.key(group, number) if whole else self.tail(group, chunked.tokens)
 
@@ -165,8 +156,7 @@ class PromptChunks:
         Args:
             tokens: number of tokens of the request to look up, which `keys` must cover.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: return the number of the tier of each tag: 0 for host memory, n for the n-th slow
-                tier, `NO_TIER` for none.
+            tier_numbers: as `Reading.tier_numbers`.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """
@@ -235,7 +225,6 @@ class PromptChunks:
         return found
 
     def _each(self, prompt: int) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the chunks of `all_keys`: index in the request, index of the group, and key."""
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = list(enumerate(self.keys.chunks()))
         if rest and self._has_tail:

@@ -69,11 +69,7 @@ class Threads(Protocol):
 class _Operations:
     """Counts the reads (or the writes) that are in flight, and keeps their results for `done`.
 
-    Worker threads call `end`. The engine's thread calls the other methods.
-
-    Attributes:
-        count: number of operations that have begun and whose results `done` has not returned yet.
-        stuck: whether operations are in flight and none ended in the last `stuck_seconds`.
+    Worker threads call `end`. `count` includes operations whose results `done` has not returned yet.
     """
 
     def __init__(self, clock: Callable[[], float], stuck_seconds: float) -> None:
@@ -139,17 +135,13 @@ class TierQueue:
     """Reads and writes of one storage tier, done by background threads. Only the engine's thread may use it.
 
     Args:
-        tier: storage tier, which `close` of this queue closes.
         name: name of the tier, unique within an engine.
         readers, writers: number of threads for reads, and for writes.
-        clock: monotonic seconds.
         refresh_seconds: time between two refreshes; None never to refresh the tier.
-        stuck_seconds: time without an ended operation after which the tier is stuck.
         start_threads: start a number of threads; None for daemon threads.
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
-        reads, writes: operations that are in flight or not yet returned by `done`.
     """
 
     def __init__(
@@ -209,7 +201,6 @@ class TierQueue:
         self._uses.append(keys)
 
     def done(self) -> list[Done]:
-        """Return the results of the reads and writes that ended since the last call."""
         return [*self.reads.done(), *self.writes.done()]
 
     def close(self, patience_seconds: float) -> None:
@@ -261,7 +252,7 @@ class TierQueue:
             logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
-        """Refresh the tier every `refresh_seconds` until the queue is closed. This runs on its own thread."""
+        """Refresh the tier every `refresh_seconds` until the queue is closed, on a thread of its own."""
         while True:
             self._read_usage()
             closing = self._closing.wait(self._refresh_seconds)

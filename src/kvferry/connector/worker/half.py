@@ -62,22 +62,14 @@ class CacheMirror(Protocol):
     """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the KV cache to host memory.
-
-        Args:
-            groups: the KV cache groups of this rank.
-            blocks: ids of the blocks, int64, for each group.
-        """
+        """Copy blocks, given by int64 ids for each group of the rank, from the KV cache to host memory."""
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the KV cache. Takes what `save` takes."""
+        """Copy blocks from host memory to the KV cache."""
 
 
 class WorkerHalf:
-    """The half of the connector that runs on one rank and does the work that the scheduler half sends it.
-
-    Only the engine's thread calls it.
-    """
+    """Does on one rank what the scheduler half wants done. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -87,10 +79,9 @@ class WorkerHalf:
         mover: ChunkMover | None = None,
         arrived: threading.Event | None = None,
     ) -> None:
-        """Create a worker half without a KV cache. `start` must be called before any other method.
+        """Create a half without a KV cache. `start` must be called before any other method.
 
         Args:
-            clock: returns monotonic seconds.
             transfers, mover: reads from peers and copies of chunks, instead of those that `start` creates.
             arrived: set when a read or copy has ended; None for a new one.
         """
@@ -163,9 +154,7 @@ class WorkerHalf:
         return replace(self._info, card=card, stale=self._stale.last)
 
     def fall_asleep(self) -> None:
-        """Deregister the KV cache, because the engine is about to give up its memory.
-
-        No KV is moved from now on until `wake`. A further call does nothing.
+        """Deregister the KV cache until `wake`, because the engine is about to give up its memory.
 
         Raises:
             ConfigError: loads into the KV cache are under way.
@@ -184,9 +173,7 @@ class WorkerHalf:
             self._transfers.close()
 
     def wake(self) -> None:
-        """Register the KV cache anew, because it has memory again. `info` then has a new card for peers.
-
-        A further call does nothing.
+        """Register the KV cache anew, unless it is awake. `info` then has a new card for peers.
 
         Raises:
             ConfigError: NIXL cannot register the memory.
@@ -202,26 +189,20 @@ class WorkerHalf:
             self._invalidate()
 
     def on_weights_changed(self) -> None:
-        """Fail all loads ordered so far, and invalidate all lease words, because the weights have changed.
-
-        Peers then reject the KV that they read from this rank.
-        """
+        """Fail all loads ordered so far, and have peers reject the KV that they read from this rank."""
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
         self._invalidate()
 
     def on_cache_moved(self) -> None:
-        """Fail all loads for good, because the KV cache has left the registered memory.
-
-        Also refuse stores from now on, and invalidate all lease words, so that peers reject the KV that they
-        read.
-        """
+        """Fail all loads and stores for good, because the KV cache has left the registered memory."""
         self._stale.moved = self._reports.moved = True
         self._invalidate()
 
     def _invalidate(self) -> None:
         self._loads.invalidate(self._stale.reason)
         if self._transfers is not None:
+            # Peers then reject the KV that they read from this rank.
             self._transfers.words.invalidate_all()
 
     def raise_words(self, orders: StepOrders) -> None:
@@ -283,11 +264,8 @@ class WorkerHalf:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
         Call this after the step's forward pass has been submitted, because prompts and chunks contain its KV.
-
-        Args:
-            orders: the scheduler half's message for the step.
-            mark: records an event on the device after the work submitted so far, and returns it; None if that
-                work is done already.
+        `mark` records an event on the device after the work submitted so far, and returns it; None if that
+        work is done already.
         """
         if self._mirror is not None:
             for tables, tokens in orders.saves:
@@ -355,14 +333,12 @@ class WorkerHalf:
         return found
 
     def take_reports(self) -> StepReports | None:
-        """Return, and clear, the reports recorded since the last call; None if there are none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, StepReports()
         return reports
 
     def shutdown(self) -> None:
-        """End the transfers between engines and all threads of this worker half."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None

@@ -63,10 +63,9 @@ class _Running:
         deadline: time at which the load is reported as failed, seconds of the clock.
         latest: time beyond which the deadline is not moved.
         in_flight: number of parts that have begun and not ended.
-        failure: reason why a part has failed, or why no more will come; None if there is none.
-        given_up: reason why the load is of no use any more; None if it is.
-        void: reason why the load has failed even if all its parts arrive; None if there is none.
-        reads: results of the parts that were read from a peer.
+        failure: reason why a part has failed, or why no more will come.
+        given_up: reason why the load is of no use any more.
+        void: reason why the load has failed even if all its parts arrive.
     """
 
     load: Load
@@ -99,7 +98,6 @@ class Loads:
         self._attempts: dict[str, list[bool]] = {}
 
     def __len__(self) -> int:
-        """Return the number of loads that may still write to their blocks."""
         return len(self._loads)
 
     @property
@@ -134,11 +132,9 @@ class Loads:
         return one.load
 
     def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
-        """Record that nothing of a part is in flight any more.
+        """Record that nothing of a part, which may be none of a load, is in flight any more.
 
-        Args:
-            key: name of the part's work. It is ignored if it is none of a load.
-            read: result of the part, if it was read from a peer.
+        `read` is its result if it was read from a peer.
         """
         if (one := self._parts.pop(key, None)) is None:
             return
@@ -149,18 +145,12 @@ class Loads:
             one.reads.append(read)
 
     def give_up(self, key: str, why: str) -> None:
-        """Report a load as failed, unless all its parts have arrived, because it is of no use any more.
-
-        It is ignored if the load has been reported.
-        """
+        """Report a load as failed, because it is of no use any more, unless all its parts have arrived."""
         if (one := self._loads.get(key)) is not None:
             one.given_up = one.given_up or why
 
     def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
-        """Report loads as failed, even if all their parts have arrived, because their KV must not be used.
-
-        `keys` are the names of the loads; None for all.
-        """
+        """Report these loads, or all, as failed, because their KV must not be used even if it arrives."""
         for key in self._loads if keys is None else keys:
             if (one := self._loads.get(key)) is not None:
                 one.void = one.void or why
@@ -232,11 +222,8 @@ def _expired(late_seconds: float) -> str:
 class StaleEpochs:
     """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
 
-    An epoch is the number of cache resets of the engine before a step was scheduled.
-
     Attributes:
-        last: number of the last epoch in which the weights changed; None if they have not changed since the
-            start.
+        last: last epoch in which the weights changed; None if they have not changed since the start.
         moved: True if the KV cache has moved to memory that is not registered.
     """
 
@@ -246,7 +233,6 @@ class StaleEpochs:
     _current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether KV of an epoch is stale."""
         return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
 
     def __bool__(self) -> bool:

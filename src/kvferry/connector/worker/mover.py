@@ -56,8 +56,6 @@ def _pools(canonical: CanonicalForm) -> list[RankGeometry]:
 
 
 class _RouteCopier(NamedTuple):
-    """A route, and the object that copies bytes along it."""
-
     route: Route
     copies: ChunkCopies
 
@@ -76,9 +74,9 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """Copies chunks between one rank's KV blocks and the arena.
+    """Copies chunks between one rank's KV blocks and the arena, for one thread.
 
-    Only one thread may use it. Every method returns only when its copies are complete.
+    Every method returns only when its copies are complete.
     """
 
     def __init__(
@@ -121,14 +119,9 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None = None) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from its KV blocks to the arena.
+        """Copy this rank's part of each chunk to the arena. Return the bytes copied, per KV cache group.
 
-        Args:
-            order: chunks to store.
-            computed: event of the GPU after which the blocks hold their KV; None if they hold it already.
-
-        Returns:
-            Number of bytes copied, per KV cache group of the storage format.
+        `computed` is the GPU's event after which the blocks hold their KV; None if they hold it already.
 
         Raises:
             TransferError: the order names blocks that do not hold the tokens.
@@ -156,7 +149,7 @@ class ChunkRoutes:
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from the arena to its KV blocks.
+        """Copy this rank's part of each chunk to its blocks. Return the bytes copied, per KV cache group.
 
         Args:
             pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
@@ -164,9 +157,6 @@ class ChunkRoutes:
             tables: destination block table of each KV cache group, int64, indexed by block position.
             first: True for the first part of the load: blocks that the load fills only partly are zeroed
                 before.
-
-        Returns:
-            Number of bytes copied, per KV cache group of the storage format.
 
         Raises:
             TransferError: the tables name blocks that cannot hold the tokens.
@@ -209,10 +199,7 @@ def _by_group(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[int], Int64s,
 
 
 class ChunkMover:
-    """A thread that copies chunks between one rank's KV blocks and the arena.
-
-    Only the engine's thread calls the public methods.
-    """
+    """A thread that copies chunks between one rank's KV blocks and the arena."""
 
     def __init__(
         self,
@@ -221,13 +208,7 @@ class ChunkMover:
         *,
         engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            rank_coordinates: (pp_rank, tp_rank) of this rank.
-            on_result: called by the thread after each copy.
-            engine_bytes: as for `ChunkRoutes`.
-        """
+        """Start the thread. It calls `on_result` after each copy."""
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
         self._engine_bytes = engine_bytes
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
@@ -254,12 +235,7 @@ class ChunkMover:
         self._put(_LOAD, partial(self._copy, order.key, copy))
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
-        """Queue a copy of chunks from KV blocks to host memory.
-
-        Args:
-            computed: event of the GPU after which the blocks hold what the step's forward pass wrote; None if
-                they hold it already. The copy waits for it.
-        """
+        """Queue a copy of chunks from KV blocks to host memory, after the GPU's event `computed`, if any."""
         self._put(_STORE, partial(self._store, order, computed))
 
     def take_reports(self) -> list[tuple[str, Report]]:
@@ -270,7 +246,6 @@ class ChunkMover:
         return found
 
     def finish(self) -> None:
-        """Wait until all queued orders are carried out."""
         self._jobs.join()
 
     def close(self) -> None:
