@@ -208,7 +208,9 @@ class Reading:
         that tier hangs or is excluded.
         """
         names = frozenset(without)
-        allowed = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
+        # No read should start if earlier ones hang, or the tier pauses after failures.
+        refusing = [one.name in names or one.reads.stuck or one.tier.paused for one in self._queues]
+        allowed = (True, *[not refuses for refuses in refusing])
         found = self._fastest_tier_table(allowed).take(self._host.keys.table.tier_bits(tags))
         if self.incoming:
             coming = np.maximum(found, self._incoming_tiers(tags, names))

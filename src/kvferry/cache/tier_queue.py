@@ -80,7 +80,7 @@ class _Operations:
 
     def begin(self) -> None:
         # Time without operations is no time without progress.
-        if not self._in_flight:
+        if self.count == len(self._ended):
             self._progress_at = self._clock()
         self.count += 1
 
@@ -89,19 +89,15 @@ class _Operations:
         self._progress_at = self._clock()
 
     def done(self) -> list[Done]:
-        found: list[Done] = []
-        while self._ended:
-            found.append(self._ended.popleft())
+        found = [self._ended.popleft() for _ in range(len(self._ended))]
         self.count -= len(found)
         return found
 
     @property
     def stuck(self) -> bool:
-        return self._in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
-
-    @property
-    def _in_flight(self) -> int:
-        return self.count - len(self._ended)
+        """Whether operations are in flight and none ended in the last `stuck_seconds`."""
+        in_flight = self.count > len(self._ended)
+        return in_flight and self._clock() - self._progress_at > self._stuck_seconds
 
 
 class _DaemonThreads:
@@ -175,11 +171,6 @@ class TierQueue:
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be read from the tier now: all False while its reads hang."""
         return np.zeros(len(keys), np.bool_) if self.reads.stuck else self.tier.contains(keys)
-
-    @property
-    def refuses_reads(self) -> bool:
-        """Whether no reads should start now, because earlier reads hang or the tier pauses after failures."""
-        return self.reads.stuck or self.tier.paused
 
     @property
     def can_write(self) -> bool:

@@ -219,7 +219,7 @@ class WorkerHalf:
         """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
         self._idle = orders.idle
         if orders.quiet or orders.writes_cache:
-            self._stale.on_step(orders.epoch)
+            self._stale.current = orders.epoch
         if orders.quiet or orders.begins_nothing:
             return
         if self._transfers is not None:

@@ -225,12 +225,13 @@ class StaleEpochs:
     Attributes:
         last: last epoch in which the weights changed; None if they have not changed since the start.
         moved: True if the KV cache has moved to memory that is not registered.
+        current: epoch of the last step that computes tokens or begins a load.
     """
 
     last: int | None = None
     moved: bool = False
     asleep: bool = False
-    _current: int = 0
+    current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
         return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
@@ -243,12 +244,8 @@ class StaleEpochs:
     def reason(self) -> str:
         return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
 
-    def on_step(self, epoch: int) -> None:
-        """Record the epoch of a step that computes tokens or begins a load."""
-        self._current = epoch
-
     def on_weights_changed(self) -> None:
         """Mark the epoch of the last such step as one in which the weights have changed."""
         # Before the first step this is epoch 0, whose keys are valid only for the weights at the engine's
         # start.
-        self.last = self._current
+        self.last = self.current

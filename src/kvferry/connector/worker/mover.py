@@ -240,10 +240,7 @@ class ChunkMover:
 
     def take_reports(self) -> list[tuple[str, Report]]:
         """Return the reports on the copies that have ended since the last call, each with its order's key."""
-        found = []
-        while self._reports:
-            found.append(self._reports.popleft())
-        return found
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def finish(self) -> None:
         self._jobs.join()
