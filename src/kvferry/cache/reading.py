@@ -49,7 +49,7 @@ class Fetch:
     without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
     reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
     # Chunks in host memory, held until the load closes the slot.
-    ready: deque[tuple[WantedChunk, Slot]] = field(default_factory=deque)
+    ready: list[tuple[WantedChunk, Slot]] = field(default_factory=list)
     # Names of the tiers, host memory included, that have provided chunks of this load so far.
     tiers: set[str] = field(default_factory=set)
     # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
@@ -67,8 +67,7 @@ class Fetch:
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
         """Remove and return all ready chunks. The caller must close the slots."""
-        found = list(self.ready)
-        self.ready.clear()
+        found, self.ready = self.ready, []
         return found
 
 
@@ -123,6 +122,7 @@ class Writing:
         self.host.close(self.held.pop(key))
 
     def flush(self) -> None:
+        """Start all queued writes, whatever the write mode, and beyond the tier's limit on writes."""
         while self.queued:
             self._write_next()
 
