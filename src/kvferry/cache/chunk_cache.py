@@ -34,20 +34,12 @@ from kvferry.tiers.names import GetOutcome, PutOutcome
 class ChunkCache:
     """The chunks of one engine in host memory and storage. Only the engine's scheduling thread may use it.
 
-    Chunks that the slow tiers contain already can be loaded from the start.
-
     Args:
         host: empty host tier. From now on, only the cache may change it.
         memory_at: map an offset and a size, in bytes, to writable memory of the arena.
         groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
             sequence.
         slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
-        clock: monotonic seconds.
-
-    Attributes:
-        host: host tier, which callers must not change.
-        writing: writes of each slow tier, the fastest tier first.
-        reading: reads from the slow tiers, and the loads that wait for them.
 
     Raises:
         ValueError: the tiers do not share one key table.
@@ -67,6 +59,7 @@ class ChunkCache:
         self.host, self._clock = host, clock
         self._memory_at, self._groups = memory_at, tuple(groups)
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
+        # Of each slow tier, the fastest first.
         self.writing = tuple(Writing(one, host, self._slot_memory) for one in slow_tiers)
         self._queues = [one.queue for one in slow_tiers]
         self.reading = Reading(host, self.writing, self._slot_memory, self._describe_chunk, self.counts)
@@ -82,7 +75,6 @@ class ChunkCache:
         return bool(self.reading.fetches) or any(writing.busy for writing in self.writing)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return why a chunk could not be found in any tier."""
         why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT:
             for queue in self._queues:
@@ -94,8 +86,8 @@ class ChunkCache:
     def same_name_namespace(self) -> str:
         """Digest (hex) of another namespace with the same model name; empty if there is none.
 
-        It is set only if a slow tier has that namespace, but no chunks of this engine's own. An engine with
-        other settings has probably stored chunks there.
+        A slow tier has that namespace, and none of this engine's chunks: an engine with other settings has
+        probably stored there.
         """
         return next((one for queue in self._queues if (one := queue.usage.same_name_namespace)), "")
 
@@ -132,7 +124,6 @@ class ChunkCache:
                 writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def close(self, slot: Slot) -> None:
-        """Release a slot after a load."""
         self.host.close(slot)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
@@ -163,12 +154,11 @@ class ChunkCache:
             self._events += writing.pump()
 
     def take_times(self) -> TransferTimes:
-        """Return the durations of chunk transfers since the last call."""
         times, self._times = self._times, TransferTimes()
         return times
 
     def clear(self) -> None:
-        """Drop all chunks in host memory and all queued writes. Writes in flight continue."""
+        """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
         self._events += 1
         self.host.clear()
         for writing in self.writing:
@@ -195,7 +185,7 @@ class ChunkCache:
         return self._descriptions[group, tokens]
 
 
-MOST_PINNED = 0.5
+_MOST_PINNED = 0.5
 """Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
 
 
@@ -205,13 +195,7 @@ class _Pin(NamedTuple):
 
 
 class PinnedChunks:
-    """The chunks in host memory that operators have pinned, by name of the pin.
-
-    Only the engine's thread calls it.
-
-    Args:
-        chunk_bytes: bytes of a chunk, for each KV cache group.
-    """
+    """The chunks in host memory that operators have pinned, by name. `chunk_bytes` are by group."""
 
     def __init__(self, host: HostTier, chunk_bytes: Sequence[int]) -> None:
         self._host, self._chunk_bytes = host, tuple(chunk_bytes)
@@ -221,14 +205,11 @@ class PinnedChunks:
     def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
         """Pin those of these chunks that are in host memory. Return their number.
 
-        An earlier pin of the same name is replaced. Chunks beyond the share `MOST_PINNED` are not pinned.
-
-        Args:
-            keys: keys of the chunks, the first chunk of the prompt first.
-            salt: cache salt of the prompt; empty without one.
+        An earlier pin of the same name is replaced. `keys` are in the order of the prompt: the last chunks,
+        beyond the share `_MOST_PINNED`, are not pinned.
         """
         self.unpin(name)
-        most = MOST_PINNED * self._host.capacity_bytes
+        most = _MOST_PINNED * self._host.capacity_bytes
         slots: list[Slot] = []
         for key in keys:
             slot = self._host.hold(key)

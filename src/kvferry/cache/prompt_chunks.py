@@ -23,6 +23,15 @@ from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan, attends_to_all
 from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
 
+_LAST = np.uint64(8 * (TAG_BYTES - 1))
+_BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
+
+
+def _group_key(key: bytes, group: int) -> bytes:
+    """Return the key of a chunk in a group, from the key of its tokens and the group's index below 256."""
+    # 248 bits of digest are left, and one mapping or directory can hold the chunks of all groups.
+    return key[:-1] + bytes((group,))
+
 
 class BegunChunk(NamedTuple):
     """A stored chunk that is found by its beginnings: its key and number of tokens."""
@@ -75,9 +84,6 @@ class ChunkBeginnings:
 class PromptChunks:
     """The chunk keys of one request in each KV cache group, and their look-up in the tiers. Not thread-safe.
 
-    Args:
-        beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
-
     Attributes:
         keys: chunk keys of the request. The caller extends them as the request grows.
         shared_tokens: length in tokens of the longest prefix whose full-attention chunks were all cached at
@@ -92,14 +98,11 @@ class PromptChunks:
         self._beginnings = beginnings
         self._stand_ins: dict[bytes, BegunChunk] = {}  # chunks of the last look-up, by the tail they replace
         self._groups = tuple(groups)
+        # A cached prefix may end with a tail unless a group has recurrent state.
+        self._has_tail = all(group.kind is not GroupKind.STATE for group in groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
         self._of_any = tags_of(())
         self._of_any = self._new_tags()
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether a cached prefix may end with a tail: not if a group has recurrent state."""
-        return all(group.kind is not GroupKind.STATE for group in self._groups)
 
     def key(self, group: int, number: int) -> bytes:
         """Return the key of a whole chunk in a group, by its index in the prompt."""
@@ -116,14 +119,9 @@ class PromptChunks:
     def keys_by_need(self, prompt: int, ends: Iterable[int]) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of the chunks to mark as used when the request ends, and of those to make cold.
 
-        Args:
-            prompt: number of tokens in the prompt.
-            ends: lengths in tokens of the prefixes that later prompts are likely to load.
-
-        Returns:
-            (used, cold). `used` are the chunks of `all_keys` that these prefixes need, in the same order.
-            `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt may be in
-            neither: a prompt that needs it marks it as used.
+        Later prompts are likely to load prefixes of `ends` tokens. `used` are the chunks of `all_keys` that
+        these need. `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt
+        may be in neither: a prompt that needs it marks it as used.
         """
         needed = self.needed_chunks(ends)
         whole = prompt // self.keys.chunk_tokens
@@ -142,7 +140,6 @@ class PromptChunks:
         return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        """Return the key of one chunk of a prompt, which may be its tail."""
         whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
         return self.key(group, number) if whole else self.tail(group, chunked.tokens)
 
@@ -157,15 +154,14 @@ class PromptChunks:
         """Look up the request's chunks in the tiers, set `shared_tokens`, and return the loadable prefixes.
 
         Args:
-            tokens: number of tokens of the request to look up; `keys` must cover at least these tokens.
+            tokens: number of tokens of the request to look up, which `keys` must cover.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: return the number of the tier of each tag: 0 for host memory, n for the n-th slow
-                tier, `NO_TIER` for none.
+            tier_numbers: as `Reading.tier_numbers`.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """
         whole, rest = divmod(tokens if in_full else tokens - 1, self.keys.chunk_tokens)
-        ends_inside = in_full and rest > 0 and self.has_tail
+        ends_inside = in_full and rest > 0 and self._has_tail
         chunked = ChunkedPrompt(
             tokens if ends_inside else whole * self.keys.chunk_tokens,
             self.keys.chunk_tokens,
@@ -177,7 +173,7 @@ class PromptChunks:
         self.shared_tokens = found.full_attention_tokens
         # They are those of one look-up: chunks may have been evicted since.
         self._stand_ins.clear()
-        if self._beginnings is None or not self.has_tail:
+        if self._beginnings is None or not self._has_tail:
             return found
         return self._end_inside(found, self._beginnings, tokens if in_full else tokens - 1, tier_numbers)
 
@@ -229,10 +225,9 @@ class PromptChunks:
         return found
 
     def _each(self, prompt: int) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the chunks of `all_keys`: index in the request, index of the group, and key."""
         whole, rest = divmod(prompt, self.keys.chunk_tokens)
         of_any = list(enumerate(self.keys.chunks()))
-        if rest and self.has_tail:
+        if rest and self._has_tail:
             of_any.insert(whole, (whole, self.keys.at(prompt)))
         for number, key in of_any:
             for group in range(len(self._groups)):
@@ -251,13 +246,3 @@ class PromptChunks:
     def _new_tags(self) -> Tags:
         """Return the tags of the whole chunks that `keys` has gained, without a group: uint64 (chunks,)."""
         return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
-
-
-_LAST = np.uint64(8 * (TAG_BYTES - 1))
-_BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
-
-
-def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a group, from the key of its tokens and the group's index below 256."""
-    # 248 bits of digest are left, and one mapping or directory can hold the chunks of all groups.
-    return key[:-1] + bytes((group,))

@@ -49,7 +49,7 @@ class Fetch:
     without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
     reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
     # Chunks in host memory, held until the load closes the slot.
-    ready: deque[tuple[WantedChunk, Slot]] = field(default_factory=deque)
+    ready: list[tuple[WantedChunk, Slot]] = field(default_factory=list)
     # Names of the tiers, host memory included, that have provided chunks of this load so far.
     tiers: set[str] = field(default_factory=set)
     # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
@@ -63,13 +63,11 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Whether the load has no chunk left to wait for: all are ready or taken, or it has failed."""
         return self.failure is not None or not (self.remaining or self.reading)
 
     def take(self) -> list[tuple[WantedChunk, Slot]]:
         """Remove and return all ready chunks. The caller must close the slots."""
-        found = list(self.ready)
-        self.ready.clear()
+        found, self.ready = self.ready, []
         return found
 
 
@@ -95,7 +93,6 @@ class Writing:
     held: dict[bytes, Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of chunks that are queued or being written."""
         return len(self.queued) + len(self.held)
 
     def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
@@ -122,11 +119,10 @@ class Writing:
         return before - len(self.queued)
 
     def on_write_ended(self, key: bytes) -> None:
-        """Release the slot of a chunk whose write has ended, whatever the outcome."""
         self.host.close(self.held.pop(key))
 
     def flush(self) -> None:
-        """Start the writes of all queued chunks, whatever the write mode and the tier's limit on writes."""
+        """Start all queued writes, whatever the write mode, and beyond the tier's limit on writes."""
         while self.queued:
             self._write_next()
 
@@ -181,16 +177,9 @@ class _Incoming:
 class Reading:
     """Reads chunks from storage into host memory. Only the engine's thread may use it.
 
-    Args:
-        writing: write queues of the slow tiers, the fastest tier first.
-        slot_memory: return the writable memory of a slot.
-        describe_chunk: return the description of a chunk's content for storage, from the index of its group
-            and its number of tokens.
-        counts: statistics in which fetched and missed chunks are counted. Mutated.
-
     Attributes:
         incoming: chunks that are being read, by key.
-        events: counter that increases when `fetch` or `advance` may have changed the statistics.
+        events: counter that increases when `fetch` or `advance` may have changed `counts`.
             `on_read_ended` changes them too, but its caller counts these changes.
     """
 
@@ -219,7 +208,9 @@ class Reading:
         that tier hangs or is excluded.
         """
         names = frozenset(without)
-        allowed = (True, *(queue.name not in names and not queue.refuses_reads for queue in self._queues))
+        # No read should start if earlier ones hang, or the tier pauses after failures.
+        refusing = [one.name in names or one.reads.stuck or one.tier.paused for one in self._queues]
+        allowed = (True, *[not refuses for refuses in refusing])
         found = self._fastest_tier_table(allowed).take(self._host.keys.table.tier_bits(tags))
         if self.incoming:
             coming = np.maximum(found, self._incoming_tiers(tags, names))
@@ -229,8 +220,7 @@ class Reading:
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load, in their order. `advance` continues it.
 
-        A chunk in host memory is held until the load closes its slot. `without` are names of tiers to
-        exclude.
+        A chunk in host memory is held until the load closes its slot.
         """
         self.events += 1
         fetch = Fetch(without=frozenset(without))
@@ -262,10 +252,7 @@ class Reading:
         return next((queue.name for queue in reversed(self._queues) if queue.name in names), HOST)
 
     def on_read_ended(self, key: bytes, what: GetOutcome) -> None:
-        """Hand a chunk that was read to the loads that wait for it; or else read it from the next tier.
-
-        If no other slow tier lists it, the loads fail.
-        """
+        """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier."""
         incoming = self.incoming[key]
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
@@ -335,10 +322,7 @@ class Reading:
             fetch.remaining.popleft()
 
     def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
-        """Hold one chunk of a fetch, wait for a read of it, or start one. Return False without room for it.
-
-        If no tier has the chunk any more, the fetch fails.
-        """
+        """Hold one chunk of a fetch, wait for a read of it, or start one. Return False without room."""
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)
             fetch.reading[want.key] = want

@@ -66,21 +66,78 @@ class Threads(Protocol):
         """Run the queued jobs, end the threads, and return whether that was before `ends`, monotonic."""
 
 
+class _Operations:
+    """Counts the reads (or the writes) that are in flight, and keeps their results for `done`.
+
+    Worker threads call `end`. `count` includes operations whose results `done` has not returned yet.
+    """
+
+    def __init__(self, clock: Callable[[], float], stuck_seconds: float) -> None:
+        self.count = 0
+        self._clock, self._stuck_seconds = clock, stuck_seconds
+        self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
+        self._ended: deque[Done] = deque()
+
+    def begin(self) -> None:
+        # Time without operations is no time without progress.
+        if self.count == len(self._ended):
+            self._progress_at = self._clock()
+        self.count += 1
+
+    def end(self, what: Done) -> None:
+        self._ended.append(what)
+        self._progress_at = self._clock()
+
+    def done(self) -> list[Done]:
+        found = [self._ended.popleft() for _ in range(len(self._ended))]
+        self.count -= len(found)
+        return found
+
+    @property
+    def stuck(self) -> bool:
+        """Whether operations are in flight and none ended in the last `stuck_seconds`."""
+        in_flight = self.count > len(self._ended)
+        return in_flight and self._clock() - self._progress_at > self._stuck_seconds
+
+
+class _DaemonThreads:
+    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, ends: float) -> bool:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(ends - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
 class TierQueue:
     """Reads and writes of one storage tier, done by background threads. Only the engine's thread may use it.
 
     Args:
-        tier: storage tier, which `close` of this queue closes.
         name: name of the tier, unique within an engine.
         readers, writers: number of threads for reads, and for writes.
-        clock: monotonic seconds.
         refresh_seconds: time between two refreshes; None never to refresh the tier.
-        stuck_seconds: time without an ended operation after which the tier is stuck.
         start_threads: start a number of threads; None for daemon threads.
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
-        reads, writes: operations that are in flight or not yet returned by `done`.
     """
 
     def __init__(
@@ -95,34 +152,25 @@ class TierQueue:
         stuck_seconds: float = STUCK_SECONDS,
         start_threads: Callable[[int, str], Threads] | None = None,
     ) -> None:
-        self.name = name
-        self.tier, self.usage = tier, StoreUsage()
-        self._clock, self._usage_lock = clock, threading.Lock()
-        self._refresh_seconds = refresh_seconds
+        self.name, self.tier, self.usage = name, tier, StoreUsage()
+        self._clock, self._usage_lock, self._refresh_seconds = clock, threading.Lock(), refresh_seconds
         # Apart from each other: a mount may hang for writes only.
-        self.reads, self.writes = Operations(clock, stuck_seconds), Operations(clock, stuck_seconds)
+        self.reads, self.writes = _Operations(clock, stuck_seconds), _Operations(clock, stuck_seconds)
         # A few more than threads, so that these never wait for the engine's next step. The rest stays in the
         # queue of `Writing`, where a chunk that host memory evicts costs no write.
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
         start_threads = start_threads or _DaemonThreads
-        self._read_threads = start_threads(readers, f"{self.name}-read")
-        self._write_threads = start_threads(writers, f"{self.name}-write")
-        self._refresher = threading.Thread(
-            target=self._refresh, name=f"kvferry-{self.name}-refresh", daemon=True
-        )
+        self._read_threads = start_threads(readers, f"{name}-read")
+        self._write_threads = start_threads(writers, f"{name}-write")
+        self._refresher = threading.Thread(target=self._refresh, name=f"kvferry-{name}-refresh", daemon=True)
         if refresh_seconds is not None:
             self._refresher.start()
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be read from the tier now: all False while its reads hang."""
         return np.zeros(len(keys), np.bool_) if self.reads.stuck else self.tier.contains(keys)
-
-    @property
-    def refuses_reads(self) -> bool:
-        """Whether no reads should start now, because earlier reads hang or the tier pauses after failures."""
-        return self.reads.stuck or self.tier.paused
 
     @property
     def can_write(self) -> bool:
@@ -144,7 +192,6 @@ class TierQueue:
         self._uses.append(keys)
 
     def done(self) -> list[Done]:
-        """Return the results of the reads and writes that ended since the last call."""
         return [*self.reads.done(), *self.writes.done()]
 
     def close(self, patience_seconds: float) -> None:
@@ -196,7 +243,7 @@ class TierQueue:
             logger.exception("%s tier: what lies around", self.name)
 
     def _refresh(self) -> None:
-        """Refresh the tier every `refresh_seconds` until the queue is closed. This runs on its own thread."""
+        """Refresh the tier every `refresh_seconds` until the queue is closed, on a thread of its own."""
         while True:
             self._read_usage()
             closing = self._closing.wait(self._refresh_seconds)
@@ -222,72 +269,3 @@ class TierQueue:
                 self.tier.mark_used(list(order))
         except Exception:
             logger.exception("%s tier: what was used", self.name)
-
-
-class Operations:
-    """Counts the reads (or the writes) that are in flight, and keeps their results for `done`.
-
-    Worker threads call `end`. The engine's thread calls the other methods.
-
-    Attributes:
-        count: number of operations that have begun and whose results `done` has not returned yet.
-        stuck: whether operations are in flight and none ended in the last `stuck_seconds`.
-    """
-
-    def __init__(self, clock: Callable[[], float], stuck_seconds: float) -> None:
-        self.count = 0
-        self._clock, self._stuck_seconds = clock, stuck_seconds
-        self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
-        self._ended: deque[Done] = deque()
-
-    def begin(self) -> None:
-        # Time without operations is no time without progress.
-        if not self._in_flight:
-            self._progress_at = self._clock()
-        self.count += 1
-
-    def end(self, what: Done) -> None:
-        self._ended.append(what)
-        self._progress_at = self._clock()
-
-    def done(self) -> list[Done]:
-        found: list[Done] = []
-        while self._ended:
-            found.append(self._ended.popleft())
-        self.count -= len(found)
-        return found
-
-    @property
-    def stuck(self) -> bool:
-        return self._in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
-
-    @property
-    def _in_flight(self) -> int:
-        return self.count - len(self._ended)
-
-
-class _DaemonThreads:
-    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self, ends: float) -> bool:
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(ends - time.monotonic(), 0))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()

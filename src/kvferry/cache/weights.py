@@ -40,10 +40,8 @@ _MOST_FILES = 4096
 def weights_of(model: Path) -> str | None:
     """Return the digest of the weights of a checkpoint, 32 hex digits; None if it has no weight files.
 
-    The files are digested in the order of their names. The names themselves are not part of the digest.
-
-    Args:
-        model: directory of the checkpoint, or path of its only file.
+    The files, in the directory `model` or `model` itself, are digested in the order of their names. The
+    names themselves are not part of the digest.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -65,7 +63,6 @@ def digest_of_files(
         digest_file: None for the one in the user's cache directory.
         now: seconds since 1970, to compare with file times.
         digest: read and digest one open file; None for `digest_file_content`.
-        max_digests: maximum number of digests in the digest file.
 
     Raises:
         ConfigError: a file cannot be read, or changes while it is read.
@@ -104,10 +101,7 @@ def file_key(stat: os.stat_result) -> str:
 
 
 def cached_digests() -> tuple[Path | None, int]:
-    """Return the path of this user's digest file, and the number of its digests.
-
-    The path is None for a user without a cache directory.
-    """
+    """Return the path of this user's digest file, if it has a cache directory, and the number of digests."""
     digest_file = _default_digest_file()
     return digest_file, len(_read_digest_file(digest_file))
 
@@ -156,12 +150,10 @@ def _read_digest_file(digest_file: Path | None) -> dict[str, str]:
 
 
 def _check(files: dict[str, str]) -> str:
-    """Return a checksum of the digests by file key, which detects damage."""
     return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _add_digests(digest_file: Path | None, news: dict[str, str], max_digests: int) -> None:
-    """Add new digests by file key to the digest file, and keep the newest `max_digests`."""
     if digest_file is None:
         return
     kept = {key: digest for key, digest in _read_digest_file(digest_file).items() if key not in news} | news

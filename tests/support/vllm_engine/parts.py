@@ -39,7 +39,7 @@ def worker_half(engine: Any, of: int = 0) -> Any:
 def half_of(worker: Any) -> Any:
     """The half of a worker, with what the engine's package knows beside it: caches and their layout."""
     half = worker.half
-    half.caches, half.layout, half.geometry = worker._caches, worker.layout, half._geometry
+    half.caches, half.layout, half.geometry = worker._caches, worker.layout, half._info.geometry
     half.needed = half._needed
     return half
 

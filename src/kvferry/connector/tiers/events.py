@@ -167,7 +167,6 @@ class BlockEvents:
         """Watch a key table. No chunk is remembered yet.
 
         Args:
-            describe: returns the engine's blocks that end in a range of a request's tokens.
             table: table of the tiers' chunks. Nobody else may watch it.
             tiers: names of the tiers, by their bits in `table`.
             block_tokens: number of tokens per block of the engine; the least common multiple if its KV cache

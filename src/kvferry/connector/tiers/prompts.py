@@ -75,8 +75,7 @@ class Prompts:
     def get(self, request: Request) -> PromptChunks | None:
         """Return the chunks of a request's tokens so far, prompt and generated; None if it has no chunk keys.
 
-        Computes the keys of the tokens that were generated since the last call. A request loses its keys if
-        its content can no longer be identified for certain.
+        A request loses its keys if its content can no longer be identified for certain.
         """
         name = request.request_id
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
@@ -107,11 +106,9 @@ class Prompts:
         return isinstance(self._unnamed.get(request_id), NotYetNamed)
 
     def why_unnamed(self, request_id: str) -> str:
-        """Return the reason why a request has no chunk keys, as text for people."""
         return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
 
     def remove(self, request_id: str) -> None:
-        """Forget the chunk keys of a request, and the reason why it has none."""
         self._known.pop(request_id, None)
         self._salt_of.pop(request_id, None)
         self._unnamed.pop(request_id, None)
@@ -128,11 +125,7 @@ class Prompts:
         self._epoch = f"{secrets.token_hex(16)} "
 
     def suspend(self, why: str) -> None:
-        """Drop the chunk keys of all requests, and compute no keys until `start_anew` is called.
-
-        Args:
-            why: reason, as text for people.
-        """
+        """Drop the chunk keys of all requests, and compute none until `start_anew`, for this reason."""
         self._known.clear()
         self._salt_of.clear()
         self._unnamed.clear()
@@ -170,7 +163,6 @@ class SnapshotRule:
         first: first position in tokens; 0 if kvferry places no snapshots.
         usual: first position by default, in tokens; 0 for a model without recurrent state.
         interval: number of tokens of which every position is a multiple.
-        state_bytes: size of a snapshot in bytes.
         longest: length of the longest prompt in tokens.
     """
 
@@ -212,11 +204,7 @@ class SnapshotRule:
 def snapshot_rule(
     config: ConnectorConfig, engine: EngineFacts, canonical: CanonicalForm, snapshot_tokens: int
 ) -> SnapshotRule:
-    """Return the positions of snapshots in an engine's prompts.
-
-    Args:
-        snapshot_tokens: distance in tokens between the positions at which snapshots are stored.
-    """
+    """Return the positions of snapshots, which are stored at multiples of `snapshot_tokens`."""
     state_bytes, token_bytes = bytes_of_snapshots(canonical)
     block = lcm(*(group.block_tokens for group in engine.groups))
     interval = snapshot_interval_of(block, snapshot_tokens)
@@ -261,16 +249,12 @@ class _Places:
 class SnapshotPlaces:
     """Has the engine take snapshots of running requests, one position after the other.
 
-    Only the engine's thread calls it.
+    Args:
+        first: first position in tokens, from `planning.retention.first_snapshot`; 0 for no positions.
+        interval: number of tokens of which every position is a multiple.
     """
 
     def __init__(self, first: int, interval: int) -> None:
-        """Begin without requests.
-
-        Args:
-            first: first position in tokens, from `planning.retention.first_snapshot`; 0 for no positions.
-            interval: number of tokens of which every position is a multiple.
-        """
         self._first, self._interval = first, interval
         self._places: dict[str, _Places] = {}
 

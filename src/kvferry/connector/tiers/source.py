@@ -56,9 +56,7 @@ class _ChunkFeed:
     """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part.
 
     Attributes:
-        reading: reads from the tiers, in which `fetch` was begun.
         excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
-        labels: label of each KV cache group of the storage format.
         copying: parts that ranks copy, by key of the order.
         told: True if the ranks know the end of the load, or need not know it.
         end: end of the load, for the ranks; None while chunks are read, or wait to be copied.
@@ -106,10 +104,9 @@ class _ChunkFeed:
         return parts
 
     def stop(self, failure: str | None) -> None:
-        """Read nothing more, and tell the ranks the end. Do nothing if the feed has stopped already.
+        """Read nothing more, and tell the ranks the end, unless the feed has stopped already.
 
-        Args:
-            failure: reason why chunks are missing; None if none is.
+        `failure` says why chunks are missing; None if none is.
         """
         if self.end is None:
             self.reading.cancel(self.fetch)
@@ -124,10 +121,7 @@ class _ChunkFeed:
     def take_report(self, key: str, report: Report, workers: int) -> _CopiedPart | None:
         """Merge a report into that of its part. Return the part, and forget it, if all ranks have copied it.
 
-        Args:
-            key: key of the order; None is returned if it is none of this load.
-            report: report of one rank, or merged report of several.
-            workers: number of ranks.
+        None is returned for orders of other loads too.
         """
         if (part := self.copying.get(key)) is None:
             return None
@@ -162,9 +156,8 @@ class _TierRequest:
     """The state of a request whose KV the tiers may hold.
 
     Attributes:
-        excluded_tiers: tiers that are not used again for this request, because a read from them failed or
-            missed its deadline.
-        coverage: result of the last look-up of the request's chunks; None before the first look-up.
+        excluded_tiers: tiers from which a read for this request failed or missed its deadline.
+        coverage: result of the last look-up of the request's chunks; None before the first.
     """
 
     excluded_tiers: set[str] = field(default_factory=set)
@@ -191,9 +184,7 @@ class TierSource:
         """Create the source. It has no requests yet.
 
         Args:
-            prompts: chunk keys of the engine's requests.
             groups: the engine's KV cache groups, as one rank describes them.
-            refusals: log of the requests that a tier cannot serve.
             workers: number of workers, each of which reports every copy.
             most_loads: maximum number of concurrent loads.
             bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
@@ -213,7 +204,6 @@ class TierSource:
         return any(feed.busy for feed in self._feeds)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Compute the chunk keys of a new request. Return False if its content has no certain name."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._requests[request.request_id] = _TierRequest()
@@ -223,7 +213,7 @@ class TierSource:
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
-        """Return what the tiers offer after the first `local_tokens` tokens.
+        """Return what the tiers offer.
 
         The first bid is for the longest prefix from which every KV cache group can continue. With
         `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest tiers.

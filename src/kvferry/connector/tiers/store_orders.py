@@ -62,7 +62,6 @@ class StoreOrders:
     def __init__(
         self, cache: ChunkCache, pool: BlockPool, workers: int, labels: Sequence[str], events: EventStream
     ) -> None:
-        """Begin without stores. `labels` name the KV cache groups of the storage format."""
         self.dropped: Counter[str] = Counter()
         self.most_pinned = int(MOST_PINNED * len(pool.blocks))
         self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
@@ -74,12 +73,10 @@ class StoreOrders:
 
     @property
     def busy(self) -> bool:
-        """True if any store is under way and pins blocks."""
         return len(self._stores) > 0
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that stores still copy to host memory."""
         return sum(len(store.slots) for store in self._stores)
 
     def order(
@@ -97,9 +94,8 @@ class StoreOrders:
 
         Args:
             group: index of the KV cache group in the storage format.
-            table_slices: the part of the block table that holds the chunks, for each KV cache group of the
-                engine; None for groups without chunks in this order.
-            available: range of prompt tokens that the blocks in `table_slices` hold.
+            table_slices: as `StoreOrder.tables`.
+            available: as `StoreOrder.available`.
         """
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
         if self._stores.pinned + len(ids) > self.most_pinned:

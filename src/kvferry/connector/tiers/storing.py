@@ -43,15 +43,12 @@ class Progress:
 
     Attributes:
         computed: number of tokens that will have been computed when all steps scheduled so far have run.
-        preemptions: number of times the request had been preempted when it was last admitted; -1 before its
-            first step.
-        found: number of tokens that came from the engine's prefix cache or from a load when the request was
-            last admitted.
+        preemptions: number of preemptions when the request was last admitted; -1 before its first step.
+        found: number of tokens that the request had when it was last admitted: cached or loaded.
         chunks: number of whole chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
         due: number of computed tokens at which the next chunk is complete.
-        needed: for each KV cache group, the chunks that later prompts are likely to need
-            (`retention.needed_chunks`); empty before the first chunk is stored.
+        needed: result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     """
 
     request: Request
@@ -82,8 +79,7 @@ class Progress:
         """Return the complete chunks that have not been returned before.
 
         Returns:
-            (indices, tail). `indices` are the indices of whole chunks, counted from the start of the request.
-            `tail` is True if the shorter last chunk of the prompt is complete and is returned now.
+            (indices of whole chunks in the request, True if the prompt's shorter last chunk is returned too).
         """
         prompt = self.request.num_prompt_tokens
         # Drafts of the coming step count as computed, but may be rejected.
@@ -122,10 +118,7 @@ class _StoredGroup:
 
 
 class Storing:
-    """Selects the chunks of running requests to store, and has the ranks store them.
-
-    Only the engine's thread calls it.
-    """
+    """Selects the chunks of running requests to store. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -138,15 +131,14 @@ class Storing:
         snapshot_tokens: int,
         block_events: BlockEvents | None = None,
     ) -> None:
-        """Prepare to store the chunks of one engine. No request is recorded yet.
+        """Prepare to store the chunks of one engine.
 
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
             parts: blocks that loads fill only in part. They are not stored.
-            snapshot_tokens: distance in tokens between the positions for which windows and snapshots are
-                stored; a multiple of the chunk length. They are also stored for the end of a prompt.
-            block_events: receives the blocks of each complete chunk; None if no events about blocks are
-                published.
+            snapshot_tokens: distance in tokens between prefixes whose windows and snapshots are stored,
+                beside those of the whole prompt; a multiple of the chunk length.
+            block_events: receives the blocks of each complete chunk, if they are published.
         """
         self._cache, self._prompts, self._part_blocks, self._orders = cache, prompts, parts, orders
         self._chunk, self._every, self._block_events = canonical.chunk_tokens, snapshot_tokens, block_events
@@ -193,11 +185,9 @@ class Storing:
                 self._store_snapshots(progress.request, snapshots)
 
     def _look_at_requests(self, step: Step) -> int:
-        """Order the ranks to store the chunks that the coming step completes.
+        """Order the stores, and return how many further steps complete no chunk, if any.
 
-        Returns:
-            Number of further steps that complete no chunk, if each computes one token for each of these
-            requests; 0 or less if there is none.
+        Each of these steps computes one token for each of these requests.
         """
         left = _ANY_NUMBER_OF_STEPS
         for request_id, tokens in step.tokens.items():
@@ -208,11 +198,7 @@ class Storing:
         return left
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the ranks to store the last complete chunks of a request that has ended.
-
-        Args:
-            block_ids: its block table for each KV cache group, up to the last computed token.
-        """
+        """Order the ranks to store the last complete chunks of a request that has ended."""
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
@@ -234,12 +220,7 @@ class Storing:
         return last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
 
     def _store_complete_chunks(self, progress: Progress, tables_of: Callable[[str], BlockIds]) -> None:
-        """Order the ranks to store those chunks of a request that have become complete.
-
-        Args:
-            progress: the request. Mutated.
-            tables_of: returns a request's block table for each KV cache group.
-        """
+        """Order the ranks to store those chunks of a request that have become complete."""
         request, prompt = progress.request, progress.request.num_prompt_tokens
         chunks = self._prompts.get(request)
         # Nothing is taken yet, so these chunks are stored once their keys are known.
@@ -272,9 +253,7 @@ class Storing:
         tables: BlockIds,
         until: int,
     ) -> None:
-        """Order the ranks to store chunks of one KV cache group.
-
-        Chunks that are stored already, or whose tokens are not in the blocks any more, are left out.
+        """Order the ranks to store chunks of one KV cache group, unless they are stored or not in the blocks.
 
         Args:
             keys: key of each candidate chunk by its index in the prompt.
@@ -312,7 +291,7 @@ class Storing:
         key: bytes,
         until: int,
     ) -> None:
-        """Tell the events about blocks which of the engine's blocks a chunk holds, as for `_store`."""
+        """Tell the events about blocks which of the engine's blocks a chunk holds."""
         low, high = number * self._chunk, min((number + 1) * self._chunk, until)
         is_whole = group.first_needed_token(low, high) == low
         ends = events.beginnings.ends(low, min(high, low + self._chunk - 1))
@@ -331,7 +310,6 @@ class Storing:
         """Return the position from which a chunk's KV can be stored; None if the chunk cannot be stored.
 
         Args:
-            tables: block table of each KV cache group of the engine.
             until: number of tokens, from the start of the prompt, that the blocks hold.
             found: number of tokens, from the start of the prompt, that came from a prefix cache or a load.
         """
@@ -361,12 +339,9 @@ class Storing:
         tables: BlockIds,
         available: range,
     ) -> None:
-        """Order the ranks to store chunks of a KV cache group, with a single order for all of them.
+        """Order the ranks to store chunks, by their indices in the prompt, with a single order.
 
-        Args:
-            keys: key of each chunk by its index in the prompt, ascending.
-            tables: block table of each KV cache group of the engine.
-            available: range of prompt tokens that the blocks hold.
+        `available` is the range of prompt tokens that the blocks hold.
         """
         low, high = available.start, min((max(keys) + 1) * self._chunk, available.stop)
         table_slices = [
@@ -388,12 +363,7 @@ class Storing:
         self._orders.order(progress.request.request_id, group.number, chunks, table_slices, available)
 
     def _store_snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
-        """Order the ranks to store snapshots at the ends of chunks.
-
-        Args:
-            snapshots: (index of the engine's KV cache group, block id, number of tokens that the state
-                covers) for each snapshot that the step writes.
-        """
+        """Order the ranks to store snapshots at the ends of chunks (`Step.snapshots`)."""
         state, chunks = self._state, self._prompts.get(request)
         assert state is not None
         at: dict[int, dict[int, int]] = {}

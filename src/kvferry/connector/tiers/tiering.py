@@ -56,15 +56,14 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 def open_tiers(
     tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
 ) -> list[tuple[SlowTier, float]]:
-    """Open the storage tiers. Log an error for each tier that cannot be opened, and leave it out.
+    """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
     Args:
-        tiers: settings of the tiers, the fastest first.
         get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
             it has succeeded.
 
     Returns:
-        (tier, setting ``load_weight``) for each opened tier, the fastest first.
+        (tier, setting ``load_weight``) for each opened tier.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()
@@ -85,12 +84,8 @@ def open_tiers(
 class Tiering:
     """Opens the tiers of one engine, stores and loads chunks in every step, and closes the tiers.
 
-    Only the engine's thread calls it.
-
     Attributes:
-        source: source that offers to load the tiers' chunks for requests.
-        weights: weight of each token that is loaded from a tier, by name of the tier, when the source policy
-            ``weight`` compares offers.
+        weights: setting ``load_weight`` of each tier, by name.
         chunking: number of tokens per chunk, distance in tokens between positions at which windows and
             snapshots are kept, and the first position of a snapshot for shared prefixes in tokens (0 for
             none; None for a model without recurrent state).
@@ -105,10 +100,6 @@ class Tiering:
         ranks: Sequence[RankGeometry],
     ) -> None:
         """Open the tiers, and allocate the arena. Create this object after all workers have started.
-
-        Args:
-            namespace: returns the namespace of the keys of chunks in a format.
-            ranks: geometry of all workers' KV caches.
 
         Raises:
             ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
@@ -179,8 +170,7 @@ class Tiering:
     def place_snapshots(self, request: Request, start: int) -> None:
         """Have the engine take snapshots of a request that it is about to admit, for other prompts.
 
-        Args:
-            start: position in tokens at which the engine begins to compute.
+        `start` is the position in tokens at which the engine begins to compute.
         """
         if (chunks := self._prompts.get(request)) is not None:
             self._places.admit(request, start, chunks.shared_tokens)
@@ -198,7 +188,6 @@ class Tiering:
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Complete each store and each part of a load that all ranks have reported."""
         self._stores.take_reports(reports)
         self.source.take_reports(reports)
 
@@ -211,8 +200,7 @@ class Tiering:
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last chunks of a request that has ended, and forget the request.
 
-        Args:
-            block_ids: its block table for each KV cache group, up to the last computed token.
+        `block_ids` is its block table for each KV cache group, up to the last computed token.
         """
         self._storing.finished(request, block_ids)
         self._places.forget(request.request_id)
@@ -221,15 +209,15 @@ class Tiering:
     def start_anew(self) -> None:
         """Invalidate all chunks stored so far, because the engine's cache is reset."""
         self._prompts.start_anew()
-        self._storing.start_anew()
-        self.source.start_anew()
-        self._forget_blocks()
-        self._pinned.clear()
-        self._cache.clear()
+        self._stop()
+        self.drop_host_memory()
 
     def suspend(self, why: str) -> None:
         """Stop storing and loading until `start_anew`. Stored chunks stay valid for other engines."""
         self._prompts.suspend(why)
+        self._stop()
+
+    def _stop(self) -> None:
         self._storing.start_anew()
         self.source.start_anew()
         self._forget_blocks()
@@ -255,9 +243,7 @@ class Tiering:
         return found
 
     def pin(self, name: str, request: Request) -> tuple[int, int, int]:
-        """Pin the chunks of a prompt that are in host memory, so that they are not evicted.
-
-        An earlier pin of this name is removed. The prompt need not be a request of the engine.
+        """Pin the chunks of a prompt in host memory. An earlier pin of this name is removed.
 
         Returns:
             (number of chunks of the prompt, how many are in host memory, how many of those are pinned).
@@ -296,10 +282,7 @@ class Tiering:
         return self._stores.chunks + sum(map(len, self._cache.writing))
 
     def shutdown(self) -> None:
-        """Write queued chunks to storage, then end all threads and free the arena.
-
-        Chunks that are not written within `_CLOSING_SECONDS` are lost.
-        """
+        """Write queued chunks to storage for at most `_CLOSING_SECONDS`, then free the arena."""
         self._cache.shutdown(_CLOSING_SECONDS)
         self._arena.close()
 

@@ -19,7 +19,6 @@ import numpy as np
 from kvferry.common.errors import ConfigError, KVFerryError
 from kvferry.connector.compose import peers_allowed
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.engine import BlockIds
 from kvferry.connector.messages import (
     NOTHING_ENDED,
     EndedRequests,
@@ -51,8 +50,6 @@ IDLE_WAIT_SECONDS = 0.003
 The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
 """
 
-_NOT_STARTED = "a worker half was used before `start`"
-
 BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
 """If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends.
 
@@ -64,22 +61,14 @@ class CacheMirror(Protocol):
     """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from the KV cache to host memory.
-
-        Args:
-            groups: the KV cache groups of this rank.
-            blocks: ids of the blocks, int64, for each group.
-        """
+        """Copy blocks, given by int64 ids for each group of the rank, from the KV cache to host memory."""
 
     def load(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
-        """Copy blocks from host memory to the KV cache. Takes what `save` takes."""
+        """Copy blocks from host memory to the KV cache."""
 
 
 class WorkerHalf:
-    """The half of the connector that runs on one rank and does the work that the scheduler half sends it.
-
-    Only the engine's thread calls it.
-    """
+    """Does on one rank what the scheduler half wants done. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -89,19 +78,17 @@ class WorkerHalf:
         mover: ChunkMover | None = None,
         arrived: threading.Event | None = None,
     ) -> None:
-        """Create a worker half without a KV cache. `start` must be called before any other method.
+        """Create a half without a KV cache. `start` must be called before any other method.
 
         Args:
-            clock: returns monotonic seconds.
-            transfers: reads from peers, instead of those that `start` creates.
-            mover: copies of chunks, instead of those that `start` creates.
+            transfers, mover: reads from peers and copies of chunks, instead of those that `start` creates.
             arrived: set when a read or copy has ended; None for a new one.
         """
         self._clock = clock
-        self._geometry: RankGeometry | None = None
         self._info: WorkerInfo | None = None
         self._open: Callable[[], Transfers] | None = None
         self._mirror: CacheMirror | None = None
+        self._groups: Sequence[Group] = ()
         self._transfers, self._mover = transfers, mover
         self._loads, self._sent = Loads(clock), set[str]()
         self._stale = StaleEpochs()
@@ -121,9 +108,7 @@ class WorkerHalf:
         """Register the KV cache for transfers, and start the threads that read and copy. Return `info`.
 
         Args:
-            engine_id: name of the engine.
             geometry: memory layout of this rank's KV cache, or of `mirror` if there is one.
-            config: the connector's settings.
             mirror: copy of the cache in host memory; None if transfers access the cache itself.
             reads: True if this engine reads from peers.
 
@@ -131,11 +116,13 @@ class WorkerHalf:
             ConfigError: NIXL cannot start or cannot register the memory, a setting is invalid, or the secret
                 key or the costs file cannot be read.
         """
-        self._geometry, self._mirror = geometry, mirror
-        rank_coordinates = geometry.pp_rank, geometry.tp_rank
+        self._mirror, self._groups = mirror, geometry.groups
         if config.tiers:
-            engine_bytes = int(load_costs(config.costs).copy_engine_bytes)
-            self._mover = ChunkMover(rank_coordinates, self._arrived.set, engine_bytes=engine_bytes)
+            rank, engine_bytes = (
+                (geometry.pp_rank, geometry.tp_rank),
+                load_costs(config.costs).copy_engine_bytes,
+            )
+            self._mover = ChunkMover(rank, self._arrived.set, engine_bytes=int(engine_bytes))
         self._info = WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         if config.transfers:
             settings = _transfer_settings(config)
@@ -153,8 +140,7 @@ class WorkerHalf:
         name = f"{engine_id}/{geometry.pp_rank}.{geometry.tp_rank}/{words.incarnation:x}"
         transfers = Transfers(name, geometry, words, settings, on_result=self._arrived.set)
         if reads:
-            # The process that validates peers' transport metadata is started now rather than at the first
-            # read.
+            # Starts the process that validates peers' transport metadata before the first read.
             transfers.warm_up()
         return transfers
 
@@ -162,14 +148,12 @@ class WorkerHalf:
     def info(self) -> WorkerInfo:
         """Description of this rank for the scheduler, after `start`."""
         if self._info is None:
-            raise KVFerryError(_NOT_STARTED)
+            raise KVFerryError("a worker half was used before `start`")
         card = None if self._transfers is None else self._transfers.card
         return replace(self._info, card=card, stale=self._stale.last)
 
     def fall_asleep(self) -> None:
-        """Deregister the KV cache, because the engine is about to give up its memory.
-
-        No KV is moved from now on until `wake`. A further call does nothing.
+        """Deregister the KV cache until `wake`, because the engine is about to give up its memory.
 
         Raises:
             ConfigError: loads into the KV cache are under way.
@@ -188,9 +172,7 @@ class WorkerHalf:
             self._transfers.close()
 
     def wake(self) -> None:
-        """Register the KV cache anew, because it has memory again. `info` then has a new card for peers.
-
-        A further call does nothing.
+        """Register the KV cache anew, unless it is awake. `info` then has a new card for peers.
 
         Raises:
             ConfigError: NIXL cannot register the memory.
@@ -206,26 +188,20 @@ class WorkerHalf:
             self._invalidate()
 
     def on_weights_changed(self) -> None:
-        """Fail all loads ordered so far, and invalidate all lease words, because the weights have changed.
-
-        Peers then reject the KV that they read from this rank.
-        """
+        """Fail all loads ordered so far, and have peers reject the KV that they read from this rank."""
         self._stale.on_weights_changed()
         self._reports.stale = self._stale.last
         self._invalidate()
 
     def on_cache_moved(self) -> None:
-        """Fail all loads for good, because the KV cache has left the registered memory.
-
-        Also refuse stores from now on, and invalidate all lease words, so that peers reject the KV that they
-        read.
-        """
+        """Fail all loads and stores for good, because the KV cache has left the registered memory."""
         self._stale.moved = self._reports.moved = True
         self._invalidate()
 
     def _invalidate(self) -> None:
         self._loads.invalidate(self._stale.reason)
         if self._transfers is not None:
+            # Peers then reject the KV that they read from this rank.
             self._transfers.words.invalidate_all()
 
     def raise_words(self, orders: StepOrders) -> None:
@@ -239,13 +215,10 @@ class WorkerHalf:
             self._reports.raised.update(dict.fromkeys(orders.raised, 1))
 
     def begin(self, orders: StepOrders) -> None:
-        """Begin the work that the scheduler half wants done in a step, before the step's forward pass.
-
-        `save` does the work that needs the KV computed by this step.
-        """
+        """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
         self._idle = orders.idle
         if orders.quiet or orders.writes_cache:
-            self._stale.on_step(orders.epoch)
+            self._stale.current = orders.epoch
         if orders.quiet or orders.begins_nothing:
             return
         if self._transfers is not None:
@@ -278,7 +251,7 @@ class WorkerHalf:
             load = self._loads.add(part)
             if isinstance(part.work, LoadOrder):
                 if load is None or self._mover is None:
-                    self._refuse(part.work.key, "its load has ended")
+                    self._reports.reports[part.work.key] = Report("its load has ended")
                 else:
                     self._mover.load(load, part.work)
             elif load is not None and part.work is not None:
@@ -286,31 +259,24 @@ class WorkerHalf:
         if reads and self._transfers is not None:
             self._transfers.submit(*reads)
 
-    def _refuse(self, key: str, why: str) -> None:
-        """Report an order to copy chunks as failed, without copying anything."""
-        self._reports.reports[key] = Report(why)
-
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.
 
         Call this after the step's forward pass has been submitted, because prompts and chunks contain its KV.
-
-        Args:
-            orders: the scheduler half's message for the step.
-            mark: records an event on the device after the work submitted so far, and returns it; None if that
-                work is done already.
+        `mark` records an event on the device after the work submitted so far, and returns it; None if that
+        work is done already.
         """
-        for tables, tokens in orders.saves:
-            if self._mirror is not None:
-                span = LoadSpan(0, tokens, tokens + 1)
-                self._mirror.save(self._described().groups, self._needed(span, _arrays(tables)))
+        if self._mirror is not None:
+            for tables, tokens in orders.saves:
+                arrays = [np.array(table, np.int64) for table in tables]
+                self._mirror.save(self._groups, self._needed(LoadSpan(0, tokens, tokens + 1), arrays))
         if self._mover is None or not orders.stores:
             return
         stale = orders.epoch in self._stale
         computed = None if stale else mark()
         for order in orders.stores:
             if stale:
-                self._refuse(order.key, self._stale.reason)
+                self._reports.reports[order.key] = Report(self._stale.reason)
             else:
                 self._mover.store(order, computed)
 
@@ -333,7 +299,7 @@ class WorkerHalf:
             if one.report is not None:
                 if one.report.failure is None and self._mirror is not None:
                     # Before the request is reported as served: the engine then computes with these blocks.
-                    self._mirror.load(self._described().groups, self._needed(load.span, load.tables))
+                    self._mirror.load(self._groups, self._needed(load.span, load.tables))
                 self._reports.reports[load.key] = one.report
             elif one.released:
                 self._reports.released[load.key] = 1
@@ -366,14 +332,12 @@ class WorkerHalf:
         return found
 
     def take_reports(self) -> StepReports | None:
-        """Return, and clear, the reports recorded since the last call; None if there are none."""
         if not self._reports:
             return None
         reports, self._reports = self._reports, StepReports()
         return reports
 
     def shutdown(self) -> None:
-        """End the transfers between engines and all threads of this worker half."""
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
@@ -381,14 +345,8 @@ class WorkerHalf:
             self._mover.close()
             self._mover = None
 
-    def _described(self) -> RankGeometry:
-        if self._geometry is None:
-            raise KVFerryError(_NOT_STARTED)
-        return self._geometry
-
     def _needed(self, span: LoadSpan, tables: Sequence[Int64s]) -> list[Int64s]:
-        groups = self._described().groups
-        return [blocks_needed(group, span, table) for group, table in zip(groups, tables, strict=True)]
+        return [blocks_needed(group, span, table) for group, table in zip(self._groups, tables, strict=True)]
 
 
 def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
@@ -403,7 +361,3 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         ports=parse_port_range(config.ports),
         lanes=config.lanes,
     )
-
-
-def _arrays(tables: BlockIds) -> tuple[Int64s, ...]:
-    return tuple(np.array(table, np.int64) for table in tables)

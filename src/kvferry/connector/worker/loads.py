@@ -1,4 +1,4 @@
-"""The loads of one worker, and the states that each goes through.
+"""The loads of one worker, the states that each goes through, and the epochs whose KV must not be used.
 
 A load is carried out in parts, as its KV becomes available: by the lanes, which read from a peer, or by the
 mover, which copies chunks from host memory. It ends twice: for its request and for its memory. When its
@@ -32,10 +32,11 @@ So a peer that computes without end does not hold a request for ever.
 """
 
 LATE_SECONDS = 5.0
-"""A load's failure says if `Loads.settle` was called so long after the deadline.
+"""A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
 
-Only the engine's steps call it.
-"""
+CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class SettledLoad:
     """A load whose result became known, or whose memory became free, since the last call of `Loads.settle`.
 
     Attributes:
-        load: the load.
         report: result of the load; None if it was reported before.
         released: True if no part is in flight any more.
         served: with the report of the last load of an attempt, whether all its loads have succeeded; else
@@ -61,16 +61,12 @@ class _Running:
     """The state of a load that may still write to its blocks.
 
     Attributes:
-        load: the load.
         deadline: time at which the load is reported as failed, seconds of the clock.
         latest: time beyond which the deadline is not moved.
         in_flight: number of parts that have begun and not ended.
-        whole: True if the last part has begun.
-        failure: reason why a part has failed, or why no more will come; None if there is none.
-        given_up: reason why the load is of no use any more; None if it is.
-        void: reason why the load has failed even if all its parts arrive; None if there is none.
-        reported: True if the result was reported.
-        reads: results of the parts that were read from a peer.
+        failure: reason why a part has failed, or why no more will come.
+        given_up: reason why the load is of no use any more.
+        void: reason why the load has failed even if all its parts arrive.
     """
 
     load: Load
@@ -103,7 +99,6 @@ class Loads:
         self._attempts: dict[str, list[bool]] = {}
 
     def __len__(self) -> int:
-        """Return the number of loads that may still write to their blocks."""
         return len(self._loads)
 
     @property
@@ -138,12 +133,9 @@ class Loads:
         return one.load
 
     def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
-        """Record that nothing of a part is in flight any more.
+        """Record that nothing of a part, which may be none of a load, is in flight any more.
 
-        Args:
-            key: name of the part's work. It is ignored if it is none of a load.
-            failure: reason for the failure; None if the part succeeded.
-            read: result of the part, if it was read from a peer.
+        `read` is its result if it was read from a peer.
         """
         if (one := self._parts.pop(key, None)) is None:
             return
@@ -154,22 +146,12 @@ class Loads:
             one.reads.append(read)
 
     def give_up(self, key: str, why: str) -> None:
-        """Report a load as failed, unless all its parts have arrived, because it is of no use any more.
-
-        Args:
-            key: name of the load. It is ignored if the load has been reported.
-            why: reason to report.
-        """
+        """Report a load as failed, because it is of no use any more, unless all its parts have arrived."""
         if (one := self._loads.get(key)) is not None:
             one.given_up = one.given_up or why
 
     def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
-        """Report loads as failed, even if all their parts have arrived, because their KV must not be used.
-
-        Args:
-            why: reason to report.
-            keys: names of the loads; None for all.
-        """
+        """Report these loads, or all, as failed, because their KV must not be used even if it arrives."""
         for key in self._loads if keys is None else keys:
             if (one := self._loads.get(key)) is not None:
                 one.void = one.void or why
@@ -237,29 +219,22 @@ def _expired(late_seconds: float) -> str:
     )
 
 
-CHANGED = "the weights of this engine have changed since it was started"
-MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
-ASLEEP = "this engine sleeps: its KV cache has no memory"
-
-
 @dataclass(slots=True)
 class StaleEpochs:
     """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
 
     Attributes:
-        last: number of the last epoch in which the weights changed; None if they have not changed since the
-            start.
+        last: last epoch in which the weights changed; None if they have not changed since the start.
         moved: True if the KV cache has moved to memory that is not registered.
-        asleep: True while the engine sleeps.
+        current: epoch of the last step that computes tokens or begins a load.
     """
 
     last: int | None = None
     moved: bool = False
     asleep: bool = False
-    _current: int = 0
+    current: int = 0
 
     def __contains__(self, epoch: int) -> bool:
-        """Return whether KV of an epoch is stale."""
         return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
 
     def __bool__(self) -> bool:
@@ -270,16 +245,8 @@ class StaleEpochs:
     def reason(self) -> str:
         return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
 
-    def on_step(self, epoch: int) -> None:
-        """Record the epoch of a step that computes tokens or begins a load.
-
-        Args:
-            epoch: number of cache resets of the engine before the step was scheduled.
-        """
-        self._current = epoch
-
     def on_weights_changed(self) -> None:
         """Mark the epoch of the last such step as one in which the weights have changed."""
         # Before the first step this is epoch 0, whose keys are valid only for the weights at the engine's
         # start.
-        self.last = self._current
+        self.last = self.current

@@ -9,13 +9,13 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import TypeAlias
+from itertools import chain, count, groupby, islice
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 import numpy.typing as npt
 from numpy import uint8
@@ -36,8 +36,28 @@ from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
 
+logger = logging.getLogger(__name__)
+
 _SLOTS = 1 << 20
 """Number of chunks in the pools passed to the planner. Any number that no order exceeds will do."""
+
+_FIRST, _LOAD, _STORE, _LAST = range(4)
+"""Priorities of the thread's jobs, the most urgent first: attach the arena, load, store, end the thread."""
+
+_FORWARD_POLL_SECONDS = 5e-4
+"""Seconds between checks whether a store's forward is over, while there is nothing else to copy."""
+
+_Job: TypeAlias = Callable[[], bool | None]
+"""A job of the thread. It returns True if it could not begin yet, and must be called again."""
+
+
+def _pools(canonical: CanonicalForm) -> list[RankGeometry]:
+    return [chunk_pool(canonical, number, 0, _SLOTS) for number in range(len(canonical.groups))]
+
+
+class _RouteCopier(NamedTuple):
+    route: Route
+    copies: ChunkCopies
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
@@ -54,9 +74,9 @@ def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> N
 
 
 class ChunkRoutes:
-    """Copies chunks between one rank's KV blocks and the arena.
+    """Copies chunks between one rank's KV blocks and the arena, for one thread.
 
-    Only one thread may use it. Every method returns only when its copies are complete.
+    Every method returns only when its copies are complete.
     """
 
     def __init__(
@@ -71,7 +91,6 @@ class ChunkRoutes:
         """Prepare the copies between this rank's KV blocks and the arena.
 
         Args:
-            canonical: format in which chunks are stored.
             ranks: geometry of every rank of the engine.
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
             memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
@@ -87,8 +106,8 @@ class ChunkRoutes:
         self._rank = ranks[number]
         space = AddressSpace(self._rank.regions)
 
-        def copier(route: Route, side: str) -> RouteCopier:
-            return RouteCopier(route, ChunkCopies(route, side, space, memory, engine_bytes))
+        def copier(route: Route, side: str) -> _RouteCopier:
+            return _RouteCopier(route, ChunkCopies(route, side, space, memory, engine_bytes))
 
         pools = _pools(canonical)
         self._out = [
@@ -100,14 +119,9 @@ class ChunkRoutes:
         ]
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None = None) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from its KV blocks to the arena.
+        """Copy this rank's part of each chunk to the arena. Return the bytes copied, per KV cache group.
 
-        Args:
-            order: chunks to store.
-            computed: event of the GPU after which the blocks hold their KV; None if they hold it already.
-
-        Returns:
-            Number of bytes copied, per KV cache group of the storage format.
+        `computed` is the GPU's event after which the blocks hold their KV; None if they hold it already.
 
         Raises:
             TransferError: the order names blocks that do not hold the tokens.
@@ -115,29 +129,27 @@ class ChunkRoutes:
         found = [0] * len(self._canonical.groups)
         wait_event(self._rank.regions[0], computed)
         with self._awaited(self._out):
-            for group, pieces in _by_group(order.pieces):
-                numbers, offsets = [piece.number for piece in pieces], offsets_of([p.offset for p in pieces])
-                for each in self._out[group]:
-                    blocks = order.tables[each.route.src_group]
+            for group, numbers, offsets, pieces in _by_group(order.pieces):
+                for route, copies in self._out[group]:
+                    blocks, tokens = order.tables[route.src_group], self._canonical.chunk_tokens
                     if blocks is None:
                         raise TransferError(
-                            f"a store of group {each.route.src_group} has no block table of it; expected one"
+                            f"a store of group {route.src_group} has no block table of it; expected one"
                         )
-                    tokens = self._canonical.chunk_tokens
-                    for cells in cells_to_store(each.route, tokens, numbers, order.available, blocks):
-                        each.copies.store(cells, offsets)
-                        found[group] += len(cells) * each.route.cell_bytes
+                    for cells in cells_to_store(route, tokens, numbers, order.available, blocks):
+                        copies.store(cells, offsets)
+                        found[group] += len(cells) * route.cell_bytes
                     # Only the first and the last chunk can begin or end outside the available tokens. Slots
                     # are reused, so the rest would hold bytes of another chunk.
                     for piece in {pieces[0], pieces[-1]}:
-                        beside = unfilled_cells(each.route, tokens, piece.number, order.available)
-                        each.copies.blank(beside, piece.offset)
+                        beside = unfilled_cells(route, tokens, piece.number, order.available)
+                        copies.blank(beside, piece.offset)
         return tuple(found)
 
     def load(
         self, pieces: Sequence[Piece], span: LoadSpan, tables: Sequence[Int64s], *, first: bool
     ) -> tuple[int, ...]:
-        """Copy this rank's part of each chunk from the arena to its KV blocks.
+        """Copy this rank's part of each chunk to its blocks. Return the bytes copied, per KV cache group.
 
         Args:
             pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
@@ -146,86 +158,48 @@ class ChunkRoutes:
             first: True for the first part of the load: blocks that the load fills only partly are zeroed
                 before.
 
-        Returns:
-            Number of bytes copied, per KV cache group of the storage format.
-
         Raises:
             TransferError: the tables name blocks that cannot hold the tokens.
         """
         found = [0] * len(self._canonical.groups)
         with self._awaited(self._in):
             if first:
-                self._clear(span, tables)
-            for group, of_group in _by_group(pieces):
-                numbers, offsets = (
-                    [piece.number for piece in of_group],
-                    offsets_of([p.offset for p in of_group]),
-                )
-                for each in self._in[group]:
-                    route, here = each.route, self._rank.groups[each.route.dst_group]
-                    table, tokens = tables[route.dst_group], self._canonical.chunk_tokens
+                for route, copies in chain.from_iterable(self._in):
+                    here, table = self._rank.groups[route.dst_group], tables[route.dst_group]
+                    copies.clear(partly_written_blocks(route, here, span, table))
+            for group, numbers, offsets, _ in _by_group(pieces):
+                for route, copies in self._in[group]:
+                    here, table = self._rank.groups[route.dst_group], tables[route.dst_group]
+                    tokens = self._canonical.chunk_tokens
                     for cells in cells_to_load(
                         route, tokens, group=here, span=span, numbers=numbers, table=table
                     ):
-                        each.copies.load(cells, offsets)
+                        copies.load(cells, offsets)
                         found[group] += len(cells) * route.cell_bytes
         return tuple(found)
 
     @contextmanager
-    def _awaited(self, routes: Sequence[Sequence[RouteCopier]]) -> Iterator[None]:
+    def _awaited(self, routes: Iterable[Sequence[_RouteCopier]]) -> Iterator[None]:
         """Wait at the end for all copies that were queued meanwhile, also if an error ends the block."""
         try:
             yield
         finally:
-            for each in [each for of_group in routes for each in of_group][:1]:
-                # After an error, the engine may use the blocks and the arena for something else. All routes
-                # queue on the thread's stream, so waiting on one is enough.
-                each.copies.wait()
-
-    def _clear(self, span: LoadSpan, tables: Sequence[Int64s]) -> None:
-        for routes in self._in:
-            for each in routes:
-                here = self._rank.groups[each.route.dst_group]
-                table = tables[each.route.dst_group]
-                each.copies.clear(partly_written_blocks(each.route, here, span, table))
+            # After an error, the engine may use the blocks and the arena for something else. All routes queue
+            # on the thread's stream, so waiting on one is enough.
+            for _, copies in islice(chain.from_iterable(routes), 1):
+                copies.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class RouteCopier:
-    """A route, and the object that copies bytes along it."""
-
-    route: Route
-    copies: ChunkCopies
-
-
-def _pools(canonical: CanonicalForm) -> list[RankGeometry]:
-    return [chunk_pool(canonical, number, 0, _SLOTS) for number in range(len(canonical.groups))]
-
-
-def _by_group(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    found: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        found[piece.group].append(piece)
-    yield from found.items()
-
-
-logger = logging.getLogger(__name__)
-
-_FIRST, _LOAD, _STORE, _LAST = range(4)
-"""Priorities of the thread's jobs, the most urgent first: attach the arena, load, store, end the thread."""
-
-_FORWARD_POLL_SECONDS = 5e-4
-"""Seconds between checks whether a store's forward is over, while there is nothing else to copy."""
-
-_Job: TypeAlias = Callable[[], bool | None]
-"""A job of the thread. It returns True if it could not begin yet, and must be called again."""
+def _by_group(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[int], Int64s, list[Piece]]]:
+    """Yield (group, indices in the prompt, offsets in the arena, pieces) for each group of sorted pieces."""
+    for group, each in groupby(pieces, attrgetter("group")):
+        of_group = list(each)
+        numbers, offsets = [piece.number for piece in of_group], [piece.offset for piece in of_group]
+        yield group, numbers, offsets_of(offsets), of_group
 
 
 class ChunkMover:
-    """A thread that copies chunks between one rank's KV blocks and the arena.
-
-    Only the engine's thread calls the public methods.
-    """
+    """A thread that copies chunks between one rank's KV blocks and the arena."""
 
     def __init__(
         self,
@@ -234,13 +208,7 @@ class ChunkMover:
         *,
         engine_bytes: int = COPY_ENGINE_BYTES,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            rank_coordinates: (pp_rank, tp_rank) of this rank.
-            on_result: called by the thread after each copy.
-            engine_bytes: run length in bytes from which a GPU's copy engine copies instead of a kernel.
-        """
+        """Start the thread. It calls `on_result` after each copy."""
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
         self._engine_bytes = engine_bytes
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
@@ -267,24 +235,14 @@ class ChunkMover:
         self._put(_LOAD, partial(self._copy, order.key, copy))
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None) -> None:
-        """Queue a copy of chunks from KV blocks to host memory.
-
-        Args:
-            order: chunks to copy.
-            computed: event of the GPU after which the blocks hold what the step's forward pass wrote; None if
-                they hold it already. The copy waits for it.
-        """
+        """Queue a copy of chunks from KV blocks to host memory, after the GPU's event `computed`, if any."""
         self._put(_STORE, partial(self._store, order, computed))
 
     def take_reports(self) -> list[tuple[str, Report]]:
         """Return the reports on the copies that have ended since the last call, each with its order's key."""
-        found = []
-        while self._reports:
-            found.append(self._reports.popleft())
-        return found
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def finish(self) -> None:
-        """Wait until all queued orders are carried out."""
         self._jobs.join()
 
     def close(self) -> None:
@@ -340,11 +298,9 @@ class ChunkMover:
         return False
 
     def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> None:
-        """Copy the chunks of an order and record a report.
+        """Copy the chunks of the order `key`, and record a report.
 
-        Args:
-            key: unique name of the order.
-            what: makes the copies and returns the number of bytes per KV cache group.
+        `what` makes the copies, and returns the number of bytes per KV cache group.
         """
         began = time.perf_counter()
         copied_bytes: tuple[int, ...] = ()
@@ -365,11 +321,7 @@ class ChunkMover:
 
 
 def _still_runs(computed: DeviceEvent | None) -> bool:
-    """Return whether a forward still runs.
-
-    Args:
-        computed: event behind the forward; None if it is over.
-    """
+    """Return whether a forward still runs, from the event behind it; None if it is over."""
     try:
         return computed is not None and not computed.query()
     except Exception:

@@ -19,24 +19,24 @@ from support.loads import made_up_load, only_read
 
 def test_no_epoch_is_stale_while_weights_stay() -> None:
     epochs = StaleEpochs()
-    epochs.on_step(0)
-    epochs.on_step(1)
+    epochs.current = 0
+    epochs.current = 1
     assert 0 not in epochs
     assert 1 not in epochs
 
 
 def test_an_epoch_that_has_seen_other_weights_is_stale_and_the_next_is_not() -> None:
     epochs = StaleEpochs()
-    epochs.on_step(1)
+    epochs.current = 1
     epochs.on_weights_changed()
     assert [epoch in epochs for epoch in (0, 1, 2)] == [True, True, False]
 
 
 def test_an_epoch_in_which_nothing_was_computed_before_the_change_is_good() -> None:
     epochs = StaleEpochs()
-    epochs.on_step(1)
+    epochs.current = 1
     epochs.on_weights_changed()  # the scheduler was reset before: its next step is of epoch 2
-    epochs.on_step(2)
+    epochs.current = 2
     assert 2 not in epochs
     epochs.on_weights_changed()
     assert 2 in epochs
@@ -52,7 +52,7 @@ def test_the_first_epoch_is_stale_even_if_nothing_was_computed() -> None:
 def test_all_epochs_are_stale_once_the_cache_has_moved() -> None:
     epochs = StaleEpochs()
     assert not epochs
-    epochs.on_step(1)
+    epochs.current = 1
     epochs.moved = True
     assert epochs
     assert 1 in epochs
