@@ -280,13 +280,9 @@ class Pool:
         self._requests = 0
 
     @property
-    def draining(self) -> tuple[Backend, ...]:
-        self._removed = tuple(backend for backend in self._removed if backend.outstanding)
-        return self._removed
-
-    @property
     def known(self) -> tuple[Backend, ...]:
-        return (*self.backends, *self.draining)
+        """The engines, also removed ones that still work on requests."""
+        return (*self.backends, *(backend for backend in self._removed if backend.outstanding))
 
     def replace(self, urls: Sequence[str]) -> None:
         """Replace the engines. Engines that stay keep their state, and removed ones end their requests."""

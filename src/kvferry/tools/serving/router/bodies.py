@@ -13,14 +13,14 @@ from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES, Headers
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # SageMaker's endpoint, which takes the bodies of several others.
-INVOCATIONS = "/invocations"
+_INVOCATIONS = "/invocations"
 # Requests that go to a decode engine alone. A response may continue one that the decode engine keeps, and may
 # run tools, so that it takes several prompts. So do a batch of chats and a decision. The others generate no
 # tokens, apart from Cohere's chats.
 DECODE_ONLY = frozenset(
     (
         RESPONSES,
-        INVOCATIONS,
+        _INVOCATIONS,
         "/classify",
         "/cohere/v2/chat",
         "/cohere/v2/chat/render",
@@ -74,7 +74,6 @@ ASK_FOR_KV = {
 
 
 KV_PARAMS = "kv_transfer_params"
-
 # vLLM merges this field, and no other, into the dictionary that also holds ``kv_transfer_params``. So those
 # must be removed from it too.
 _EXTRA_ARGUMENTS = "vllm_xargs"
@@ -105,7 +104,7 @@ def api_of(path: str, body: dict[str, Any]) -> str:
     >>> api_of("/invocations", {"prompt": "x"}), api_of("/invocations", {"input": "x"})
     ('/v1/completions', '/invocations')
     """
-    if path != INVOCATIONS:
+    if path != _INVOCATIONS:
         return path
     # vLLM, too, chooses the endpoint by the form of the body.
     return CHAT if "messages" in body else COMPLETIONS if "prompt" in body else path
@@ -232,8 +231,10 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
 
 def _is_plain(path: str, body: dict[str, Any]) -> bool:
     """Return whether the values of all fields that `prefill_body` changes are known to be valid."""
-    if any(not _is_count(body.get(name), valid) for name, valid in _COUNTS.items()):
-        return False
+    for name, valid in _COUNTS.items():
+        count = body.get(name)
+        if count is not None and (type(count) is not int or count not in valid):
+            return False
     least, n, stream = body.get("min_tokens") or 0, body.get("n") or 1, body.get("stream")
     limits = [body[name] for name in _LIMITS if body.get(name) is not None]
     if least > min(limits, default=_DEFAULT_LIMIT if path == COMPLETIONS else least):
@@ -245,10 +246,6 @@ def _is_plain(path: str, body: dict[str, Any]) -> bool:
     if path == MESSAGES and not _has_valid_limit(body):
         return False
     return stream is None or stream is False or (stream is True and _are_flags(body.get("stream_options")))
-
-
-def _is_count(value: Any, valid: range) -> bool:
-    return value is None or (type(value) is int and value in valid)
 
 
 def _has_valid_limit(body: dict[str, Any]) -> bool:

@@ -180,23 +180,20 @@ class CompletionFlow:
         await self._answer(completion, params)
 
     def _goes_alone(self, completion: Completion) -> AloneReason | None:
-        path, body = completion.call.path, completion.body
-        if alone := decodes_alone(path, body) or self._adds_little(completion):
+        """Return why the decode engine should compute the prompt; None if a hand-over is worth its cost."""
+        path, body, session = completion.call.path, completion.body, completion.session
+        if alone := decodes_alone(path, body):
             return alone
+        limit = self._settings.min_prefill_tokens
+        if limit and not has_media(body):
+            if estimated_tokens(body) < limit:
+                return AloneReason.SHORT
+            backend = self._decode.next([], session, last_resort=True)
+            if session is not None and backend is not None:
+                added = self._turns.new_tokens(session, backend, path, body)
+                if added is not None and added < limit:
+                    return AloneReason.KNOWN
         return AloneReason.INVALID if self._refusals.includes(path, body) else None
-
-    def _adds_little(self, completion: Completion) -> AloneReason | None:
-        """Return the reason why a hand-over would cost more than it saves; None if it is worth it."""
-        limit, body, session = self._settings.min_prefill_tokens, completion.body, completion.session
-        if not limit or has_media(body):
-            return None
-        if estimated_tokens(body) < limit:
-            return AloneReason.SHORT
-        backend = self._decode.next([], session, last_resort=True)
-        if session is None or backend is None:
-            return None
-        added = self._turns.new_tokens(session, backend, completion.call.path, body)
-        return AloneReason.KNOWN if added is not None and added < limit else None
 
     def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
         """Record that a decode engine has begun to answer a request."""

@@ -137,8 +137,7 @@ class EngineClient:
     """HTTP client with which the router sends requests to all engines. Use it as an async context manager."""
 
     def __init__(self, settings: RouterSettings, hop: Hop) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.silent_seconds)
-        self._keep_seconds = settings.keep_connection_seconds
+        self._settings = settings
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
 
@@ -147,10 +146,10 @@ class EngineClient:
             connector=aiohttp.TCPConnector(
                 # No limit of connections: requests queue in the engines, which schedule them, not here.
                 limit=0,
-                keepalive_timeout=self._keep_seconds,
+                keepalive_timeout=self._settings.keep_connection_seconds,
                 socket_factory=watched_socket,
             ),
-            timeout=self._timeout,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.silent_seconds),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             # The engine gets the client's headers, and none of aiohttp's own.
