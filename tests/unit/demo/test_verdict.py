@@ -12,7 +12,7 @@ NEAR = {5: -1.00, 6: -1.01}
 
 
 def answer(*tokens: int, logprobs: Sequence[Mapping[int, float]] = ()) -> StreamedAnswer:
-    return StreamedAnswer((1, 2), tokens, tuple(logprobs), 0.0)
+    return StreamedAnswer("demo", (1, 2), tokens, tuple(logprobs), 0.0)
 
 
 def unasked(_: Sequence[int]) -> Mapping[int, float]:

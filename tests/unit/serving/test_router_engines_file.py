@@ -54,14 +54,14 @@ def test_engines_that_stay_or_return_keep_their_state():
     with pool.count_request(first):
         pool.replace(["http://b:1", "http://c:1"])
         assert pool.backends[0] is second
-        assert pool.draining == (first,)
+        assert pool.known == (*pool.backends, first)
         pool.replace(["http://a:1"])
-        assert (pool.backends, pool.draining) == ((first,), ())
+        assert pool.known == pool.backends == (first,)
         assert not first.draining
         pool.replace(["http://b:1"])
         assert pool.backends[0] is not second, "it was removed without requests, and is forgotten"
-        assert pool.draining == (first,)
-    assert pool.draining == ()
+        assert pool.known == (*pool.backends, first)
+    assert pool.known == pool.backends
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def read_settings(path: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is no TOML.
     """
-    from kvferry.tools.serving.kv_config import parse_admin, parse_tiers
+    from kvferry.tools.serving.kv_config import parse_json
 
     if path is None:
         return {}
@@ -50,9 +50,9 @@ def read_settings(path: str | None) -> dict[str, Any]:
             f"{where} is no TOML; write a setting as in port = 5600, and text in quotation marks"
         ) from error
     # `kvferry init` writes these as JSON in a string, because the options of `config` take JSON.
-    for key, parse in (("tiers", parse_tiers), ("admin", parse_admin)):
+    for key in ("tiers", "admin"):
         if isinstance(found.get(key), str):
-            found[key] = parse(found[key])
+            found[key] = parse_json(key, found[key])
     return found
 
 
@@ -169,8 +169,8 @@ def config(options: ConfigOptions) -> None:
     if options.show_defaults and options.other_connectors is not None:
         raise ConfigError("--show-defaults prints kvferry's own settings only; leave --other-connectors out")
     given = {one.name: getattr(options, one.name) for one in SETTINGS}
-    given["tiers"] = kv_config.parse_tiers(given["tiers"])
-    given["admin"] = kv_config.parse_admin(given["admin"])
+    for key in ("tiers", "admin"):
+        given[key] = kv_config.parse_json(key, given[key])
     machine = options.machine and is_linux()
     whole = kv_config.kv_transfer_config(
         options.role,
@@ -185,7 +185,8 @@ def config(options: ConfigOptions) -> None:
         print(*complete_settings(whole), sep="\n")
         return
     if options.other_connectors is not None:
-        whole = kv_config.with_other_connectors(whole, kv_config.parse_connectors(options.other_connectors))
+        others = kv_config.parse_json("other_connectors", options.other_connectors)
+        whole = kv_config.with_other_connectors(whole, others)
     print(kv_config.kv_transfer_json(whole))
 
 

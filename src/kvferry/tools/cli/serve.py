@@ -110,10 +110,10 @@ def _groups(options: ServeOptions) -> tuple[EngineGroup, ...]:
     Raises:
         ConfigError: options contradict each other, or settings give the same port to several engines.
     """
-    from kvferry.tools.serving.kv_config import parse_tiers
+    from kvferry.tools.serving.kv_config import parse_json
     from kvferry.tools.serving.specs import EngineGroup, split_arguments
 
-    common = {**read_settings(options.settings), **without_none(tiers=parse_tiers(options.tiers))}
+    common = {**read_settings(options.settings), **without_none(tiers=parse_json("tiers", options.tiers))}
     everywhere = tuple(options.vllm_args or ())
     if options.role is Role.BOTH:
         _check_both(options)

@@ -1,4 +1,4 @@
-"""Divide the devices of one machine among engines."""
+"""Devices of one machine, divided among engines, and its ports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from kvferry.common.errors import KVFerryError
 # memory, so other programs need the rest.
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.5
+# As uvicorn's: clients that connect at once must not be refused.
+_BACKLOG = 2048
 _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
 
 
@@ -113,10 +115,6 @@ def vllm_is_for_cpu() -> bool:
         return True
 
 
-# As uvicorn's: clients that connect at once must not be refused.
-_BACKLOG = 2048
-
-
 class ListenError(KVFerryError):
     """Raised if this process cannot listen on an address."""
 
@@ -148,7 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE and (holder := port_holder(port)):
+        if error.errno == errno.EADDRINUSE and (holder := _port_holder(port)):
             reason += f" by {holder}"
         raise ListenError(
             f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
@@ -156,7 +154,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def port_holder(port: int) -> str:
+def _port_holder(port: int) -> str:
     """Return the process that listens on a port, such as ``nginx (process 71)``; empty if it is not known."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):

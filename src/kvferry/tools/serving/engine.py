@@ -1,4 +1,4 @@
-"""One engine of a fleet: its specification and its process."""
+"""One engine of a fleet: its specification, its process and its log."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ from kvferry.tools.serving.kv_config import Role, kv_transfer_json
 _HEALTH_TIMEOUT_SECONDS = 2.0
 # More than the guard takes after its own patience: it polls, and kills trackers last.
 _GUARD_MARGIN_SECONDS = 8.0
+
+# A log may have gigabytes, and the cause of an end stands near its end.
+_TAIL_BYTES = 256 << 10
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Prefix of a log line: "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ". Each part is optional.
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
+_FATAL = re.compile(r"^Fatal Python error: (.*)$")  # of faulthandler, which names the signal
+# How vLLM reports that one of its processes has ended.
+_PROCESS_CODE = re.compile(r"(?:Failed core proc\(s\): \{.*?: |\(exit code: |died with exit code )(-?\d+)")
+_USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
+# Messages of a process about the failure of another process. The log has the cause further above.
+_ECHOES = (
+    "See root cause above",
+    "initialization failed",
+    "Failed core proc",
+    "EngineDeadError",
+    "cancelled",
+)
+_MAX_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,27 +215,6 @@ class EngineProcess:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-
-
-# A log may have gigabytes, and the cause of an end stands near its end.
-_TAIL_BYTES = 256 << 10
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Prefix of a log line: "(EngineCore pid=7) ERROR 09-30 12:00:00 [core.py:7] ". Each part is optional.
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
-_EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Incompatible|Exit)): *(.*)$")
-_FATAL = re.compile(r"^Fatal Python error: (.*)$")  # of faulthandler, which names the signal
-# How vLLM reports that one of its processes has ended.
-_PROCESS_CODE = re.compile(r"(?:Failed core proc\(s\): \{.*?: |\(exit code: |died with exit code )(-?\d+)")
-_USAGE_ERROR = re.compile(r"^\S+: error: (.*)$")
-# Messages of a process about the failure of another process. The log has the cause further above.
-_ECHOES = (
-    "See root cause above",
-    "initialization failed",
-    "Failed core proc",
-    "EngineDeadError",
-    "cancelled",
-)
-_MAX_CHARS = 500
 
 
 def error_line(log_path: Path) -> str | None:

@@ -131,11 +131,8 @@ def _descendants(*, trackers: bool) -> list[int]:
         size = len(below)
         below |= {pid for pid, parent in parents.items() if parent in below}
     below.discard(os.getpid())
-    return sorted(pid for pid in below if trackers or not _is_tracker(pid))
-
-
-def _is_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _read(Path(f"/proc/{pid}/cmdline"))
+    tracker = b"multiprocessing.resource_tracker"
+    return sorted(pid for pid in below if trackers or tracker not in _read(Path(f"/proc/{pid}/cmdline")))
 
 
 def _read(path: Path) -> bytes:

@@ -17,41 +17,6 @@ from kvferry.connector.config import DEFAULT, ConnectorConfig, parse_config, tie
 from kvferry.engines.vllm.machine import check_machine
 from kvferry.engines.vllm.transfer_config import TransferCheck
 
-_MARK = "  # default"
-
-
-def complete_settings(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line per setting: ``key = JSON value``, with a comment if the value is the default.
-
-    The keys of a tier have a prefix such as ``tiers[0].``. A ``null`` stands for a value that the engine
-    chooses at its start.
-    """
-    extra = config["kv_connector_extra_config"]
-    parsed = parse_config(extra, config["kv_role"])
-    for key, value in config.items():
-        if key != "kv_connector_extra_config":
-            yield _line(key, value)
-    for field in msgspec.structs.fields(ConnectorConfig):
-        # The default of this setting depends on others, and this is its value here.
-        value = parsed.transfers if field.name == "transfer" else getattr(parsed, field.name)
-        if field.name == "tiers" and parsed.tiers:
-            yield from _tiers(parsed.tiers)
-        else:
-            yield _line(field.name, value, default=field.name not in extra)
-
-
-def _tiers(value: str | Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    given = [{"type": tier.kind} for tier in DEFAULT] if isinstance(value, str) else value
-    for number, (keys, settings) in enumerate(zip(given, map(tier_settings, given), strict=True)):
-        yield _line(f"tiers[{number}].type", settings.kind)
-        for field in msgspec.structs.fields(type(settings)):
-            default = field.name not in keys
-            yield _line(f"tiers[{number}].{field.name}", getattr(settings, field.name), default=default)
-
-
-def _line(key: str, value: Any, *, default: bool = False) -> str:
-    return f"{key} = {json.dumps(msgspec.to_builtins(value))}{_MARK if default else ''}"
-
 
 class Role(StrEnum):
     """The role of an engine: PREFILL, DECODE, or BOTH for an engine that prefills and decodes."""
@@ -62,7 +27,13 @@ class Role(StrEnum):
 
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_MARK = "  # default"
 _LONGEST_SHOWN = 200
+_JSON_EXAMPLES = {
+    "tiers": 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]',
+    "admin": 'an object such as {"port": 5700}',
+    "other_connectors": 'a list such as [{"kv_connector": "NixlConnector"}]',
+}
 
 
 def kv_transfer_config(
@@ -147,54 +118,63 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def parse_connectors(text: str) -> Any:
-    """Parse a JSON list of connectors to combine with kvferry's. `with_other_connectors` checks its content.
+def parse_json(name: str, text: str | None) -> Any:
+    """Parse a setting that is written as JSON. Its content is not checked.
+
+    Args:
+        name: ``tiers``, ``admin`` or ``other_connectors``. The text of ``tiers`` may also be ``default``.
 
     Raises:
         ConfigError: the text is not JSON.
     """
-    return _parse_json("other_connectors", text, 'a list such as [{"kv_connector": "NixlConnector"}]')
-
-
-def parse_tiers(text: str | None) -> Any:
-    """Parse the setting ``tiers``: ``default``, or JSON, whose content is not checked.
-
-    Raises:
-        ConfigError: the text is neither ``default`` nor JSON.
-    """
-    if text is None or text == "default":
+    if text is None or (name == "tiers" and text == "default"):
         return text
-    example = 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]'
-    return _parse_json("tiers", text, example)
-
-
-def parse_admin(text: str | None) -> Any:
-    """Parse the setting ``admin``: JSON, whose content is not checked.
-
-    Raises:
-        ConfigError: the text is not JSON.
-    """
-    return None if text is None else _parse_json("admin", text, 'an object such as {"port": 5700}')
-
-
-def _parse_json(name: str, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         # Python's message about a number of over 4300 digits is advice for programs.
         is_number = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
         reason = "a number has too many digits" if is_number else error
+        short = reprlib.Repr()
+        short.maxstring = _LONGEST_SHOWN
         raise ConfigError(
-            f"{name} is {_shortened(text)}, which is no JSON ({reason}); write {expected}"
+            f"{name} is {short.repr(text)}, which is no JSON ({reason}); write {_JSON_EXAMPLES[name]}"
         ) from error
-
-
-def _shortened(text: str) -> str:
-    short = reprlib.Repr()
-    short.maxstring = _LONGEST_SHOWN
-    return short.repr(text)
 
 
 def kv_transfer_json(config: Mapping[str, Any]) -> str:
     """Return a ``--kv-transfer-config`` object as one line of JSON."""
     return json.dumps(config, separators=(",", ":"))
+
+
+def complete_settings(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per setting: ``key = JSON value``, with a comment if the value is the default.
+
+    The keys of a tier have a prefix such as ``tiers[0].``. A ``null`` stands for a value that the engine
+    chooses at its start.
+    """
+    extra = config["kv_connector_extra_config"]
+    parsed = parse_config(extra, config["kv_role"])
+    for key, value in config.items():
+        if key != "kv_connector_extra_config":
+            yield _line(key, value)
+    for field in msgspec.structs.fields(ConnectorConfig):
+        # The default of this setting depends on others, and this is its value here.
+        value = parsed.transfers if field.name == "transfer" else getattr(parsed, field.name)
+        if field.name == "tiers" and parsed.tiers:
+            yield from _tiers(parsed.tiers)
+        else:
+            yield _line(field.name, value, default=field.name not in extra)
+
+
+def _tiers(value: str | Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    given = [{"type": tier.kind} for tier in DEFAULT] if isinstance(value, str) else value
+    for number, (keys, settings) in enumerate(zip(given, map(tier_settings, given), strict=True)):
+        yield _line(f"tiers[{number}].type", settings.kind)
+        for field in msgspec.structs.fields(type(settings)):
+            default = field.name not in keys
+            yield _line(f"tiers[{number}].{field.name}", getattr(settings, field.name), default=default)
+
+
+def _line(key: str, value: Any, *, default: bool = False) -> str:
+    return f"{key} = {json.dumps(msgspec.to_builtins(value))}{_MARK if default else ''}"

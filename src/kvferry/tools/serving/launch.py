@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -47,6 +46,13 @@ _POLL_SECONDS = 0.2
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the kernel keeps it
 # Exit code of argument parsers that refuse an argument.
 _REFUSED_ARGUMENTS = 2
+_REMINDER_SECONDS = 60
+_EAGER = "--enforce-eager"
+_HINT = (
+    "vLLM may be compiling the model, which takes minutes on a CPU; "
+    f"with {_EAGER} it starts sooner and runs slower"
+)
+_COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineState.DEAD: "red"}
 
 Progress = Callable[[Sequence[EngineProcess]], None]
 
@@ -96,15 +102,6 @@ class Fleet:
         """
         check_umask()
         make_log_dir(self._log_dir)
-        try:
-            self._start()
-        except OSError as error:
-            raise LaunchError(
-                f"the engines cannot be started: {error.strerror} ({error.filename}); free space or "
-                "memory, or name another --log-dir"
-            ) from error
-
-    def _start(self) -> None:
         # vLLM leaves sockets and files in TMPDIR, so the engines get a TMPDIR that is removed with them.
         self._temporary = temporary_for_engines()
         # torch takes long to compile code for the first requests. Keep that code in torch's default folder,
@@ -116,12 +113,18 @@ class Fleet:
             "PYTHONFAULTHANDLER": "1",  # a process that a signal such as SIGILL ends says so in its log
         }
         for spec in self._specs:
-            log_path = self._log_dir / f"{spec.name}.log"
             placed = replace(spec, environment={**own, **spec.environment})
-            self.engines = (
-                *self.engines,
-                EngineProcess(placed, log_path, self._stop_timeout_seconds, self._clock),
-            )
+            try:
+                engine = self._engine(placed, f"{spec.name}.log")
+            except OSError as error:
+                raise LaunchError(
+                    f"the engines cannot be started: {error.strerror} ({error.filename}); free space or "
+                    "memory, or name another --log-dir"
+                ) from error
+            self.engines = (*self.engines, engine)
+
+    def _engine(self, spec: EngineSpec, log_name: str) -> EngineProcess:
+        return EngineProcess(spec, self._log_dir / log_name, self._stop_timeout_seconds, self._clock)
 
     def wait_ready(self, on_progress: Progress = lambda _: None) -> None:
         """Wait until every engine is ready.
@@ -165,9 +168,8 @@ class Fleet:
         engine.finish_stop()
         name = engine.spec.name
         self._restarts[name] += 1
-        log_path = self._log_dir / f"{name}.restart-{self._restarts[name]}.log"
         try:
-            again = EngineProcess(engine.spec, log_path, self._stop_timeout_seconds, self._clock)
+            again = self._engine(engine.spec, f"{name}.restart-{self._restarts[name]}.log")
         except OSError as error:
             raise LaunchError(
                 f"{name} cannot be started again: {error.strerror} ({error.filename}); free space or memory"
@@ -222,9 +224,7 @@ class Fleet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -257,18 +257,8 @@ def death_notice(engine: EngineProcess) -> str:
     return f"{engine.spec.name} ended{how}{why} (log: {engine.log_path}){advice}"
 
 
-_REMINDER_SECONDS = 60
-_EAGER = "--enforce-eager"
-_HINT = (
-    "vLLM may be compiling the model, which takes minutes on a CPU; "
-    f"with {_EAGER} it starts sooner and runs slower"
-)
-
-_COLOURS = {EngineState.STARTING: "yellow", EngineState.READY: "green", EngineState.DEAD: "red"}
-
-
 @contextmanager
-def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
+def startup_progress(console: Console) -> Iterator[Progress]:
     """Yield a function that shows the states of engines while they start.
 
     On a terminal, it updates a live table, which disappears at the end of the ``with`` block. Elsewhere, it
@@ -279,7 +269,7 @@ def startup_progress(console: Console) -> Iterator[Callable[[Sequence[EngineProc
         yield _Lines(console)
         return
     with Live(console=console, refresh_per_second=5, transient=True) as live:
-        yield lambda engines: live.update(_live_view(engines))
+        yield lambda engines: live.update(_table(engines))
 
 
 class _Lines:
@@ -306,9 +296,9 @@ class _Lines:
             else:
                 text = f"{name} {state} ({engine.seconds:.0f} s)"
             show_notice(self._console, text)
-        if not self._hinted and (hint := _hint(engines)):
+        if not self._hinted and _may_compile(engines):
             self._hinted = True
-            show_notice(self._console, hint)
+            show_notice(self._console, _HINT)
 
 
 def show_notice(console: Console, text: str) -> None:
@@ -317,7 +307,7 @@ def show_notice(console: Console, text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def wait_ready(fleet: Fleet, show: Callable[[Sequence[EngineProcess]], None], signals: StopSignals) -> None:
+def wait_ready(fleet: Fleet, show: Progress, signals: StopSignals) -> None:
     """Show the states of engines until all are ready, or a signal has asked the process to stop."""
 
     def on_progress(engines: Sequence[EngineProcess]) -> None:
@@ -327,22 +317,17 @@ def wait_ready(fleet: Fleet, show: Callable[[Sequence[EngineProcess]], None], si
     fleet.wait_ready(on_progress)
 
 
-def _hint(engines: Sequence[EngineProcess]) -> str:
-    slow = (
+def _may_compile(engines: Sequence[EngineProcess]) -> bool:
+    return any(
         engine.state is EngineState.STARTING
         and engine.seconds >= _REMINDER_SECONDS
         and _EAGER not in engine.spec.arguments
         for engine in engines
     )
-    return _HINT if any(slow) else ""
 
 
-def _live_view(engines: Sequence[EngineProcess]) -> Group:
-    hint = _hint(engines)
-    return Group(_table(engines), *([Text(hint, "dim")] if hint else []))
-
-
-def _table(engines: Sequence[EngineProcess]) -> Table:
+def _table(engines: Sequence[EngineProcess]) -> Group:
+    """Return a table of the engines' states, with the hint below it if it applies."""
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(3):
         table.add_column(no_wrap=True)
@@ -356,4 +341,4 @@ def _table(engines: Sequence[EngineProcess]) -> Table:
             f"{engine.seconds:.0f} s" if starting else "",
             Text(last_line(engine.log_path) if starting else "", "dim"),
         )
-    return table
+    return Group(table, *([Text(_HINT, "dim")] if _may_compile(engines) else []))

@@ -1,4 +1,4 @@
-"""Handle SIGINT, SIGTERM and SIGHUP at safe points."""
+"""Signals that stop a process at safe points, and its folders of temporary files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from kvferry.common.errors import ConfigError
@@ -20,6 +20,10 @@ _HANG_UP = getattr(signal, "SIGHUP", None)
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
 if _HANG_UP is not None:
     _EXIT_CODES[_HANG_UP] = 129
+# Longest path of a Unix socket, in bytes: 108 in sockaddr_un, with a zero at the end.
+_LONGEST_SOCKET = 107
+# vLLM names sockets in the temporary folder by random UUIDs.
+_SOCKET = "/00000000-0000-4000-8000-000000000000"
 
 
 class StopRequested(Exception):
@@ -65,13 +69,12 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         # ``nohup`` ignores SIGHUP, and so it stays.
-        handled = [number for number in _EXIT_CODES if number != _HANG_UP or not _is_ignored(number)]
-        self._before = {number: signal.signal(number, self._note) for number in handled}
+        for number in _EXIT_CODES:
+            if number != _HANG_UP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
 
@@ -84,16 +87,6 @@ class StopSignals:
         elif not self.repeated:
             self.repeated = True
             raise KeyboardInterrupt
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
-
-
-# Longest path of a Unix socket, in bytes: 108 in sockaddr_un, with a zero at the end.
-_LONGEST_SOCKET = 107
-# vLLM names sockets in the temporary folder by random UUIDs.
-_SOCKET = "/00000000-0000-4000-8000-000000000000"
 
 
 def temporary_folder(prefix: str) -> Path:

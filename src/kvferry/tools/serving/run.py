@@ -16,11 +16,33 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvferry.common.machine import has_posix, is_linux, resource
 from kvferry.tools.serving.router.app import RouterApp
 
+_new_event_loop: Callable[[], asyncio.AbstractEventLoop]
+try:
+    import uvloop
+except ImportError:  # there is no uvloop for Windows
+    _new_event_loop = asyncio.new_event_loop
+else:
+    _new_event_loop = uvloop.new_event_loop
+
 _MAX_HEADER_BYTES = 64 << 10
 _FRAMING = (b"content-length", b"transfer-encoding")
 
+_TICK_SECONDS = 0.2
+_DRAIN_SECONDS = 2.0
+# Seconds that connections have to close after that.
+_CUT_SECONDS = 2
+# Seconds that the connection of a client stays open without a request. Load balancers keep theirs for up to a
+# minute by default (nginx, AWS), and answer 502 if the router closes one just as they send a request on it.
+_IDLE_SECONDS = 75
 
-class Server(uvicorn.Server):
+# A request under way takes two or three descriptors, and the soft limit is often 1,024.
+_MOST_FILES = 1 << 16
+# Number of the parameter in ``mallopt(3)``.
+_M_MMAP_THRESHOLD = -3
+_THRESHOLD_BYTES = 128 << 10
+
+
+class _Server(uvicorn.Server):
     """A uvicorn server that does not handle signals, so that the caller can handle them."""
 
     @contextmanager
@@ -28,7 +50,7 @@ class Server(uvicorn.Server):
         yield
 
 
-class BoundedHttp(HttpToolsProtocol):
+class _BoundedHttp(HttpToolsProtocol):
     """A connection of a client. It is closed if the headers or the trailers of a request exceed 64 KiB.
 
     A request to change the protocol (``Upgrade``, or the method CONNECT) is answered like any other.
@@ -111,30 +133,6 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_message_complete()
 
 
-_new_event_loop: Callable[[], asyncio.AbstractEventLoop]
-try:
-    import uvloop
-except ImportError:  # there is no uvloop for Windows
-    _new_event_loop = asyncio.new_event_loop
-else:
-    _new_event_loop = uvloop.new_event_loop
-
-# Number of the parameter in ``mallopt(3)``.
-_M_MMAP_THRESHOLD = -3
-_THRESHOLD_BYTES = 128 << 10
-
-# A request under way takes two or three descriptors, and the soft limit is often 1,024.
-_MOST_FILES = 1 << 16
-
-_TICK_SECONDS = 0.2
-_DRAIN_SECONDS = 2.0
-# Seconds that connections have to close after that.
-_CUT_SECONDS = 2
-# Seconds that the connection of a client stays open without a request. Load balancers keep theirs for up to a
-# minute by default (nginx, AWS), and answer 502 if the router closes one just as they send a request on it.
-_IDLE_SECONDS = 75
-
-
 def run_app(
     app: RouterApp,
     sock: socket.socket,
@@ -157,11 +155,11 @@ def run_app(
     Raises:
         KeyboardInterrupt: requests under way were cut because of a second signal.
     """
-    map_large_allocations()
+    _map_large_allocations()
     raise_file_limit()
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         try:
-            runner.run(_serve(app, Server(server_config(app)), sock, keep_on, drain_seconds, is_urgent))
+            runner.run(_serve(app, sock, keep_on, drain_seconds, is_urgent))
         except KeyboardInterrupt:
             # uvicorn would log a traceback of each request that ends here.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -173,7 +171,7 @@ def server_config(app: RouterApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_level="warning",
-        http=BoundedHttp,
+        http=_BoundedHttp,
         ws="none",
         use_colors=False,  # otherwise uvicorn queries standard output, which may be closed
         timeout_keep_alive=_IDLE_SECONDS,
@@ -183,12 +181,12 @@ def server_config(app: RouterApp) -> uvicorn.Config:
 
 async def _serve(
     app: RouterApp,
-    server: Server,
     sock: socket.socket,
     keep_on: Callable[[], bool],
     drain_seconds: float,
     is_urgent: Callable[[], bool],
 ) -> None:
+    server = _Server(server_config(app))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         # Poll, because the processes and signals that `keep_on` checks set no event. In a
@@ -223,7 +221,7 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def map_large_allocations() -> None:
+def _map_large_allocations() -> None:
     """Make glibc map allocations of 128 KiB or more separately, so that freed memory returns to the kernel.
 
     With other C libraries the function does nothing.

@@ -90,9 +90,6 @@ class Restarts:
         self.due = now + wait
         return wait
 
-    def on_started(self) -> None:
-        self.due, self.starting = None, True
-
 
 class FleetLost(KVFerryError):
     """Raised if no engine that decodes is left: all have ended, and have no restarts left."""
@@ -142,7 +139,7 @@ class Supervisor:
                 engine.kill()
 
     def _restart(self, engine: EngineProcess, restarts: Restarts) -> None:
-        restarts.on_started()
+        restarts.due, restarts.starting = None, True
         try:
             self._fleet.restart(engine)
         except LaunchError as error:  # a full disk or too many open files; the other engines still serve
@@ -158,10 +155,14 @@ class Supervisor:
         wait = restarts.on_ended(self._clock(), ran_seconds)
         if wait is None:
             after = f" after {earlier} restarts in a row" if earlier else ""
-            self._give_up(
+            text = (
                 f"{notice}{after}, and has no restarts left; correct the cause that its log names, or raise "
                 "--restarts"
             )
+            decoding = [one for one in self._fleet.engines if one.spec.role is not Role.PREFILL]
+            if all(self._restarts[one.spec.name].given_up for one in decoding):
+                raise FleetLost(text)
+            self._say(text)
             return
         peers = [one for one in self._fleet.engines if one.spec.role is engine.spec.role]
         left = sum(one.state is not EngineState.DEAD for one in peers)
@@ -169,12 +170,6 @@ class Supervisor:
             f"{notice}; restart {restarts.in_row} of {self._policy.limit} in {format_seconds(wait)}; "
             f"{left} of {len(peers)} engines with this role still run"
         )
-
-    def _give_up(self, notice: str) -> None:
-        decoding = [one for one in self._fleet.engines if one.spec.role is not Role.PREFILL]
-        if all(self._restarts[one.spec.name].given_up for one in decoding):
-            raise FleetLost(notice)
-        self._say(notice)
 
 
 def serve_fleet(

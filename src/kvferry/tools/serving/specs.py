@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError, KVFerryError
@@ -18,6 +18,19 @@ from kvferry.tools.serving.devices import (
 from kvferry.tools.serving.engine import EngineSpec
 from kvferry.tools.serving.kv_config import Role, kv_transfer_config
 from kvferry.tools.serving.machine_checks import check_attention, check_path, value_of
+
+# Arguments of vLLM that differ between the engines, and the settings to use in place of them.
+_OURS = {
+    "--model": "MODEL",
+    "--host": "kvferry's own --host, before the --",
+    "--port": "kvferry's own --port, before the --",
+    "--tensor-parallel-size": "--tp, or --prefill-tp and --decode-tp, before the --",
+    "-tp": "--tp, or --prefill-tp and --decode-tp, before the --",
+    "--kv-transfer-config": "kvferry router with engines of your own",
+    "--kv-offloading-size": "--tiers, before the --: it would replace kvferry's connector",
+}
+# A user who names addresses of engines lets them meet in another way.
+_ADDRESSES = ("host", "port", "ports", "advertise_host", "peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +58,7 @@ class Parallel:
 
     def __str__(self) -> str:
         """Return the sizes above 1 as text, such as ``tensor 2 x data 2``; ``1 rank`` if all are 1."""
-        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "data": self.data}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+        return " x ".join(f"{name} {size}" for name, size in asdict(self).items() if size > 1) or "1 rank"
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
@@ -70,22 +82,6 @@ def _size(arguments: Sequence[str], *names: str) -> int | None:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{names[0]} is {value!r}, it must be a whole number of at least 1")
     return int(value)
-
-
-# Arguments of vLLM that differ between the engines, and the settings to use in place of them.
-_OURS = {
-    "--model": "MODEL",
-    "--host": "kvferry's own --host, before the --",
-    "--port": "kvferry's own --port, before the --",
-    "--tensor-parallel-size": "--tp, or --prefill-tp and --decode-tp, before the --",
-    "-tp": "--tp, or --prefill-tp and --decode-tp, before the --",
-    "--kv-transfer-config": "kvferry router with engines of your own",
-    "--kv-offloading-size": "--tiers, before the --: it would replace kvferry's connector",
-}
-
-
-# A user who names addresses of engines lets them meet in another way.
-_ADDRESSES = ("host", "port", "ports", "advertise_host", "peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +136,11 @@ def fleet_specs(
     Raises:
         ConfigError: `group_specs` refuses the engines.
     """
-    sides = (
-        (Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings),
-        (Role.DECODE, decode, decode_tensor_parallel, decode_settings),
+    groups = (
+        EngineGroup(Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings, arguments),
+        EngineGroup(Role.DECODE, decode, decode_tensor_parallel, decode_settings, arguments),
     )
-    return group_specs(model, [EngineGroup(*side, arguments) for side in sides], machine)
+    return group_specs(model, groups, machine)
 
 
 def group_specs(
@@ -244,9 +240,9 @@ def _check_gpus(machine: Devices, name: str, size: Parallel) -> None:
 def _check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         # vLLM reads --some_flag as --some-flag.
-        flag = argument.split("=")[0].replace("_", "-")
-        if flag in _OURS:
-            raise ConfigError(f"{argument} cannot be the same for every engine; use {_OURS[flag]}")
+        name = argument.split("=")[0].replace("_", "-")
+        if name in _OURS:
+            raise ConfigError(f"{argument} cannot be the same for every engine; use {_OURS[name]}")
 
 
 def flag(option: str, value: object) -> str:

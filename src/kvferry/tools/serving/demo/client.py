@@ -28,12 +28,14 @@ class StreamedAnswer:
     """A complete answer to a streamed completion request at temperature 0.
 
     Attributes:
+        request_id: id that the client gave the request.
         prompt, tokens: token ids of the prompt and of the answer.
         logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
             request does not ask for them.
         first_token_seconds: time from sending the request to the first token.
     """
 
+    request_id: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
@@ -75,7 +77,7 @@ def ask(
         on_text(choice.get("text") or "")
     if not tokens:
         raise CompletionError(f"{url} ended its answer to {request_id} without a token")
-    return StreamedAnswer(tuple(prompt), tuple(tokens), tuple(logprobs), first)
+    return StreamedAnswer(request_id, tuple(prompt), tuple(tokens), tuple(logprobs), first)
 
 
 def _choices(

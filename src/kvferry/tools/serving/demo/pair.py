@@ -34,6 +34,7 @@ _TINY_ARGUMENTS = (
 # several steps.
 _LENGTHS = (240, 1100, 2600, 6400)
 _CHARACTERS_PER_TOKEN_AT_LEAST = 2
+_OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _QUESTIONS = (
     "What is the capital of France?",
     "How many days are there in a week?",
@@ -56,9 +57,6 @@ class DemoModel:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     questions: tuple[str, ...] = ()
-
-
-_OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 def chat_model(arguments: Sequence[str] = ()) -> DemoModel:
@@ -160,24 +158,26 @@ class _Run:
         *passages, first = _prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
         # The first request includes the engines' handshake, so its time is shown but is not a result.
-        handshake = self._ask(self.url, {**body, "prompt": first}, f"demo-{uuid.uuid4().hex}")
+        handshake = self._ask(self.url, {**body, "prompt": first})
         self.screen.handshake(handshake.first_token_seconds)
-        measured = []
+        answers = []
         for number, text in enumerate(self.questions[:count] or passages, 1):
             asked = {**body, **self._chat(text)} if self.questions else {**body, "prompt": text}
-            request_id = f"demo-{uuid.uuid4().hex}"
             self.screen.asked(number, text)
             with self.screen.answering("pair") as on_text:
-                answer = self._ask(self.url, asked, request_id, on_text)
+                answer = self._ask(self.url, asked, on_text)
             with self.screen.answering("alone") as on_text:
                 verdict = self._judge(asked, answer, on_text)
-            measured.append((answer, request_id, verdict))
+            answers.append((answer, verdict))
         # The engine writes its log in a thread, which may end a line after the answer has come.
         return [
             RequestRow(
-                len(answer.prompt), read_transfer(self.log, request_id), answer.first_token_seconds, verdict
+                len(answer.prompt),
+                read_transfer(self.log, answer.request_id),
+                answer.first_token_seconds,
+                verdict,
             )
-            for answer, request_id, verdict in measured
+            for answer, verdict in answers
         ]
 
     def _chat(self, question: str) -> Mapping[str, Any]:
@@ -192,21 +192,18 @@ class _Run:
         """Let the prefill engine answer a prompt alone, and return the verdict on the pair's `answer`."""
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
-        single = self._ask(self.single_url, alone, f"demo-{uuid.uuid4().hex}", on_text)
+        single = self._ask(self.single_url, alone, on_text)
 
         def prefill(tokens: Sequence[int]) -> Mapping[int, float]:
             again = {**alone, "prompt": tokens, "max_tokens": 1}
-            return self._ask(self.single_url, again, f"demo-{uuid.uuid4().hex}").logprobs[0]
+            return self._ask(self.single_url, again).logprobs[0]
 
         return compare(answer, single, prefill)
 
     def _ask(
-        self,
-        url: str,
-        body: Mapping[str, Any],
-        request_id: str,
-        on_text: Callable[[str], None] = lambda _: None,
+        self, url: str, body: Mapping[str, Any], on_text: Callable[[str], None] = lambda _: None
     ) -> StreamedAnswer:
+        request_id = f"demo-{uuid.uuid4().hex}"
         with self.signals.interruptible():
             return ask(self.client, url, body, request_id=request_id, on_text=on_text)
 

@@ -1,4 +1,4 @@
-"""The demo's result table: each request's KV load, and the comparison of its answer."""
+"""The demo's output: prompts and answers, how they compare, and the KV load of each request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from kvferry.common.units import counted, format_bytes, format_seconds
 from kvferry.tools.serving.demo.client import StreamedAnswer
 from kvferry.tools.serving.engine import EngineProcess
 from kvferry.tools.serving.launch import startup_progress
-
-# Each of the two tokens' log probabilities may be wrong by the gap, in opposite directions.
-_SIDES = 2
 
 
 class AnswerVerdict(StrEnum):
@@ -64,7 +61,8 @@ def compare(
     prefilled = prefill([*single.prompt, *single.tokens[:at]])
     common = decoded.keys() & prefilled.keys()
     gap = max((abs(decoded[token] - prefilled[token]) for token in common), default=0.0)
-    return AnswerVerdict.OWN_GAP if decoded[theirs] - decoded[ours] <= _SIDES * gap else AnswerVerdict.NO
+    # Each of the two tokens' log probabilities may be wrong by the gap, in opposite directions.
+    return AnswerVerdict.OWN_GAP if decoded[theirs] - decoded[ours] <= 2 * gap else AnswerVerdict.NO
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -143,12 +141,11 @@ COLUMNS = (
     Column("whole load", rank=8),
 )
 
-LEGEND = "A run is a byte range that is contiguous in both engines: one NIXL descriptor."
-
-
-def table_cells(rows: Sequence[RequestRow]) -> list[tuple[str, ...]]:
-    """Return the cells of the demo's result table, one tuple per request."""
-    return [tuple(_cells(row)) for row in rows]
+_LEGEND = "A run is a byte range that is contiguous in both engines: one NIXL descriptor."
+_KINDS = {"full_attention": "full", "sliding_window": "window", "chunked_local": "chunk"}
+_INDENT = "    "
+# Width of lines with prompts and answers where the output is no terminal.
+_EXCERPT = 80
 
 
 def story(rows: Sequence[RequestRow]) -> str:
@@ -186,7 +183,7 @@ def _wrote(rows: Sequence[RequestRow]) -> str:
     return text
 
 
-def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
+def _failures(rows: Sequence[RequestRow]) -> Iterator[str]:
     """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
@@ -197,26 +194,25 @@ def failures(rows: Sequence[RequestRow]) -> Iterator[str]:
             yield f"Request {number}: {why}; the decode engine computed its prompt."
 
 
-def _cells(row: RequestRow) -> Iterator[str]:
+def _cells(row: RequestRow) -> tuple[str, ...]:
+    """Return a row of the table, with a cell for each of `COLUMNS`."""
     load = row.transfer
-    yield f"{row.prompt_tokens:,}"
-    if load is None or load.outcome != "ready":
-        yield "nothing" if load is None else load.outcome
-        yield from [""] * 3
-    else:
-        yield format_bytes(load.bytes)
-        yield "\n".join(_kinds(load))
-        yield format_bytes(load.full_attention_bytes)
-        yield format_seconds(load.transfer_seconds)
-    yield format_seconds(row.first_token_seconds)
-    yield row.verdict.value
-    if load is None or load.outcome != "ready":
-        yield from [""] * 4
-    else:
-        yield f"{load.descriptors:,}"
-        yield format_bytes(load.run_bytes)
-        yield format_seconds(load.plan_seconds)
-        yield format_seconds(load.total_seconds)
+    moved, details = ["nothing" if load is None else load.outcome, "", "", ""], [""] * 4
+    if load is not None and load.outcome == "ready":
+        moved = [
+            format_bytes(load.bytes),
+            "\n".join(_kinds(load)),
+            format_bytes(load.full_attention_bytes),
+            format_seconds(load.transfer_seconds),
+        ]
+        details = [
+            f"{load.descriptors:,}",
+            format_bytes(load.run_bytes),
+            format_seconds(load.plan_seconds),
+            format_seconds(load.total_seconds),
+        ]
+    first_token = format_seconds(row.first_token_seconds)
+    return f"{row.prompt_tokens:,}", *moved, first_token, row.verdict.value, *details
 
 
 def _kinds(load: Transfer) -> Iterator[str]:
@@ -226,16 +222,8 @@ def _kinds(load: Transfer) -> Iterator[str]:
         kinds.setdefault(name.partition(" ")[2], []).append(moved)
     for label, sizes in kinds.items():
         kind, _, span = label.partition("(")
-        name = " ".join((_SHORT.get(kind, kind), span.rstrip(")"))).strip()
+        name = " ".join((_KINDS.get(kind, kind), span.rstrip(")"))).strip()
         yield f"{len(sizes)} {name}: {format_bytes(sum(sizes))}"
-
-
-_SHORT = {"full_attention": "full", "sliding_window": "window", "chunked_local": "chunk"}
-
-
-_INDENT = "    "
-# Width of lines with prompts and answers where the output is no terminal.
-_EXCERPT = 80
 
 
 class Screen:
@@ -295,9 +283,9 @@ class Screen:
         self._report.heading("What happened")
         self._report.text(story(rows))
         self._report.text()
-        self._report.table(COLUMNS, table_cells(rows))
-        self._report.text(LEGEND)
-        for failure in failures(rows):
+        self._report.table(COLUMNS, [_cells(row) for row in rows])
+        self._report.text(_LEGEND)
+        for failure in _failures(rows):
             self._report.text(failure)
 
     def _piece(self, text: str) -> None:

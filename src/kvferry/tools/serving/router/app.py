@@ -29,8 +29,8 @@ from kvferry.tools.serving.router.failures import Failures
 from kvferry.tools.serving.router.fleet import Introductions, Prober, watch_engines
 from kvferry.tools.serving.router.flow import Completion, CompletionFlow
 from kvferry.tools.serving.router.metrics import CONTENT_TYPE, RouterMetrics
-from kvferry.tools.serving.router.prompts import Responses, previous_response
 from kvferry.tools.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, RESPONSES, ApiError, Reply
+from kvferry.tools.serving.router.responses import Responses, previous_response
 from kvferry.tools.serving.router.settings import KeyCheck, RouterSettings
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
@@ -43,25 +43,15 @@ from kvferry.tools.serving.router.upstream import (
     read_whole,
 )
 
-COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *sorted(DECODE_ONLY))
-PASSED_THROUGH = (
-    ("GET", "/v1/models"),
-    ("GET", "/version"),
-    ("GET", "/tokenizer_info"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-)
-OF_RESPONSES = (
-    ("GET", f"{RESPONSES}/{{response_id}}"),
-    ("POST", f"{RESPONSES}/{{response_id}}/cancel"),
-)
-ANSWERED = (
-    ("GET", "/health"),
-    ("GET", "/load"),
-    ("GET", "/metrics"),
-    ("GET", "/ping"),
-    ("POST", "/ping"),
-)
+_COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *sorted(DECODE_ONLY))
+# Any decode engine can answer them.
+_PASSED_THROUGH = {
+    "/v1/models": "GET",
+    "/version": "GET",
+    "/tokenizer_info": "GET",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+}
 
 _ONE_ENGINE = "it describes or changes a single engine; send it to the engine itself"
 _BY_TOKENS = "it would let clients choose what an engine does for another one; send it to the engine itself"
@@ -116,7 +106,6 @@ REFUSED = {
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _AUDIO),
 }
 
-
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -142,16 +131,16 @@ class RouterApp(Starlette):
         )
 
     def _routes(self) -> list[Route]:
-        def endpoint(handler: Callable[[Call, Send], Awaitable[None]]) -> RouterEndpoint:
-            return RouterEndpoint(
-                handler, self._ongoing, self._hop, self._settings.max_body_bytes, self._metrics
-            )
+        def relay(method: str, path: str, handler: Callable[[Call, Send], Awaitable[None]]) -> Route:
+            most = self._settings.max_body_bytes
+            endpoint = RouterEndpoint(handler, self._ongoing, self._hop, most, self._metrics)
+            return Route(path, endpoint, methods=[method])
 
-        relayed = [(path, self._complete, "POST") for path in COMPLETED]
-        relayed += [(path, self._pass_through, method) for method, path in PASSED_THROUGH]
-        relayed += [(path, self._of_response, method) for method, path in OF_RESPONSES]
         return [
-            *(Route(path, endpoint(handler), methods=[method]) for path, handler, method in relayed),
+            *(relay("POST", path, self._complete) for path in _COMPLETED),
+            *(relay(method, path, self._pass_through) for path, method in _PASSED_THROUGH.items()),
+            relay("GET", f"{RESPONSES}/{{response_id}}", self._of_response),
+            relay("POST", f"{RESPONSES}/{{response_id}}/cancel", self._of_response),
             *(Route(path, _refusal(reason), methods=_METHODS) for path, reason in REFUSED.items()),
             Route("/health", self._health, methods=["GET"]),
             Route("/load", self._load, methods=["GET"]),
@@ -267,16 +256,18 @@ class RouterApp(Starlette):
         status = "ok" if all(up.values()) else "degraded" if up["decode"] else "unavailable"
         if self._ongoing.draining:
             status = "draining"
-        engines = {
-            role: [{"url": backend.url, "up": backend.up, "reason": backend.reason} for backend in backends]
-            for role, backends in pools.items()
+        found = {
+            "status": status,
+            **{
+                role: [{"url": one.url, "up": one.up, "reason": one.reason} for one in backends]
+                for role, backends in pools.items()
+            },
+            "draining": [
+                {"role": one.role, "url": one.url, "requests": one.outstanding}
+                for one in self._engines()
+                if one.draining
+            ],
         }
-        draining = [
-            {"role": backend.role, "url": backend.url, "requests": backend.outstanding}
-            for backend in self._engines()
-            if backend.draining
-        ]
-        found = {"status": status, **engines, "draining": draining}
         return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
 
     async def _load(self, _: Request) -> Response:

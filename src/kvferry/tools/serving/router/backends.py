@@ -17,8 +17,16 @@ import xxhash
 
 from kvferry.tools.serving.router.replies import Headers
 
+_log = logging.getLogger("kvferry.router")
+
 _SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "user")
+# Parameters of an offer that say which engine to read from.
+_IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
+_FIRST_REST_SECONDS = 0.5
+_LONGEST_REST_SECONDS = 16.0
+# An engine accepts no more names of unwanted KV in one request. Leases of dropped ones expire.
+_MAX_UNWANTED = 256
 
 
 def session_of(headers: Headers, body: dict[str, Any]) -> int | None:
@@ -44,9 +52,6 @@ def score(session: int, url: str) -> int:
     ['http://b:1', 'http://a:1', 'http://b:1']
     """
     return xxhash.xxh3_64_intdigest(session.to_bytes(8, "little") + url.encode())
-
-
-_IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +130,6 @@ class Waits:
             raise SilentEngine from None
         finally:
             self._begun.pop(wait, None)
-
-
-_log = logging.getLogger("kvferry.router")
-
-_FIRST_REST_SECONDS = 0.5
-_LONGEST_REST_SECONDS = 16.0
-# An engine accepts no more names of unwanted KV in one request. Leases of dropped ones expire.
-_MAX_UNWANTED = 256
 
 
 class BackendState(StrEnum):
@@ -249,19 +246,19 @@ class Backend:
         Returns:
             True if a decode engine can read the KV.
         """
-        done, offers = params is not None, False
-        if params is not None and params.get("do_remote_prefill"):
-            offers = True
-            source = StreamSource.of(params)
+        given, hands_over = params or {}, params is not None
+        offers = bool(given.get("do_remote_prefill"))
+        if offers:
+            source = StreamSource.of(given)
             self._varies |= self._same > 0 and source != self._source
             self._source, self._same = source, self._same + 1
         else:
             self._source, self._same = None, 0
         # An operator drains it, so it will not change its mind soon.
-        if params is not None and params.get("remote_stopped"):
+        if given.get("remote_stopped"):
             self._rests_until = self._clock() + _LONGEST_REST_SECONDS
-        if done != self._hands_over:
-            if done:
+        if hands_over != self._hands_over:
+            if hands_over:
                 _log.warning("prefill engine %s hands over KV again", self.url)
             else:
                 _log.warning(
@@ -269,7 +266,7 @@ class Backend:
                     "--kv-transfer-config (see kvferry config)?",
                     self.url,
                 )
-        self._hands_over = done
+        self._hands_over = hands_over
         return offers
 
 
@@ -283,13 +280,9 @@ class Pool:
         self._requests = 0
 
     @property
-    def draining(self) -> tuple[Backend, ...]:
-        self._removed = tuple(backend for backend in self._removed if backend.outstanding)
-        return self._removed
-
-    @property
     def known(self) -> tuple[Backend, ...]:
-        return (*self.backends, *self.draining)
+        """The engines, also removed ones that still work on requests."""
+        return (*self.backends, *(backend for backend in self._removed if backend.outstanding))
 
     def replace(self, urls: Sequence[str]) -> None:
         """Replace the engines. Engines that stay keep their state, and removed ones end their requests."""

@@ -13,14 +13,14 @@ from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES, Headers
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # SageMaker's endpoint, which takes the bodies of several others.
-INVOCATIONS = "/invocations"
+_INVOCATIONS = "/invocations"
 # Requests that go to a decode engine alone. A response may continue one that the decode engine keeps, and may
 # run tools, so that it takes several prompts. So do a batch of chats and a decision. The others generate no
 # tokens, apart from Cohere's chats.
 DECODE_ONLY = frozenset(
     (
         RESPONSES,
-        INVOCATIONS,
+        _INVOCATIONS,
         "/classify",
         "/cohere/v2/chat",
         "/cohere/v2/chat/render",
@@ -59,8 +59,8 @@ _COUNTS = {
     "n": range(1, 129),
 }
 
-# Value of ``max_tokens`` if a request has none, by path. Other endpoints have no fixed one.
-_DEFAULT_LIMITS = {COMPLETIONS: 16}
+# Value of ``max_tokens`` if a completion has none. Other endpoints have no fixed one.
+_DEFAULT_LIMIT = 16
 
 # ``kv_transfer_params`` of a prefill request: keep the KV until another engine reads it.
 ASK_FOR_KV = {
@@ -74,7 +74,6 @@ ASK_FOR_KV = {
 
 
 KV_PARAMS = "kv_transfer_params"
-
 # vLLM merges this field, and no other, into the dictionary that also holds ``kv_transfer_params``. So those
 # must be removed from it too.
 _EXTRA_ARGUMENTS = "vllm_xargs"
@@ -105,7 +104,7 @@ def api_of(path: str, body: dict[str, Any]) -> str:
     >>> api_of("/invocations", {"prompt": "x"}), api_of("/invocations", {"input": "x"})
     ('/v1/completions', '/invocations')
     """
-    if path != INVOCATIONS:
+    if path != _INVOCATIONS:
         return path
     # vLLM, too, chooses the endpoint by the form of the body.
     return CHAT if "messages" in body else COMPLETIONS if "prompt" in body else path
@@ -125,14 +124,14 @@ def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def encoded(body: Any) -> bytes:
+def encoded(body: Any, *, sort_keys: bool = False) -> bytes:
     """Encode the body of a request, or a part of it, as JSON.
 
     Raises:
         MalformedBody: the body's objects are nested too deeply.
     """
     try:
-        return json.dumps(body).encode()
+        return json.dumps(body, sort_keys=sort_keys).encode()
     except RecursionError as error:
         raise MalformedBody("the request body is nested too deeply") from error
 
@@ -212,7 +211,9 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
         AloneReason.KV_PARAMS: body.get(KV_PARAMS),
         # A prefill engine answers with parameters for one prompt only, and the decode engine would use them
         # for all.
-        AloneReason.PROMPTS: isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt),
+        AloneReason.PROMPTS: isinstance(prompt, list)
+        and len(prompt) != 1
+        and not (prompt and isinstance(prompt[0], int)),
         # The decode engine must compute the whole prompt. A chat asks with ``echo`` alone, a completion with
         # ``echo`` and ``logprobs``, even 0.
         AloneReason.PROMPT_LOGPROBS: body.get("prompt_logprobs") is not None
@@ -228,31 +229,23 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
     return next((reason for reason, applies in conditions.items() if applies), None)
 
 
-def _is_tokens(prompt: list[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
-
-
 def _is_plain(path: str, body: dict[str, Any]) -> bool:
     """Return whether the values of all fields that `prefill_body` changes are known to be valid."""
-    if any(not _is_count(body.get(name), valid) for name, valid in _COUNTS.items()):
-        return False
+    for name, valid in _COUNTS.items():
+        count = body.get(name)
+        if count is not None and (type(count) is not int or count not in valid):
+            return False
     least, n, stream = body.get("min_tokens") or 0, body.get("n") or 1, body.get("stream")
     limits = [body[name] for name in _LIMITS if body.get(name) is not None]
-    if least > min(limits, default=_DEFAULT_LIMITS.get(path, least)):
+    if least > min(limits, default=_DEFAULT_LIMIT if path == COMPLETIONS else least):
         return False
-    if n > 1 and not _is_sampled(body.get("temperature")):
+    temperature = body.get("temperature")
+    is_sampled = temperature is None or (isinstance(temperature, (int, float)) and temperature > 0)
+    if n > 1 and not is_sampled:
         return False
     if path == MESSAGES and not _has_valid_limit(body):
         return False
     return stream is None or stream is False or (stream is True and _are_flags(body.get("stream_options")))
-
-
-def _is_count(value: Any, valid: range) -> bool:
-    return value is None or (type(value) is int and value in valid)
-
-
-def _is_sampled(temperature: Any) -> bool:
-    return temperature is None or (isinstance(temperature, (int, float)) and temperature > 0)
 
 
 def _has_valid_limit(body: dict[str, Any]) -> bool:

@@ -6,11 +6,11 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
 
+import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.tools.serving.router.metrics import RequestRecord, RouterMetrics
@@ -53,43 +53,8 @@ class Call:
         return f"{path}?{self.query}" if self.query else path
 
 
-class _TooLarge(Exception):
-    """Raised if a request body exceeds the limit."""
-
-
-class ActiveRequest:
-    """A request that is under way in the current task, which can be cancelled. Use it with ``async with``.
-
-    Cancelling ends the block early; the code after it runs on.
-    """
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Cancel the block, unless it was cancelled or has ended."""
-        if self._task is not None and not self._cancelled:
-            self._cancelled = True
-            self._task.cancel()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.current_task()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Return True, to continue after the block, if the block was cancelled by `cancel`."""
-        task, self._task = self._task, None
-        if not self._cancelled or task is None:
-            return False
-        if kind is None:  # the block had ended before the cancellation could reach it
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)
-        return task.uncancel() == 0 and (kind is None or issubclass(kind, asyncio.CancelledError))
-
-
 class ActiveRequests:
-    """The set of requests that are under way.
+    """The requests that are under way.
 
     Attributes:
         draining: True once new requests are refused, because the router is about to stop.
@@ -99,21 +64,25 @@ class ActiveRequests:
     def __init__(self) -> None:
         self.draining = False
         self.ending = False
-        self._requests: set[ActiveRequest] = set()
+        self._scopes: set[anyio.CancelScope] = set()
         self._none = asyncio.Event()
         self._none.set()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._scopes)
 
-    def add(self, request: ActiveRequest) -> None:
-        self._requests.add(request)
-        self._none.clear()
-
-    def discard(self, request: ActiveRequest) -> None:
-        self._requests.discard(request)
-        if not self._requests:
-            self._none.set()
+    @contextmanager
+    def counted(self) -> Iterator[anyio.CancelScope]:
+        """Count a request as under way in the ``with`` block, which the yielded scope can cancel."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            self._none.clear()
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+                if not self._scopes:
+                    self._none.set()
 
     async def wait_ended(self) -> None:
         """Wait until no request is under way."""
@@ -122,8 +91,8 @@ class ActiveRequests:
     def end(self) -> None:
         """Cancel all requests that are under way. `RouterEndpoint` then sends an error to each client."""
         self.ending = True
-        for request in self._requests:
-            request.cancel()
+        for scope in self._scopes:
+            scope.cancel()
 
 
 class RouterEndpoint:
@@ -159,46 +128,61 @@ class RouterEndpoint:
             self._metrics.end(record)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, record: RequestRecord) -> None:
+        path = scope["path"]
         reply_headers = ((_REQUEST_ID, _request_id(scope)),)
         if self._hop.has_seen(scope["headers"]):
-            await LOOP.reply(scope["path"]).send(answer.send, reply_headers)
+            await LOOP.reply(path).send(answer.send, reply_headers)
             return
         if self._ongoing.draining:
-            await _DRAINING.reply(scope["path"]).send(answer.send, reply_headers)
+            await _DRAINING.reply(path).send(answer.send, reply_headers)
             return
-        async with ActiveRequest() as request:
-            self._ongoing.add(request)
-            try:
-                # Added to the active requests first, so that a router that stops need not wait for a slow
-                # upload.
-                body = await _read_body(receive, self._max_body_bytes)
-                if body is not None:
-                    record.received_bytes = len(body)
-                    headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
-                    query = scope.get("query_string", b"").decode("latin-1")
-                    call = Call(scope["method"], scope["path"], query, headers, reply_headers, body, record)
-                    await self._handle(call, receive, request, answer)
-            except _TooLarge as error:
-                reply = ApiError(413, str(error), "request_too_large").reply(scope["path"])
-                await reply.send(answer.send, reply_headers)
-            finally:
-                self._ongoing.discard(request)
+        with self._ongoing.counted() as request:
+            # Counted first, so that a router that stops need not wait for a slow upload.
+            body = await _read_body(receive, self._max_body_bytes)
+            if body is None:
+                return
+            if len(body) > self._max_body_bytes:
+                limit = f"the request body is larger than the {self._max_body_bytes} bytes that are allowed"
+                await ApiError(413, limit, "request_too_large").reply(path).send(answer.send, reply_headers)
+            else:
+                record.received_bytes = len(body)
+                headers = self._hop.passed_on(relayed(scope["headers"]) + reply_headers)
+                query = scope.get("query_string", b"").decode("latin-1")
+                call = Call(scope["method"], path, query, headers, reply_headers, body, record)
+                # The server tells that a client has left only to whoever calls `receive`, and the handler
+                # never does.
+                watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
+                try:
+                    await self._handler(call, answer.send)
+                finally:
+                    watching.cancel()
         if self._ongoing.ending:
-            await answer.cut_short(reply_headers, scope["path"])
-
-    async def _handle(self, call: Call, receive: Receive, request: ActiveRequest, answer: _Answer) -> None:
-        # The server tells that a client has left only to whoever calls `receive`, and the handler never does.
-        watching = asyncio.create_task(_cancel_on_disconnect(receive, request))
-        try:
-            await self._handler(call, answer.send)
-        finally:
-            watching.cancel()
+            await answer.cut_short(reply_headers, path)
 
 
 def _request_id(scope: Scope) -> bytes:
     """Return the client's x-request-id, or a new id if it is missing, too long, or has other characters."""
     given = dict(scope["headers"]).get(_REQUEST_ID, b"")
     return given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """Return the body of a request, or a part of more than `max_bytes`; None if the client disconnects."""
+    body = bytearray()
+    while len(body) <= max_bytes:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return bytes(body)
+
+
+async def _cancel_on_disconnect(receive: Receive, request: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    request.cancel()
 
 
 class _Answer:
@@ -226,27 +210,3 @@ class _Answer:
         elif not self._record.complete:
             self._record.broken = True
             await self.send({"type": "http.response.body", "body": _STOPPED.event(path)})
-
-
-async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """Read and return the body of a request; None if the client disconnects before the body is complete.
-
-    Raises:
-        _TooLarge: the body is larger than `max_bytes`.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _TooLarge(f"the request body is larger than the {max_bytes} bytes that are allowed")
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-async def _cancel_on_disconnect(receive: Receive, request: ActiveRequest) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    request.cancel()

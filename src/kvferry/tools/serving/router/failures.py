@@ -1,4 +1,4 @@
-"""Count the failures of engines during one request."""
+"""Failures of engines during one request, and requests that engines have died of or refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import xxhash
 
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.bodies import encoded
@@ -21,6 +19,31 @@ _MAX_FAILURES = 2
 _BUSY = (429, 503)
 # A message may quote the whole prompt.
 _MAX_CHARS = 300
+
+REMEMBERED_SECONDS = 600.0
+_MAX_REMEMBERED = 1000
+# Keys of a body that do not change what an engine computes.
+_OF_THE_CALLER = frozenset(
+    {"stream", "stream_options", "user", "metadata", "request_id", "safety_identifier", "store"}
+)
+# The prompt, and keys that differ between requests of one kind.
+_NOT_COMPARED = frozenset(
+    {
+        "cache_salt",
+        "documents",
+        "messages",
+        "metadata",
+        "prompt",
+        "prompt_cache_key",
+        "request_id",
+        "safety_identifier",
+        "seed",
+        "session_id",
+        "system",
+        "tools",
+        "user",
+    }
+)
 
 
 class Failures:
@@ -36,27 +59,24 @@ class Failures:
     def __init__(self, earlier: Sequence[str] = ()) -> None:
         """Begin with descriptions of engines that died lately during equal requests."""
         self.answered = False
-        self._seen = [*earlier]
-        self._earlier = len(earlier)
-        self._engines: list[Backend] = []
+        self._earlier = earlier
+        self._own: list[tuple[Backend, str]] = []
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._earlier) + len(self._own)
 
     @property
     def exhausted(self) -> bool:
         """True if the request must not be sent to a further engine."""
-        return len(self._seen) >= _MAX_FAILURES
+        return len(self) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
         """Record that an engine closed the connection, was silent or answered with a server error."""
-        self._seen.append(f"{backend.role} engine {backend.url}: {reason}")
-        self._engines.append(backend)
+        self._own.append((backend, f"{backend.role} engine {backend.url}: {reason}"))
 
     def deaths(self) -> dict[tuple[str, int], str]:
         """Return descriptions of the engines that failed and are down now, by (URL, times it was lost)."""
-        failed = zip(self._engines, self._seen[self._earlier :], strict=True)
-        return {(backend.url, backend.losses): text for backend, text in failed if not backend.up}
+        return {(backend.url, backend.losses): text for backend, text in self._own if not backend.up}
 
     def reply(self, path: str, reply_headers: Headers) -> Reply:
         """Return the error reply that lists the failures, and log that the request is not tried again.
@@ -65,8 +85,8 @@ class Failures:
             path: path of the request.
             reply_headers: the first is x-request-id, which is logged.
         """
-        engines = "; ".join(self._seen)
-        count = "one engine" if len(self._seen) == 1 else f"{len(self._seen)} engines"
+        engines = "; ".join([*self._earlier, *(text for _, text in self._own)])
+        count = "one engine" if len(self) == 1 else f"{len(self)} engines"
         _log.error(
             "request %s is not tried again: %s failed while working on it (%s)",
             reply_headers[0][1].decode(errors="replace"), count, engines,
@@ -105,13 +125,6 @@ def failure_of(reply: Reply) -> str:
     return f"status {reply.status}: {message}"
 
 
-REMEMBERED_SECONDS = 600.0
-_MAX_REQUESTS = 1000
-# Keys of a body that do not change what an engine computes.
-_OF_THE_CALLER = frozenset(
-    {"stream", "stream_options", "user", "metadata", "request_id", "safety_identifier", "store"}
-)
-
 # Time and description by (URL of the engine, how often it had been lost). Copies of a request that were under
 # way at one engine have one death in common.
 _Deaths = dict[tuple[str, int], tuple[float, str]]
@@ -135,49 +148,23 @@ class Suspects:
         # Digesting a long prompt costs time, and nearly always no engine has died.
         if not self._deaths:
             return Failures()
-        deaths = self._deaths.get(_digest_of_suspects(path, body), {})
-        return Failures(tuple(text for at, text in deaths.values() if at > since))
+        deaths = self._deaths.get(_digest(path, body, _OF_THE_CALLER), {})
+        return Failures([text for at, text in deaths.values() if at > since])
 
     def end(self, path: str, body: Mapping[str, Any], failures: Failures) -> None:
         """Remember a request during which an engine died, and forget one that was answered."""
         died = failures.deaths()
         if not died and not (failures.answered and self._deaths):
             return
-        digest, now = _digest_of_suspects(path, body), self._clock()
+        digest, now = _digest(path, body, _OF_THE_CALLER), self._clock()
         if failures.answered:
             self._deaths.pop(digest, None)
             return
         known = self._deaths.setdefault(digest, {})
         self._deaths.move_to_end(digest)
         known |= {death: (now, text) for death, text in died.items()}
-        if len(self._deaths) > _MAX_REQUESTS:
+        if len(self._deaths) > _MAX_REMEMBERED:
             self._deaths.popitem(last=False)
-
-
-def _digest_of_suspects(path: str, body: Mapping[str, Any]) -> bytes:
-    kept = {key: value for key, value in body.items() if key not in _OF_THE_CALLER}
-    return hashlib.blake2b(json.dumps([path, kept], sort_keys=True).encode(), digest_size=16).digest()
-
-
-_MAX_REMEMBERED = 1000
-# The prompt, and keys that differ between requests of one kind.
-_NOT_COMPARED = frozenset(
-    {
-        "cache_salt",
-        "documents",
-        "messages",
-        "metadata",
-        "prompt",
-        "prompt_cache_key",
-        "request_id",
-        "safety_identifier",
-        "seed",
-        "session_id",
-        "system",
-        "tools",
-        "user",
-    }
-)
 
 
 class Refusals:
@@ -189,17 +176,17 @@ class Refusals:
     def includes(self, path: str, body: Mapping[str, Any]) -> bool:
         """Return whether a request with equal fields was refused, and none was accepted since."""
         # Digesting costs time, and nearly always nothing was refused.
-        return bool(self._refused) and _digest_of_refusals(path, body) in self._refused
+        return bool(self._refused) and _digest(path, body, _NOT_COMPARED) in self._refused
 
     def add(self, path: str, body: Mapping[str, Any]) -> None:
-        self._refused[_digest_of_refusals(path, body)] = None
+        self._refused[_digest(path, body, _NOT_COMPARED)] = None
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)
 
     def discard(self, path: str, body: Mapping[str, Any]) -> None:
-        self._refused.pop(_digest_of_refusals(path, body), None)
+        self._refused.pop(_digest(path, body, _NOT_COMPARED), None)
 
 
-def _digest_of_refusals(path: str, body: Mapping[str, Any]) -> bytes:
-    kept = [(key, body[key]) for key in sorted(body.keys() - _NOT_COMPARED)]
-    return xxhash.xxh3_128_digest(encoded([path, kept]))
+def _digest(path: str, body: Mapping[str, Any], left_out: frozenset[str]) -> bytes:
+    kept = {key: value for key, value in body.items() if key not in left_out}
+    return hashlib.blake2b(encoded([path, kept], sort_keys=True), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The file that lists a router's engines, and the task that applies its changes.
+"""Background tasks about a router's engines: reading the file that lists them, introductions and probes.
 
 The file has one engine per line: its role and its URL. Empty lines and lines that begin with ``#`` are
 skipped.
@@ -20,7 +20,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.router.backends import Backend, Pool, new_ticket
 from kvferry.tools.serving.router.bodies import COMPLETIONS, decode_body, kv_params_of, prefill_body
 from kvferry.tools.serving.router.replies import Reply
-from kvferry.tools.serving.router.settings import RouterSettings, engine_url, key_header
+from kvferry.tools.serving.router.settings import RouterSettings, engine_url, key_header, read_text
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
     LOOP_DETECTED,
@@ -36,6 +36,11 @@ _log = logging.getLogger("kvferry.router")
 
 _ROLES = ("prefill", "decode")
 _EXAMPLE = "write one engine per line, such as: decode http://host:port"
+# Many engines that start at once are not flooded with hand-overs.
+_AT_ONCE = 8
+# Every engine can answer it: token ids that each model has, and no name of a model.
+_GREETING = {"prompt": [0] * 8, "max_tokens": 1}
+_FIRST_PROBES_SECONDS = 0.5
 
 
 def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
@@ -44,13 +49,8 @@ def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: the file cannot be read, a line is not a role and a URL, or a role has no engine.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read engines from {path}: {reason}; {_EXAMPLE}") from None
     found: dict[str, dict[str, None]] = {role: {} for role in _ROLES}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "engines", _EXAMPLE).splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -87,13 +87,6 @@ async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -
                 pool.replace(engines[role])
 
 
-# Many engines that start at once are not flooded with hand-overs.
-_AT_ONCE = 8
-
-# Every engine can answer it: token ids that each model has, and no name of a model.
-_GREETING = {"prompt": [0] * 8, "max_tokens": 1}
-
-
 class Introductions:
     """Hand-overs of a short prompt between the engines of two pools, once after each start of either."""
 
@@ -108,6 +101,7 @@ class Introductions:
 
     async def run(self) -> None:
         """Introduce engines as they come up, until this coroutine is cancelled."""
+        # How often each engine had been lost when the two met.
         met = dict[tuple[Backend, Backend], tuple[int, ...]]()
         async with asyncio.TaskGroup() as group:
             while True:
@@ -118,32 +112,26 @@ class Introductions:
                     runs = tuple(backend.losses for backend in pair)
                     if all(backend.up for backend in pair) and met.get(pair) != runs:
                         met[pair] = runs
-                        group.create_task(self._introduce_in_turn(*pair))
+                        group.create_task(self._introduce(*pair))
                 await asyncio.sleep(self._seconds)
-
-    async def _introduce_in_turn(self, prefill: Backend, decode: Backend) -> None:
-        async with self._room:
-            await self._introduce(prefill, decode)
 
     async def _introduce(self, prefill: Backend, decode: Backend) -> None:
         """Hand a prompt over from one engine to another. Engines that cannot do it are left alone."""
         name = new_ticket()
-        with suppress(*BROKEN):
-            reply = await self._ask(prefill, prefill_body(_GREETING, name=name))
-            if reply.status != 200 or not prefill.note_hand_over(params := kv_params_of(reply.body)):
-                return
-            reply = await self._ask(decode, decode_body(_GREETING, params))
-            if reply.status == 200:
-                return
+        async with self._room:
+            with suppress(*BROKEN):
+                reply = await self._ask(prefill, prefill_body(_GREETING, name=name))
+                if reply.status != 200 or not prefill.note_hand_over(params := kv_params_of(reply.body)):
+                    return
+                reply = await self._ask(decode, decode_body(_GREETING, params))
+                if reply.status == 200:
+                    return
         # No decode engine has read this KV, and none will.
         prefill.unwanted.append(name)
 
     async def _ask(self, backend: Backend, body: bytes) -> Reply:
         async with self._client.opened("POST", backend, COMPLETIONS, self._headers, body) as response:
             return await read_whole(response)
-
-
-_FIRST_PROBES_SECONDS = 0.5
 
 
 async def probe(client: EngineClient, backend: Backend) -> None:

@@ -55,15 +55,9 @@ from kvferry.tools.serving.router.failures import (
 )
 from kvferry.tools.serving.router.fleet import probe
 from kvferry.tools.serving.router.metrics import AloneReason
-from kvferry.tools.serving.router.prompts import (
-    Turns,
-    estimated_tokens,
-    has_media,
-    not_found,
-    previous_response,
-    with_response_id,
-)
+from kvferry.tools.serving.router.prompts import Turns, estimated_tokens, has_media
 from kvferry.tools.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
+from kvferry.tools.serving.router.responses import not_found, previous_response, with_response_id
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
@@ -164,10 +158,9 @@ class CompletionFlow:
 
     async def close(self) -> None:
         """Stop telling prefill engines which KV is unwanted."""
-        tasks = [*self._withdrawals.values()]
-        for task in tasks:
+        for task in self._withdrawals.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._withdrawals.values(), return_exceptions=True)
 
     async def _complete(self, completion: Completion) -> None:
         tried, params = list[Backend](), None
@@ -187,28 +180,20 @@ class CompletionFlow:
         await self._answer(completion, params)
 
     def _goes_alone(self, completion: Completion) -> AloneReason | None:
-        path, body = completion.call.path, completion.body
-        if alone := decodes_alone(path, body) or self._adds_little(completion):
+        """Return why the decode engine should compute the prompt; None if a hand-over is worth its cost."""
+        path, body, session = completion.call.path, completion.body, completion.session
+        if alone := decodes_alone(path, body):
             return alone
+        limit = self._settings.min_prefill_tokens
+        if limit and not has_media(body):
+            if estimated_tokens(body) < limit:
+                return AloneReason.SHORT
+            backend = self._decode.next([], session, last_resort=True)
+            if session is not None and backend is not None:
+                added = self._turns.new_tokens(session, backend, path, body)
+                if added is not None and added < limit:
+                    return AloneReason.KNOWN
         return AloneReason.INVALID if self._refusals.includes(path, body) else None
-
-    def _adds_little(self, completion: Completion) -> AloneReason | None:
-        """Return the reason why a hand-over would cost more than it saves; None if it is worth it."""
-        limit, body, session = self._settings.min_prefill_tokens, completion.body, completion.session
-        if not limit or has_media(body):
-            return None
-        if estimated_tokens(body) < limit:
-            return AloneReason.SHORT
-        backend = self._decode.next([], session, last_resort=True)
-        if session is None or backend is None:
-            return None
-        added = self._turns.new_tokens(session, backend, completion.call.path, body)
-        return AloneReason.KNOWN if added is not None and added < limit else None
-
-    def _remembers(self, completion: Completion) -> bool:
-        return bool(self._settings.min_prefill_tokens) and (
-            api_of(completion.call.path, completion.body) not in DECODE_ONLY
-        )
 
     def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
         """Record that a decode engine has begun to answer a request."""
@@ -218,13 +203,15 @@ class CompletionFlow:
         backend.mark_up()
         if status == 200 and with_kv:
             completion.held.clear()  # a decode engine that has read KV ends the lease itself
-        self._note_verdict(completion, backend, status)
-        if status == 200 and completion.session is not None and self._remembers(completion):
-            self._turns.remember(completion.session, backend, completion.call.path, completion.body)
-
-    def _note_verdict(self, completion: Completion, backend: Backend, status: int) -> None:
-        """Compare a decode engine's verdict on a request with that of the prefill engines that were asked."""
         path, body, record = completion.call.path, completion.body, completion.call.record
+        if (
+            status == 200
+            and completion.session is not None
+            and self._settings.min_prefill_tokens
+            and api_of(path, body) not in DECODE_ONLY
+        ):
+            self._turns.remember(completion.session, backend, path, body)
+        # Compare the engine's verdict on the request with that of the prefill engines that were asked.
         if status == 200 and record.alone is AloneReason.INVALID:
             self._refusals.discard(path, body)
         elif status == 200 and record.alone is AloneReason.REFUSED:
@@ -288,7 +275,6 @@ class CompletionFlow:
         In the first two cases the decode engine answers the request.
 
         Args:
-            completion: request to serve.
             tried: prefill engines that have failed already. Further ones are added.
         """
         while not completion.failures.exhausted and (
@@ -319,8 +305,6 @@ class CompletionFlow:
         - The engine answers with a server error. This is added, too, and the engine rests.
 
         Args:
-            backend: prefill engine.
-            completion: request of the client.
             ticket: ticket for the KV; None if the engine draws it.
         """
         call, failures, begun = completion.call, completion.failures, time.monotonic()
@@ -343,7 +327,7 @@ class CompletionFlow:
             backend.back_off()
             if is_failure(reply.status):
                 failures.add(backend, failure_of(reply))
-                await self._if_up(backend, reply)
+                await probe(self._client, backend)
             return None
         if reply.status != 200 or not (kv_params_of(reply.body) or {}).get("do_remote_prefill"):
             completion.held.pop(name, None)  # it keeps no KV
@@ -354,12 +338,6 @@ class CompletionFlow:
             completion.refusals.append((backend, failure_of(reply)))
             backend.unwanted.extend(unwanted)  # the API server has not told the engine
         return reply
-
-    async def _if_up(self, backend: Backend, reply: Reply) -> Reply | None:
-        """Probe an engine, and return its server error; None if the engine is dying or being stopped."""
-        # A dying engine's error says nothing about the request, so the client should not get it.
-        await probe(self._client, backend)
-        return reply if backend.up else None
 
     def _next_decode(self, tried: list[Backend], completion: Completion) -> Backend | None:
         if completion.keeper is None:
@@ -373,7 +351,6 @@ class CompletionFlow:
         After two failures, send an error to the client instead.
 
         Args:
-            completion: request to serve.
             params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
         """
         call, failures = completion.call, completion.failures
@@ -415,7 +392,10 @@ class CompletionFlow:
                 if not is_failure(reply.status):
                     continue  # it did not take the request, so the prefill engine still has the KV
                 failures.add(backend, failure_of(reply))
-                last = await self._if_up(backend, reply)
+                # The error of an engine that is dying or being stopped says nothing about the request, so
+                # the client should not get it.
+                await probe(self._client, backend)
+                last = reply if backend.up else None
             # The failed engine may have read the KV, and then the prefill engine has freed it.
             call.record.note_ticket_lost()
             params = None

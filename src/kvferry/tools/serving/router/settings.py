@@ -1,4 +1,4 @@
-"""The settings of a router."""
+"""The settings of a router: its engines and limits, and the keys of clients and engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.common.errors import ConfigError
 from kvferry.observe.fetch import server_url
 from kvferry.tools.serving.router.replies import ApiError
+
+_UNAUTHORIZED = ApiError(
+    401, "the API key is missing or wrong", "invalid_api_key", ((b"www-authenticate", b"Bearer"),)
+)
+# Load balancers, Kubernetes and Prometheus ask these without a key.
+_OPEN_PATHS = frozenset(("/health", "/load", "/metrics", "/ping"))
+_AUTHORIZATION = b"authorization"
+_BEARER = b"bearer "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +41,7 @@ class RouterSettings:
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
         allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.
-        engines_file: file of `engines_file`, whose changes replace the engines; None to keep them.
+        engines_file: file for `fleet.read_engines`, whose changes replace the engines; None to keep them.
         min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
             that the decode engine has already; 0 to send every prompt to a prefill engine.
         introduce: True to hand a short prompt over between engines that come up, so that they are connected
@@ -59,10 +67,11 @@ class RouterSettings:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
-        for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
-            if not urls and role == "decode":
-                raise ConfigError(f"the router has no {role} engine; give at least one --{role} URL")
-            object.__setattr__(self, role, tuple(_engine_url(role, text) for text in urls))
+        if not self.decode:
+            raise ConfigError("the router has no decode engine; give at least one --decode URL")
+        for role in ("prefill", "decode"):
+            urls = tuple(_engine_url(role, text) for text in getattr(self, role))
+            object.__setattr__(self, role, urls)
 
 
 def engine_url(text: str) -> str | None:
@@ -80,15 +89,6 @@ def _engine_url(role: str, text: str) -> str:
     return url
 
 
-_UNAUTHORIZED = ApiError(
-    401, "the API key is missing or wrong", "invalid_api_key", ((b"www-authenticate", b"Bearer"),)
-)
-# Load balancers, Kubernetes and Prometheus ask these without a key.
-OPEN_PATHS = frozenset(("/health", "/load", "/metrics", "/ping"))
-_AUTHORIZATION = b"authorization"
-_BEARER = b"bearer "
-
-
 def read_keys(path: Path | None, variable: str) -> tuple[str, ...]:
     """Return the keys in a file, one per line, or else the key in an environment variable; none if unset.
 
@@ -98,18 +98,21 @@ def read_keys(path: Path | None, variable: str) -> tuple[str, ...]:
     if path is None:
         keys = [key] if (key := os.environ.get(variable, "").strip()) else []
     else:
-        try:
-            keys = path.read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(
-                f"cannot read keys from {path}: {reason}; give a file of one per line"
-            ) from None
+        keys = read_text(path, "keys", "give a file of one per line").split()
         if not keys:
             raise ConfigError(f"{path} has no key; give a file of one key per line")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ConfigError(f"a key of {path or variable} has other characters than printable ASCII; change it")
     return tuple(keys)
+
+
+def read_text(path: Path, what: str, remedy: str) -> str:
+    """Return the content of a file of `what`. Raise ConfigError with a remedy if it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read {what} from {path}: {reason}; {remedy}") from None
 
 
 def key_header(key: str) -> tuple[bytes, bytes]:
@@ -147,7 +150,7 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if not self._digests or scope["path"] in OPEN_PATHS:
+        if not self._digests or scope["path"] in _OPEN_PATHS:
             return True
         values = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
         if len(values) != 1 or not values[0].lower().startswith(_BEARER):

@@ -9,9 +9,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from io import BytesIO
-from typing import Protocol, Self
+from typing import Self
 
 import aiohttp
 import yarl
@@ -111,44 +110,24 @@ def relayed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     )
 
 
-class EngineAnswer(Protocol):
+class EngineAnswer:
     """An engine's HTTP answer, whose body is not read yet. Its headers are as the engine sent them."""
 
-    @property
-    def status(self) -> int: ...
+    def __init__(self, response: aiohttp.ClientResponse, waits: Waits) -> None:
+        self.status = response.status
+        self.headers: Headers = response.raw_headers
+        self._content, self._waits = response.content, waits
 
-    @property
-    def headers(self) -> Headers: ...
-
-    def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body in pieces, each as soon as it has arrived.
 
         Raises:
             aiohttp.ClientError: the connection broke.
             SilentEngine: the engine is silent.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Received:
-    """An `EngineAnswer` of the HTTP client."""
-
-    response: aiohttp.ClientResponse
-    waits: Waits
-
-    @property
-    def status(self) -> int:
-        return self.response.status
-
-    @property
-    def headers(self) -> Headers:
-        return self.response.raw_headers
-
-    async def chunks(self) -> AsyncIterator[bytes]:
         while True:
-            async with self.waits.wait():
-                chunk = await self.response.content.readany()
+            async with self._waits.wait():
+                chunk = await self._content.readany()
             if not chunk:
                 return
             yield chunk
@@ -158,8 +137,7 @@ class EngineClient:
     """HTTP client with which the router sends requests to all engines. Use it as an async context manager."""
 
     def __init__(self, settings: RouterSettings, hop: Hop) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.silent_seconds)
-        self._keep_seconds = settings.keep_connection_seconds
+        self._settings = settings
         self._via = hop.passed_on()
         self._session: aiohttp.ClientSession
 
@@ -168,10 +146,10 @@ class EngineClient:
             connector=aiohttp.TCPConnector(
                 # No limit of connections: requests queue in the engines, which schedule them, not here.
                 limit=0,
-                keepalive_timeout=self._keep_seconds,
+                keepalive_timeout=self._settings.keep_connection_seconds,
                 socket_factory=watched_socket,
             ),
-            timeout=self._timeout,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.silent_seconds),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             # The engine gets the client's headers, and none of aiohttp's own.
@@ -210,7 +188,7 @@ class EngineClient:
                 allow_redirects=False,
             )
         try:
-            yield _Received(response, backend.waits)
+            yield EngineAnswer(response, backend.waits)
         finally:
             # Closes the connection of an answer that is not complete, and the engine then aborts the request.
             response.close()

@@ -255,8 +255,6 @@ def family(name: str) -> Family:
     Raises:
         ConfigError: the family is unknown.
     """
-    try:
-        return FAMILIES[name]
-    except KeyError:
-        message = f"no tiny checkpoint is called {name!r}; there are: {', '.join(FAMILIES)}"
-        raise ConfigError(message) from None
+    if name not in FAMILIES:
+        raise ConfigError(f"no tiny checkpoint is called {name!r}; there are: {', '.join(FAMILIES)}")
+    return FAMILIES[name]

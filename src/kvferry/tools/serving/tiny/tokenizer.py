@@ -1,4 +1,4 @@
-"""The tokenizer of the tiny checkpoints: byte-level BPE, trained on `serving.corpus` at its first use."""
+"""The tokenizer of the tiny checkpoints: byte-level BPE, trained on `corpus` at its first use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from typing import Any
 
 from kvferry.common.errors import ConfigError
 
+VOCABULARY = 2048
+_BOS, _EOS, _PAD = "<s>", "</s>", "<pad>"
+# The trainer numbers special tokens first, in this order.
+SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
 
 @cache
 def corpus() -> str:
     """Return the Python language reference as one English text of about 400,000 characters."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
-
-
-@cache
-def corpus_digest() -> str:
-    """Return the SHA-256, in hex, of the text that `corpus` returns."""
-    return hashlib.sha256(corpus().encode()).hexdigest()
 
 
 def passages(characters: int) -> Iterator[str]:
@@ -36,8 +40,7 @@ def passages(characters: int) -> Iterator[str]:
     """
     text = corpus()
     if not 0 < characters <= len(text):
-        message = f"a passage of {characters} characters was asked for; the text has {len(text)}"
-        raise ConfigError(message)
+        raise ConfigError(f"a passage of {characters} characters was asked for; the text has {len(text)}")
     start = 0
     while start + characters <= len(text):
         yield text[start : start + characters]
@@ -89,23 +92,13 @@ def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path
     return final
 
 
-VOCABULARY = 2048
-BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-# The trainer numbers special tokens first, in this order.
-SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
 def trained_tokenizer(directory: Path) -> Path:
     """Return the folder of the tiny models' tokenizer. If it does not exist, train it (about 1 s).
 
     Several processes may call this at the same time. Each sees either no folder or a complete folder.
     """
-    name = "tokenizer-" + digest(corpus_digest(), VOCABULARY, BOS, EOS, PAD, _CHAT_TEMPLATE)
+    corpus_digest = hashlib.sha256(corpus().encode()).hexdigest()
+    name = "tokenizer-" + digest(corpus_digest, VOCABULARY, _BOS, _EOS, _PAD, _CHAT_TEMPLATE)
     return publish(directory, name, _train)
 
 
@@ -120,16 +113,16 @@ def _train(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[BOS, EOS, PAD],
+        special_tokens=[_BOS, _EOS, _PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus().split("\n\n"), trainer=trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        pad_token=_PAD,
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
