@@ -41,11 +41,11 @@ _SHARE = "{{ $value | humanizePercentage }}"
 
 
 def _rate(name: str, by: tuple[str, ...], **where: str) -> str:
-    return total(per_second(series(name, **where), "10m"), *by)
+    return total(per_second(series(name, None, **where), "10m"), *by)
 
 
 def _increase(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
-    return total(increase(series(name, **where), over), *by)
+    return total(increase(series(name, None, **where), over), *by)
 
 
 _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
