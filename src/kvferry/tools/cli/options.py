@@ -7,6 +7,7 @@ turns it into what Typer reads: a function with one parameter per field.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import sys
@@ -16,17 +17,18 @@ from dataclasses import MISSING, Field, field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import replace_file
-from kvferry.common.text import printable
+from kvferry.common.text import Report, printable
 from kvferry.common.units import parse_count
 
 TYPER = "typer"
 """Key of a field's metadata: its `typer.Option` or `typer.Argument`."""
+_T = TypeVar("_T")
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C has ended."""
 _FAILED = 1
@@ -94,6 +96,16 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     # Typer reads the signature; it has no support for dataclasses.
     parsed.__signature__ = Signature([parameter(one) for one in fields(kind)])  # type: ignore[attr-defined]
     return parsed
+
+
+def print_result(
+    found: _T, plain: Callable[[_T], object], show: Callable[[_T, Report], None], *, as_json: bool
+) -> None:
+    """Print a result: what `plain` makes of it as JSON, or what `show` writes for people."""
+    if as_json:
+        print(json.dumps(plain(found)))
+    else:
+        show(found, Report.to_stdout())
 
 
 def without_none(**options: Any) -> dict[str, Any]:
