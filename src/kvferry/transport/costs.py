@@ -54,13 +54,8 @@ def load_costs(path: str | None = None) -> Costs:
 
     Args:
         path: None for the default file, if there is one.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
-    if path is not None:
-        return read_costs(expanded(path))
-    found = find_default_costs()
+    found = find_default_costs() if path is None else expanded(path)
     return Costs() if found is None else read_costs(found)
 
 
@@ -74,11 +69,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read a file that `write_costs` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
-    """
+    """Read a file that `write_costs` wrote. Raise ConfigError if it is none of this version."""
     remedy = "write it anew with `kvferry doctor --calibrate`"
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -104,11 +95,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically."""
     held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

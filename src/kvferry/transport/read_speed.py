@@ -44,6 +44,7 @@ class ReadSpeed:
     Attributes:
         costs: costs of transfers from this rank: those of the machine, with the measured cost of a byte if
             that differs by more than `NEAR`.
+        ended: True if no further READ will be started.
         bytes_per_second: 0 until it is measured.
     """
 
@@ -59,8 +60,8 @@ class ReadSpeed:
         self._agent, self._landing, self._clock = lane.agent, lane.landing, lane.clock
         self._owner, self._memory, self._began = owner, memory, lane.clock()
         self._bytes = min(memory.length, lane.landing.largest_image, size)
-        self._ended = self._bytes < LEAST_BYTES
-        self._read_seconds: list[float] = []
+        self.ended = self._bytes < LEAST_BYTES
+        self._byte_seconds: list[float] = []
         self._taken: Allocation | None = None
         self._lists: list[Any] = []
         self._handle: Any = None
@@ -72,22 +73,15 @@ class ReadSpeed:
         return self._handle is not None
 
     @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
     def pending(self) -> bool:
-        return not self._ended and self._clock() - self._began < PATIENCE_SECONDS
+        return not self.ended and self._clock() - self._began < PATIENCE_SECONDS
 
     def advance(self) -> None:
-        """Start the next READ, or take the time of one that has ended.
-
-        A READ that was just started is polled `SPINS` times. Otherwise the call does not wait.
-        """
+        """Start the next READ and poll it `SPINS` times, or take the time of one that has ended."""
         if self._handle is not None:
             self._take_time()
             return
-        if self._ended:
+        if self.ended:
             return
         try:
             self._start()
@@ -107,11 +101,10 @@ class ReadSpeed:
             self._agent.release_list(each)
         if self._taken is not None:
             self._landing.free(self._taken)
-        self._lists, self._taken, self._ended = [], None, True
+        self._lists, self._taken, self.ended = [], None, True
 
     def _start(self) -> None:
-        if self._taken is None:
-            self._taken = self._landing.allocate(1, self._bytes)
+        self._taken = self._taken or self._landing.allocate(1, self._bytes)
         if self._taken is None:  # reads hold the memory, and they matter more
             self.close()
             return
@@ -135,15 +128,13 @@ class ReadSpeed:
         seconds = self._clock() - self._started
         self._agent.release(self._handle)
         self._handle = None
-        if state is ReadState.DONE:
-            self._read_seconds.append(seconds / self._bytes)
-        if len(self._read_seconds) == ROUNDS:
-            self._conclude()
-        if len(self._read_seconds) == ROUNDS or state is ReadState.FAILED:
+        if state is ReadState.FAILED:
             self.close()
-
-    def _conclude(self) -> None:
-        byte = max(min(self._read_seconds[1:]), _LEAST)
-        self.bytes_per_second = 1 / byte
-        if not 1 / NEAR <= byte / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
-            self.costs = replace(self.costs, read_byte_seconds=byte)
+            return
+        self._byte_seconds.append(seconds / self._bytes)
+        if len(self._byte_seconds) == ROUNDS:
+            byte = max(min(self._byte_seconds[1:]), _LEAST)
+            self.bytes_per_second = 1 / byte
+            if not 1 / NEAR <= byte / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
+                self.costs = replace(self.costs, read_byte_seconds=byte)
+            self.close()

@@ -27,11 +27,10 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
     decode_reply,
-    encode,
 )
 from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, encode
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
 from support.memory import memory

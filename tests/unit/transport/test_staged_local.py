@@ -18,9 +18,9 @@ from kvferry.planning.template import build_templates
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
 from kvferry.transport.costs import TransferSettings
-from kvferry.transport.gather_client import Gather, encode
+from kvferry.transport.gather_client import Gather
 from kvferry.transport.lease import LeaseWord, LeaseWords
-from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import RoutePreparation

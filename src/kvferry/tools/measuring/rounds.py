@@ -21,9 +21,7 @@ def run_rounds(
     """Call every function once per round, in a new random order each round, and return the measured times.
 
     Args:
-        moves: functions that each move bytes once and return the time in seconds.
         repeats: number of counted rounds. One warm-up round before them is not counted.
-        progress: function that is called with a line of text before each round.
 
     Returns:
         For each function, its time in each counted round, in seconds.
@@ -47,7 +45,6 @@ class MachineFacts:
 
     Attributes:
         cores: number of processor cores that this process may use.
-        cpu: model name of the processor.
         transports: value of UCX_TLS; None if it is not set.
     """
 
