@@ -61,19 +61,20 @@ def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> lis
     if width is None:
         return [" " * indent + text]
     room = max(width - indent - hanging, _LEAST_ROOM)
-    lines, line = list[str](), " " * indent
-    for word in _BREAKS.split(text):
+    lines, line, begun = list[str](), " " * indent, False
+    for word in _BREAKS.split(text.rstrip()):
         parts = [word]
         if cell_len(word) > room:
             # It fills the rest of this line, and further lines.
-            free = width - cell_len(line) - 1
-            head = chop_cells(word, free if free >= _LEAST_ROOM else room)[0]
+            free = width - cell_len(line) - begun
+            head = chop_cells(word, free if free > 0 else room)[0]
             parts = [head, *chop_cells(word.removeprefix(head), room)]
         for part in parts:
             if line.strip() and cell_len(f"{line} {part}") > width:
                 lines.append(line.rstrip())
-                line = " " * (indent + hanging)
-            line += f" {part}" if line.strip() else part
+                line, begun = " " * (indent + hanging), False
+            line += f" {part}" if begun else part
+            begun = begun or bool(part) or not lines  # spaces begin a text, but no further line
     return [*lines, line.rstrip()]
 
 

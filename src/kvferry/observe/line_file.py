@@ -1,4 +1,7 @@
-"""A file of lines that a thread writes, so that a slow disk never delays the engine's steps."""
+"""A file of lines that a thread writes, so that a slow disk never delays the engine's steps.
+
+`TransferLog` writes such a file, with a line for each load from a peer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from queue import Empty, SimpleQueue
@@ -16,7 +20,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.files import open_private
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
-from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadBegan, LoadEnded
+from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadEnded
 from kvferry.connector.load import LoadOutcome
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER
@@ -28,6 +32,9 @@ MOST_QUEUED_BYTES = 64 << 20
 
 CLOSING_SECONDS = 5.0
 """Longest time for which closing a file waits for the disk, in seconds."""
+
+_LINE_BYTES = 2048
+"""Memory of a line of the transfer log that waits to be written, at most about this."""
 
 Line: TypeAlias = Callable[[], bytes]
 """Function that returns a line, with its line feed. The thread that writes the file calls it."""
@@ -143,25 +150,15 @@ class LineFile:
             self._is_open = False
             self._file.close()
             # Nobody will read the queue any more, and its lines hold memory.
-            self._drop_lines()
+            with suppress(Empty):
+                while True:
+                    self._lines.get_nowait()
 
     def _write(self, line: bytes) -> None:
         rest = memoryview(line)
         while rest:
             # A write without a buffer may take only a part, for example if the disk fills up.
             rest = rest[self._file.write(rest) :]
-
-    def _drop_lines(self) -> None:
-        """Free the memory of the lines that will not be written."""
-        try:
-            while True:
-                self._lines.get_nowait()
-        except Empty:
-            return
-
-
-_LINE_BYTES = 2048
-"""Memory of a line that waits to be written, at most about this."""
 
 
 class TransferLog:
@@ -178,35 +175,29 @@ class TransferLog:
             ConfigError: the file cannot be opened for appending.
         """
         self._labels = ranks[0].labels
-        self._block_tokens, self._block_bytes = full_attention_block(ranks)
+        self._block_tokens, self._block_bytes = _full_attention_block(ranks)
         self._lines = LineFile("transfer_log", path, open_line_file("transfer_log", path))
 
     def __call__(self, event: Event) -> None:
         """Write the line of a load that has ended."""
-        if (
-            isinstance(event, LoadEnded)
-            and event.began.source == PEER
-            and event.outcome is not LoadOutcome.DROPPED
-        ):
-            self._write(event)
-
-    def close(self) -> None:
-        """Write the lines that wait, and close the file. Later loads are not logged."""
-        self._lines.close()
-
-    def _write(self, ended: LoadEnded) -> None:
-        began, figures = ended.began, ended.figures
+        if not isinstance(event, LoadEnded) or event.began.source != PEER:
+            return
+        if event.outcome is LoadOutcome.DROPPED:
+            return
+        began, figures = event.began, event.figures
+        # The blocks, of the largest attention layer, that contain tokens. Partly filled ones are read whole.
+        blocks = -(-began.end // self._block_tokens) - began.begin // self._block_tokens
         line = {
             # A client may choose the id.
-            "request_id": shown(ended.request_id, MAX_ID_CHARACTERS),
-            "outcome": ended.outcome,
-            "reason": ended.failure or None,
+            "request_id": shown(event.request_id, MAX_ID_CHARACTERS),
+            "outcome": event.outcome,
+            "reason": event.failure or None,
             "peer": began.peer,
             "tokens": began.end - began.begin,
             "bytes": sum(figures.bytes_by_group),
             "bytes_by_group": dict(zip(self._labels, figures.bytes_by_group, strict=False)),
             "strategy_by_group": dict(zip(self._labels, figures.strategy_by_group, strict=False)),
-            "full_attention_bytes": round(self._block_bytes * self._blocks(began)),
+            "full_attention_bytes": round(self._block_bytes * blocks),
             "reads": figures.reads,
             "descriptors": figures.descriptors,
             "pages": figures.pages,
@@ -215,21 +206,20 @@ class TransferLog:
             "transfer_seconds": figures.transfer_seconds,
             "check_seconds": figures.check_seconds,
             "read_bytes_per_second": figures.read_bytes_per_second,
-            "total_seconds": ended.seconds,
+            "total_seconds": event.seconds,
         }
         self._lines.add(partial(_encode, line), _LINE_BYTES)
 
-    def _blocks(self, load: LoadBegan) -> int:
-        """Return the number of blocks, of the largest attention layer, that contain tokens of a load."""
-        # Partly filled blocks are read whole.
-        return -(-load.end // self._block_tokens) - load.begin // self._block_tokens
+    def close(self) -> None:
+        """Write the lines that wait, and close the file. Later loads are not logged."""
+        self._lines.close()
 
 
 def _encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-def full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
+def _full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:
     """Return the size of a KV block if every layer stored as much as the largest attention layer.
 
     Returns:

@@ -196,17 +196,13 @@ ROUTER_PREFIX = f"{PREFIX}router_"
 """Start of the names of metrics of `kvferry router`, which are on the router's own `/metrics`."""
 
 _VLLM = (
-    Metric("num_requests_running", MetricKind.GAUGE, "Requests in the running batch."),
-    Metric("num_requests_waiting", MetricKind.GAUGE, "Requests that wait to be scheduled."),
-    Metric("kv_cache_usage_perc", MetricKind.GAUGE, "Used share of the engine's KV cache, from 0 to 1."),
-    Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens."),
-    Metric("prompt_tokens_by_source", MetricKind.COUNTER, "Prompt tokens, by origin.", ("source",)),
-    Metric("generation_tokens", MetricKind.COUNTER, "Generated tokens."),
-    Metric(
-        "time_to_first_token_seconds",
-        MetricKind.HISTOGRAM,
-        "Time to first token, as the API server measures it.",
-    ),
+    _gauge("num_requests_running", "Requests in the running batch."),
+    _gauge("num_requests_waiting", "Requests that wait to be scheduled."),
+    _gauge("kv_cache_usage_perc", "Used share of the engine's KV cache, from 0 to 1."),
+    _counter("prompt_tokens", "Prompt tokens."),
+    _counter("prompt_tokens_by_source", "Prompt tokens, by origin.", "source"),
+    _counter("generation_tokens", "Generated tokens."),
+    _histogram("time_to_first_token_seconds", "Time to first token, as the API server measures it."),
 )
 
 
@@ -226,15 +222,15 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
 """Definitions of kvferry's metrics and of vLLM's metrics that kvferry shows, by name on `/metrics`."""
 
 _ROUTER = (
-    Metric("requests", MetricKind.COUNTER, "Requests that have ended.", ("outcome", "reason")),
-    Metric("active_requests", MetricKind.GAUGE, "Requests under way."),
-    Metric("engine_state", MetricKind.GAUGE, "1 for the state of an engine.", ("role", "url", "state")),
-    Metric("engine_requests", MetricKind.GAUGE, "Requests that an engine works on.", ("role", "url")),
-    Metric("first_byte_seconds", MetricKind.HISTOGRAM, "Time to the first byte of an answer's body."),
-    Metric("request_seconds", MetricKind.HISTOGRAM, "Time to the last byte of an answer."),
-    Metric("prefill_seconds", MetricKind.HISTOGRAM, "Time until a prefill engine has answered."),
-    Metric("received_bytes", MetricKind.COUNTER, "Bytes of bodies from callers."),
-    Metric("sent_bytes", MetricKind.COUNTER, "Bytes of answers' bodies to callers."),
+    _counter("requests", "Requests that have ended.", "outcome", "reason"),
+    _gauge("active_requests", "Requests under way."),
+    _gauge("engine_state", "1 for the state of an engine.", "role", "url", "state"),
+    _gauge("engine_requests", "Requests that an engine works on.", "role", "url"),
+    _histogram("first_byte_seconds", "Time to the first byte of an answer's body."),
+    _histogram("request_seconds", "Time to the last byte of an answer."),
+    _histogram("prefill_seconds", "Time until a prefill engine has answered."),
+    _counter("received_bytes", "Bytes of bodies from callers."),
+    _counter("sent_bytes", "Bytes of answers' bodies to callers."),
 )
 ROUTER: Mapping[str, Metric] = MappingProxyType(
     {exposed_name(metric, ROUTER_PREFIX): metric for metric in _ROUTER}

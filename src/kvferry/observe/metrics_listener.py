@@ -18,6 +18,8 @@ from kvferry.connector.load import LoadOutcome
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.tiers.names import HOST, PEER
 
+_NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPTS: MissReason.ATTEMPTS}
+
 
 @dataclass(slots=True)
 class _RequestCounts:
@@ -50,12 +52,12 @@ class _RequestCounts:
         if source in self.failed:
             return SourceMiss(source, self.failed[source])
         asked = self.asked
-        if asked is not None and (
-            own := [source_miss for source_miss in asked.misses if source_miss.source == source]
-        ):
+        if asked is None:
+            return SourceMiss(source, MissReason.NOT_STORED)
+        if own := [source_miss for source_miss in asked.misses if source_miss.source == source]:
             return own[0]
-        bids = [] if asked is None else [one for one in asked.bids if one.source == source]
-        if asked is None or not bids:
+        bids = [one for one in asked.bids if one.source == source]
+        if not bids:
             return SourceMiss(source, MissReason.NOT_STORED)
         if asked.why in _NOT_TAKEN:
             return SourceMiss(source, _NOT_TAKEN[asked.why])
@@ -63,9 +65,6 @@ class _RequestCounts:
         # A source that still looked would have won with what it hoped to find.
         waited_for = all(one.bid.looking for one in bids) and max(one.value for one in bids) > taken
         return SourceMiss(source, MissReason.LOOKING if waited_for else MissReason.LOST_BID)
-
-
-_NOT_TAKEN = {DecisionReason.NO_ROOM: MissReason.NO_ROOM, DecisionReason.ATTEMPTS: MissReason.ATTEMPTS}
 
 
 class MetricsListener:
@@ -139,15 +138,13 @@ class MetricsListener:
             request.lost[source] = max(until, request.lost.get(source, 0))
 
     def _moved(self, event: events.LoadEnded) -> None:
-        counted = self._counted
-        source = event.began.source
+        counted, source, figures = self._counted, event.began.source, event.figures
         counted.sample("load_seconds", source, of=(event.seconds,))
         for moved in event.moved:
             counted.count("load_bytes", source, moved.group, moved.strategy, by=moved.size)
-        if speed := event.figures.read_bytes_per_second:
-            for moved in event.moved:
-                counted.set("read_bytes_per_second", moved.strategy, to=speed)
-        if (figures := event.figures).pages:
+            if figures.read_bytes_per_second:
+                counted.set("read_bytes_per_second", moved.strategy, to=figures.read_bytes_per_second)
+        if figures.pages:
             counted.count("transfer_pages", by=figures.pages)
             counted.count("transfer_descriptors", by=figures.descriptors)
             counted.sample("transfer_seconds", "plan", of=(figures.plan_seconds,))

@@ -29,8 +29,18 @@ from kvferry.connector.events import Arrived, Event, Finished, LoadBegan, Schedu
 from kvferry.keys import ChunkKeys
 from kvferry.observe.line_file import LineFile
 
+logger = logging.getLogger(__name__)
+
+SMALLEST_UNIT_TOKENS = 16
+"""Minimum number of tokens per key. Smaller units would make larger files."""
+DIGEST_BYTES = 8
+"""Number of bytes of a key in a recording: the first bytes of the digest."""
 MOST_FILES = 100
 """Largest number of files with one name that recordings go to."""
+# All keys depend on it, so that a recording has no key of a tier's chunk.
+_EPOCH = "kvferry-recording-1 "
+# Memory of a token that waits to be written: a pointer and a Python integer.
+_TOKEN_BYTES = 40
 _LONGEST_HEADER = 1 << 20
 _PIECE_BYTES = 1 << 16
 
@@ -93,12 +103,6 @@ def _goes_on(file: FileIO, header: bytes) -> bool:
     file.seek(0)
     if file.read(_LONGEST_HEADER).partition(b"\n")[:2] != (header[:-1], b"\n"):
         return False
-    _remove_incomplete_line(file)
-    return True
-
-
-def _remove_incomplete_line(file: FileIO) -> None:
-    """Cut off what follows the last line feed of a file. The file has at least one."""
     # An engine may have been killed while it wrote. Read from the end, because recordings are large.
     whole = end = file.seek(0, os.SEEK_END)
     while True:
@@ -110,21 +114,7 @@ def _remove_incomplete_line(file: FileIO) -> None:
         end = begin
     if begin + found + 1 < whole:
         file.truncate(begin + found + 1)
-
-
-logger = logging.getLogger(__name__)
-
-SMALLEST_UNIT_TOKENS = 16
-"""Minimum number of tokens per key. Smaller units would make larger files."""
-
-DIGEST_BYTES = 8
-"""Number of bytes of a key in a recording: the first bytes of the digest."""
-
-_EPOCH = "kvferry-recording-1 "
-"""Text on which all keys depend, so that a recording has no key of a tier's chunk."""
-
-_TOKEN_BYTES = 40
-"""Memory of a token that waits to be written: a pointer and a Python integer."""
+    return True
 
 
 @dataclass(slots=True)

@@ -146,12 +146,11 @@ class SpanListener:
         attributes: Attributes,
         failure: str = "",
     ) -> None:
-        parent = self._parents.get(began.request_id, ())
         self._emit(
             TraceSpan(
                 name=name,
                 request_id=began.request_id,
-                parent=parent,
+                parent=self._parents.get(began.request_id, ()),
                 begin=began.at,
                 end=ended.at,
                 attributes=attributes,

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, get_args
 
 import msgspec
@@ -26,12 +27,21 @@ from kvferry.connector.events import EventStream, RequestEvent
 from kvferry.observe import socket_directory
 from kvferry.observe.traces import RequestTrace, StoredChunks, TraceBuffer
 
+logger = logging.getLogger(__name__)
+
 MAX_QUESTION_BYTES = 4096
 MAX_ANSWER_BYTES = 16 << 20
 MAX_TRACES = 1000
 """Maximum number of traces in an answer."""
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions that decoding an invalid line can raise."""
+_SECONDS = 3.0
+"""Longest time to read a question and send its answer, in seconds."""
+# `struct ucred`: process, user and group.
+_CREDENTIALS = struct.Struct("iII")
+_ROOT = 0
+# The prefix that vLLM adds to a request id: number of the choice (if several) and kind.
+_HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
 _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
@@ -82,11 +92,6 @@ class _Trace(msgspec.Struct, frozen=True):
     heartbeats: int
 
 
-def encode_trace(trace: RequestTrace) -> bytes:
-    """Return the trace of a request as one line of JSON."""
-    return msgspec.json.encode(_named(trace))
-
-
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
     """Return the trace of a request as a JSON-serializable dict."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
@@ -105,7 +110,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Decode a line of `encode_trace`.
+    """Decode the trace of a request, a line of JSON.
 
     Raises:
         ProtocolError: the line is not a trace.
@@ -119,25 +124,6 @@ def decode_trace(line: bytes) -> RequestTrace:
     return RequestTrace(plain.request_id, told, plain.left_out, plain.stored, plain.heartbeats)
 
 
-def read_question(line: bytes) -> Question:
-    """Decode and check a client's question, a line of JSON.
-
-    Raises:
-        ProtocolError: the line is not a question, or asks for too many traces.
-    """
-    try:
-        question = msgspec.json.decode(line, type=Question)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"a question that cannot be read: {error}") from error
-    if not 0 < question.most <= MAX_TRACES:
-        raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MAX_TRACES}")
-    return question
-
-
-_HEAD = r"(?:\d+_)?(?:[a-z]+[-_])*"
-"""Pattern of the prefix that vLLM adds to a request id: number of the choice (if several) and kind."""
-
-
 def matches_id(request_id: str, text: str) -> bool:
     """Return True if an engine's request id begins with a text, with or without the prefix that vLLM adds.
 
@@ -149,15 +135,6 @@ def matches_id(request_id: str, text: str) -> bool:
     False
     """
     return request_id.startswith(text) or re.match(_HEAD + re.escape(text), request_id) is not None
-
-
-logger = logging.getLogger(__name__)
-
-_SECONDS = 3.0
-"""Longest time to read a question and send its answer, in seconds."""
-# `struct ucred`: process, user and group.
-_CREDENTIALS = struct.Struct("iII")
-_ROOT = 0
 
 
 class TraceServer:
@@ -242,9 +219,14 @@ class TraceServer:
         """Yield the lines of the answer to a question: the description of the engine, then a line per trace.
 
         Raises:
-            ProtocolError: the question is not valid.
+            ProtocolError: the line is not a question, or asks for too many traces.
         """
-        question = read_question(line)
+        try:
+            question = msgspec.json.decode(line, type=Question)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"a question that cannot be read: {error}") from error
+        if not 0 < question.most <= MAX_TRACES:
+            raise ProtocolError(f"{question.most} traces are asked for, it must be 1 to {MAX_TRACES}")
         yield msgspec.json.encode(
             msgspec.structs.replace(
                 self._engine,
@@ -254,14 +236,9 @@ class TraceServer:
                 most=self._max_requests,
             )
         )
-        # A client may want the latest requests only.
-        left = question.most
-        for trace in self._traces.last():
-            if matches_id(trace.request_id, question.find):
-                yield encode_trace(trace)
-                left -= 1
-            if not left:
-                return
+        found = (trace for trace in self._traces.last() if matches_id(trace.request_id, question.find))
+        for trace in islice(found, question.most):
+            yield msgspec.json.encode(_named(trace))
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ import typer
 from kvferry.common.errors import ConfigError
 from kvferry.common.extras import BENCH, require
 from kvferry.common.machine import require_linux
-from kvferry.tools.cli.options import check_output, command, count, flag, option, without_none
+from kvferry.tools.cli.options import check_output, command, count, flag, option, print_result, without_none
 from kvferry.tools.cli.usage import CommandGroup
 
 if TYPE_CHECKING:
     from kvferry.geometry.models import ModelReading
 
-
+_MAX_DEPTH = 256
+_JSON_HELP = "Print JSON: all rounds, in seconds and bytes."
 TRANSPORTS_HELP = "UCX_TLS for both processes, e.g. tcp,self; by default unchanged."
 REPEATS_HELP = "Number of rounds; each measures every method once."
 
@@ -112,9 +112,6 @@ def work_folder(path: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-_MAX_DEPTH = 256
-_JSON_HELP = "Print JSON: all rounds, in seconds and bytes."
-
 app = typer.Typer(
     cls=CommandGroup,
     help="Measure how fast this machine moves and keeps KV.",
@@ -146,9 +143,7 @@ def transfer(options: TransferOptions) -> None:
     """
     require_linux("kvferry bench transfer")
     require("kvferry bench transfer", BENCH)
-    from kvferry.common.text import Report
-    from kvferry.tools.bench import transfer as transfer_report
-    from kvferry.tools.bench.transfer import TransferJob, measure
+    from kvferry.tools.bench.transfer import TransferJob, as_json, measure, show
     from kvferry.tools.measuring.simulated import ORDERS
     from kvferry.tools.plan.side import EngineSide
 
@@ -172,10 +167,7 @@ def transfer(options: TransferOptions) -> None:
             ),
             progress,
         )
-    if options.as_json:
-        print(json.dumps(transfer_report.as_json(measured)))
-    else:
-        transfer_report.show(measured, Report.to_stdout())
+    print_result(measured, as_json, show, as_json=options.as_json)
 
 
 @dataclass(frozen=True)
@@ -208,9 +200,7 @@ def tiers(options: TiersOptions) -> None:
     """
     require_linux("kvferry bench tiers")
     require("kvferry bench tiers", BENCH)
-    from kvferry.common.text import Report
-    from kvferry.tools.bench import tiers as tiers_report
-    from kvferry.tools.bench.tiers import TiersJob, measure
+    from kvferry.tools.bench.tiers import TiersJob, as_json, measure, show
     from kvferry.tools.measuring.simulated import read_geometry
     from kvferry.tools.plan.side import EngineSide
 
@@ -229,10 +219,7 @@ def tiers(options: TiersOptions) -> None:
             ),
             progress,
         )
-    if options.as_json:
-        print(json.dumps(tiers_report.as_json(measured)))
-    else:
-        tiers_report.show(measured, Report.to_stdout())
+    print_result(measured, as_json, show, as_json=options.as_json)
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

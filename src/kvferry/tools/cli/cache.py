@@ -1,4 +1,7 @@
-"""`kvferry cache`: inspect and clean a directory or an object store of chunks, or the tiers of an engine."""
+"""`kvferry cache`: inspect and clean a directory or an object store of chunks, or the tiers of an engine.
+
+The latter is asked through its admin API.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ import typer
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.text import printable, wrapped
-from kvferry.common.units import counted
-from kvferry.tools.cli.options import parse_pairs
+from kvferry.common.units import counted, format_age, format_bytes, parse_size
 from kvferry.tools.cli.usage import CommandGroup
 from kvferry.transport.security import admin_token, existing_keys, key_location
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 # Exit code if a check fails or nothing was done, so that a script can tell.
 _BAD = 1
+# The engine answers in its next step, and a step may take seconds.
+_SECONDS = 15.0
 
 _Where = Annotated[
     str,
@@ -75,7 +79,6 @@ app = typer.Typer(
 @app.command()
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: model, size and last use."""
-    from kvferry.common.units import format_age, format_bytes
     from kvferry.tiers.admin import namespace_usage
 
     cache = _cache(where, option)
@@ -84,9 +87,9 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
         print(json.dumps([asdict(one) for one in found]))
         return
     for one in found:
-        print("\n".join(wrapped(f"{one.namespace[:16]}  {one.name or 'no model named'}", hanging=2)))
+        print(*wrapped(f"{one.namespace[:16]}  {one.name or 'no model named'}", hanging=2), sep="\n")
         if texts := _fact_texts(one.facts):
-            print("\n".join(wrapped(", ".join(texts), 2, 2)))
+            print(*wrapped(", ".join(texts), 2, 2), sep="\n")
         summary = (
             f"{counted(one.chunks, 'chunk')}, {counted(one.tokens, 'token')}, {format_bytes(one.total_bytes)}"
         )
@@ -95,7 +98,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
             summary += (
                 f"; {verb} {format_age(now - one.newest)} ago, the oldest {format_age(now - one.oldest)} ago"
             )
-        print("\n".join(wrapped(summary, 2, 2)))
+        print(*wrapped(summary, 2, 2), sep="\n")
         if one.unreadable:
             print(f"  {one.unreadable} of them cannot be read; see kvferry cache verify")
     if not found:
@@ -105,7 +108,6 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 @app.command()
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
-    from kvferry.common.units import format_bytes
     from kvferry.tiers.admin import cache_totals
 
     cache = _cache(where, option)
@@ -114,7 +116,7 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
         print(json.dumps(asdict(found)))
         return
     namespaces = counted(found.namespaces, "namespace")
-    rows = [
+    for name, value in (
         ("capacity", cache.no_capacity if found.capacity is None else format_bytes(found.capacity)),
         ("in use", format_bytes(found.total_bytes)),
         ("free on disk", "" if found.free is None else format_bytes(found.free)),
@@ -122,8 +124,7 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
         ("chunks", f"{found.chunks:,} of {namespaces}, {format_bytes(found.chunk_bytes)}"),
         ("being written", f"{found.temporary}, {format_bytes(found.temporary_bytes)}"),
         ("quarantined", f"{found.quarantined}, {format_bytes(found.quarantined_bytes)}"),
-    ]
-    for name, value in rows:
+    ):
         if value:
             print(f"{name:<14} {value}")
 
@@ -139,7 +140,6 @@ def verify(
 
     Exit code 1 if a chunk is damaged.
     """
-    from kvferry.common.units import format_bytes
     from kvferry.tiers.admin import verify_all
 
     found = verify_all(_cache(where, option), quarantine=quarantine)
@@ -148,7 +148,7 @@ def verify(
     else:
         for one in found.bad:
             print(printable(str(one.path)))
-            print("\n".join(wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2)))
+            print(*wrapped(f"{one.why}{'; moved to quarantine' if one.moved else ''}", 2), sep="\n")
         print(f"{counted(found.chunks, 'chunk')}, {format_bytes(found.total_bytes)}: {len(found.bad)} bad")
         if found.other_versions:
             print(f"{found.other_versions} of other format versions; run the release that wrote them")
@@ -174,8 +174,6 @@ def gc(
     Also recounts the size. Leftovers are files of killed processes. Chunks that were used or stored least
     recently are evicted first.
     """
-    from kvferry.common.units import format_bytes, parse_size
-
     done = _cache(where, option).collect(None if capacity is None else parse_size(capacity))
     if as_json:
         print(json.dumps(asdict(done)))
@@ -195,7 +193,6 @@ def clear(
     as_json: _Json = False,
 ) -> None:
     """Remove all of kvferry's files, and no others."""
-    from kvferry.common.units import format_bytes
     from kvferry.tiers.admin import cache_totals
 
     cache = _cache(where, option)
@@ -226,8 +223,6 @@ def lookup(
     engine: _Engine, tokens: _Tokens, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False
 ) -> None:
     """Show how many tokens of a prompt each tier of a running engine has."""
-    from kvferry.tools.cli.cache import ask, read_tokens
-
     found = ask(engine, secret_file, "lookup", {"tokens": read_tokens(tokens), "salt": salt})
     if as_json:
         print(json.dumps(found))
@@ -256,8 +251,6 @@ def pin(
 
     Exit code 1 if nothing is pinned, or no pin has the name.
     """
-    from kvferry.tools.cli.cache import ask, read_tokens
-
     if tokens is None:
         found = ask(engine, secret_file, "unpin", {"name": name})
         done = found["unpinned_chunks"]
@@ -286,8 +279,6 @@ def _pinned_text(pinned: int, in_host: int, of_prompt: int) -> str:
 @app.command()
 def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False) -> None:
     """Drop chunks from an engine's host memory, or those of a salt."""
-    from kvferry.tools.cli.cache import ask
-
     found = ask(engine, secret_file, "drop", {"salt": salt})
     if as_json:
         print(json.dumps(found))
@@ -303,8 +294,6 @@ def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) 
 
     Exit code 1 while leases, loads or writes are under way: repeat the command until it is 0.
     """
-    from kvferry.tools.cli.cache import ask
-
     found = ask(engine, secret_file, "drain", {})
     if as_json:
         print(json.dumps(found))
@@ -330,12 +319,27 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     if is_url(where):
         from kvferry.tiers.objects.admin import BucketAdmin
 
-        return BucketAdmin(where, parse_pairs(options))
+        return BucketAdmin(where, _parse_pairs(options or []))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
     from kvferry.tiers.files.admin import DirectoryAdmin
 
     return DirectoryAdmin(where)
+
+
+def _parse_pairs(texts: list[str]) -> dict[str, str]:
+    """Parse texts such as ``name=value``, and return the values by name.
+
+    Raises:
+        ConfigError: a text has no equals sign, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name in found:
+            raise ConfigError(f"--option {name}: give each name once, with its value, as in region=eu-west-1")
+        found[name] = value
+    return found
 
 
 def _fact_texts(facts: Mapping[str, object]) -> list[str]:
@@ -346,16 +350,8 @@ def _fact_texts(facts: Mapping[str, object]) -> list[str]:
     return [*texts, *(map(str, form[:1]) if isinstance(form, list) else ())]
 
 
-# The engine answers in its next step, and a step may take seconds.
-_SECONDS = 15.0
-
-
 class _Tokenized(msgspec.Struct, frozen=True):
-    """The answer of vLLM's ``POST /tokenize``, as far as it is used here.
-
-    Attributes:
-        tokens: token ids.
-    """
+    """The token ids in the answer of vLLM's ``POST /tokenize``."""
 
     tokens: list[int]
 

@@ -1,4 +1,4 @@
-"""`kvferry config`: print the engine setting that enables KV transfer and tiers."""
+"""`kvferry config`, `init` and `keygen`: the setting that enables KV transfer and tiers, and its files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.text import wrap
 from kvferry.tools.cli.options import TYPER, argument, command, count, flag, option, without_none, writing
 from kvferry.tools.serving.kv_config import Role
+
+# Width of the file that `kvferry init` writes.
+_COLUMNS = 100
 
 
 def settings_option() -> Any:
@@ -150,11 +153,8 @@ class ConfigOptions:
     )
 
 
-SETTINGS = tuple(
-    one
-    for one in fields(ConfigOptions)
-    if one.name not in ("role", "other_connectors", "settings_file", "show_defaults", "machine")
-)
+_OF_COMMAND = frozenset({"role", "other_connectors", "settings_file", "show_defaults", "machine"})
+SETTINGS = tuple(one for one in fields(ConfigOptions) if one.name not in _OF_COMMAND)
 """The fields for keys of `ConnectorConfig`, in the order of the help."""
 
 
@@ -163,7 +163,6 @@ def config(options: ConfigOptions) -> None:
     """Print the JSON for vLLM's --kv-transfer-config, in one line."""
     from kvferry.common.machine import is_linux
     from kvferry.tools.serving import kv_config
-    from kvferry.tools.serving.kv_config import complete_settings
     from kvferry.tools.serving.machine_checks import REMEDY, bfloat16_fault
 
     if options.show_defaults and options.other_connectors is not None:
@@ -182,7 +181,7 @@ def config(options: ConfigOptions) -> None:
         # On standard error, because the output is used as `--kv-transfer-config "$(kvferry config)"`.
         print(f"kvferry: note: {fault}; {REMEDY}", file=sys.stderr)
     if options.show_defaults:
-        print(*complete_settings(whole), sep="\n")
+        print(*kv_config.complete_settings(whole), sep="\n")
         return
     if options.other_connectors is not None:
         others = kv_config.parse_json("other_connectors", options.other_connectors)
@@ -190,7 +189,6 @@ def config(options: ConfigOptions) -> None:
     print(kv_config.kv_transfer_json(whole))
 
 
-_COLUMNS = 100
 _HEAD = """\
 # Settings of kvferry's connector. Remove the # before a setting to change it. A value in capitals stands for
 # one that the engine chooses. Relative paths begin in the folder where the command is run.
@@ -269,8 +267,6 @@ def keygen(options: KeygenOptions) -> None:
     Copy the file to all machines, and set the engines' secret_file to it: only they can then exchange KV. An
     existing file is never overwritten.
     """
-    from pathlib import Path
-
     from kvferry.transport.security import existing_keys, new_secret, write_secret
 
     file = options.file

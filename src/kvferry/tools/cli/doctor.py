@@ -52,10 +52,9 @@ def doctor(options: DoctorOptions) -> None:
     """
     from rich.console import Console
 
-    from kvferry.tools.doctor import finding as report
     from kvferry.tools.doctor.engines import parse_target
     from kvferry.tools.doctor.examine import Examination, examine
-    from kvferry.tools.doctor.finding import is_well
+    from kvferry.tools.doctor.finding import as_json, is_well, print_report
     from kvferry.tools.serving.kv_config import Role
 
     if options.calibrate:
@@ -63,13 +62,9 @@ def doctor(options: DoctorOptions) -> None:
         require("kvferry doctor --calibrate", BENCH)
     # Without a handler, Python would print warnings of the checked code between the findings.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
-    named = (
-        (options.urls, Role.BOTH),
-        (options.prefill, Role.PREFILL),
-        (options.decode, Role.DECODE),
-    )
+    named = {Role.BOTH: options.urls, Role.PREFILL: options.prefill, Role.DECODE: options.decode}
     job = Examination(
-        tuple(parse_target(text, role) for texts, role in named for text in texts or ()),
+        tuple(parse_target(text, role) for role, texts in named.items() for text in texts or ()),
         str(options.config) if options.config else None,
         str(options.secret_file) if options.secret_file else None,
         options.machine,
@@ -80,8 +75,8 @@ def doctor(options: DoctorOptions) -> None:
     with Console(stderr=True).status("starting") as status:
         found = examine(job, lambda text: status.update(f"{text} ..."))
     if options.as_json:
-        print(json.dumps(report.as_json(found)))
+        print(json.dumps(as_json(found)))
     else:
-        report.print_report(found, Console(highlight=False))
+        print_report(found, Console(highlight=False))
     if not is_well(found):
         raise typer.Exit(_BAD)

@@ -7,6 +7,7 @@ turns it into what Typer reads: a function with one parameter per field.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import sys
@@ -16,17 +17,23 @@ from dataclasses import MISSING, Field, field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import replace_file
-from kvferry.common.text import printable
+from kvferry.common.text import Report, printable
 from kvferry.common.units import parse_count
 
 TYPER = "typer"
 """Key of a field's metadata: its `typer.Option` or `typer.Argument`."""
+_T = TypeVar("_T")
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended."""
+_FAILED = 1
+# A full disk or quota, a limit of file sizes, a broken disk.
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 
 def option(default: Any, metavar: str | None, help_text: str, *names: str, **settings: Any) -> Any:
@@ -39,19 +46,28 @@ def option(default: Any, metavar: str | None, help_text: str, *names: str, **set
         names: names on the command line; without them, that of the field.
         settings: further settings of `typer.Option`, such as ``min``.
     """
-    return field(
-        default=default, metadata={TYPER: typer.Option(*names, metavar=metavar, help=help_text, **settings)}
-    )
+    one = typer.Option(*names, metavar=metavar, help=help_text, **settings)
+    return field(default=default, metadata={TYPER: one})
 
 
 def count(default: int | None, help_text: str, least: int | None = None, most: int | None = None) -> Any:
-    """Return a field for a `count_option`."""
-    return field(default=default, metadata={TYPER: count_option(help_text, least, most)})
+    """Return a field for a count, such as a number of tokens, which may be written as ``32k``."""
+
+    # A parser, because Typer's int does not read "32k", which vLLM takes.
+    def parse(value: str | int) -> int:
+        number = parse_count(str(value))  # Typer passes defaults too
+        if least is not None and number < least:
+            raise ValueError(f"give at least {least:,}")
+        if most is not None and number > most:
+            raise ValueError(f"give at most {most:,}")
+        return number
+
+    return option(default, "COUNT", help_text, parser=parse)
 
 
 def flag(names: str, help_text: str, *, default: bool = False) -> Any:
     """Return a field for an option without a value, such as ``--json`` or ``--machine/--no-machine``."""
-    return field(default=default, metadata={TYPER: typer.Option(names, help=help_text)})
+    return option(default, None, help_text, names)
 
 
 def argument(metavar: str, help_text: str, default: Any = MISSING) -> Any:
@@ -82,44 +98,19 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     return parsed
 
 
+def print_result(
+    found: _T, plain: Callable[[_T], object], show: Callable[[_T, Report], None], *, as_json: bool
+) -> None:
+    """Print a result: what `plain` makes of it as JSON, or what `show` writes for people."""
+    if as_json:
+        print(json.dumps(plain(found)))
+    else:
+        show(found, Report.to_stdout())
+
+
 def without_none(**options: Any) -> dict[str, Any]:
     """Return the given options, without those whose value is None."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def count_option(help_text: str, least: int | None = None, most: int | None = None) -> Any:
-    """Return an option for a count, such as a number of tokens, which may be written as ``32k``.
-
-    Args:
-        help_text: help of the option.
-        least, most: bounds of the count; None for none.
-    """
-
-    # A parser, because Typer's int does not read "32k", which vLLM takes.
-    def parse(value: str | int) -> int:
-        count = parse_count(str(value))  # Typer passes defaults too
-        if least is not None and count < least:
-            raise ValueError(f"give at least {least:,}")
-        if most is not None and count > most:
-            raise ValueError(f"give at most {most:,}")
-        return count
-
-    return typer.Option(metavar="COUNT", parser=parse, help=help_text)
-
-
-def parse_pairs(texts: list[str] | None) -> dict[str, str]:
-    """Parse texts such as ``name=value``, and return the values by name.
-
-    Raises:
-        ConfigError: a text has no equals sign, or a name is given twice.
-    """
-    found: dict[str, str] = {}
-    for text in texts or []:
-        name, equals, value = text.partition("=")
-        if not equals or name in found:
-            raise ConfigError(f"--option {name}: give each name once, with its value, as in region=eu-west-1")
-        found[name] = value
-    return found
 
 
 def check_folder(path: Path | None) -> None:
@@ -132,10 +123,10 @@ def check_folder(path: Path | None) -> None:
         ConfigError: its folder does not exist, or cannot be written to.
     """
     # The file is not tried out: a command that fails later would leave it empty.
-    if path is None or (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        return
-    number = errno.EACCES if path.parent.is_dir() else errno.ENOENT
-    raise _cannot_write(path, number)
+    if path is not None and not path.parent.is_dir():
+        raise _cannot_write(path, errno.ENOENT)
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise _cannot_write(path, errno.EACCES)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -161,14 +152,6 @@ def _cannot_write(path: Path, number: int | None) -> ConfigError:
     return ConfigError(f"cannot write {path}: {os.strerror(number or 0)}; name a file that can be written")
 
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C has ended."""
-
-_FAILED = 1
-# A full disk or quota, a limit of file sizes, a broken disk.
-_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
-
-
 @contextmanager
 def flushed_output() -> Iterator[None]:
     """Flush standard output at the end of a ``with`` statement, and handle write errors.
@@ -191,7 +174,11 @@ def flushed_output() -> Iterator[None]:
         unread = error.errno == errno.EPIPE
         if error.filename is not None or not (unread or error.errno in _NO_ROOM):
             raise
-        _discard_output()
+        # The interpreter would write what is buffered again at exit, and print an error of its own.
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
         if not unread:
             print_error(f"cannot write to standard output: {error.strerror}; check where it is redirected to")
         sys.exit(_FAILED)
@@ -224,12 +211,3 @@ def print_error(sentence: str) -> None:
     # A message may quote what a peer or a file says, with control characters of terminals.
     with suppress(OSError):
         print("\n".join(map(printable, f"kvferry: {sentence}".split("\n"))), file=sys.stderr)
-
-
-def _discard_output() -> None:
-    """Discard buffered output."""
-    # The interpreter would try to write it again at exit, and print an error of its own.
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

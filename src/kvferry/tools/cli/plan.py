@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.text import Report
 from kvferry.tools.cli.options import (
     INTERRUPTED,
     argument,
@@ -129,7 +130,12 @@ def plan(options: PlanOptions) -> None:
     the storage that it takes in the tiers. Nothing is run, and no weights are read.
     """
     if options.listed:
-        _print_models(as_json=options.as_json)
+        from kvferry.tools.plan.show import models_as_json, show_models
+
+        if options.as_json:
+            print(json.dumps(models_as_json()))
+        else:
+            show_models(Report.to_stdout())
         return
     reading = _read(options)
     _check_options(options)
@@ -204,13 +210,9 @@ def _check_options(options: PlanOptions) -> None:
     if options.kv not in ("packed", "apart"):
         raise ConfigError(f"--kv {options.kv} is not known; choose packed or apart")
     check_folder(options.html)
-    if options.trace is not None:
-        return
-    for name, value in (
-        ("--unit-tokens", options.unit_tokens),
-        ("--kv-cache-memory", options.kv_cache_memory),
-    ):
-        if value is not None:
+    of_trace = {"--unit-tokens": options.unit_tokens, "--kv-cache-memory": options.kv_cache_memory}
+    for name, value in of_trace.items():
+        if value is not None and options.trace is None:
             raise ConfigError(f"{name} is for the curve of a trace; add --trace FILE, or leave it out")
 
 
@@ -270,20 +272,7 @@ def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
         yield from curve_section(curve.points, curve.about)
 
 
-def _print_models(*, as_json: bool) -> None:
-    if as_json:
-        from kvferry.tools.plan.show import models_as_json
-
-        print(json.dumps(models_as_json()))
-        return
-    from kvferry.common.text import Report
-    from kvferry.tools.plan.show import show_models
-
-    show_models(Report.to_stdout())
-
-
 def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
-    from kvferry.common.text import Report
     from kvferry.tools.plan.show import show, show_kept
 
     report = Report.to_stdout()
@@ -298,7 +287,7 @@ def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
     from kvferry.tools.plan.show import as_json, kept_as_json
 
     points: list[dict[str, float]] = []
-    if curve.points:
+    if curve.points:  # without a trace, no simulation is imported
         from kvferry.tools.replay.curve import curve_as_json
 
         points = curve_as_json(curve.points)

@@ -18,6 +18,7 @@ from kvferry.tools.cli.options import (
     count,
     flag,
     option,
+    print_result,
     write_file,
     writing,
 )
@@ -113,7 +114,9 @@ def replay(options: ReplayOptions) -> None:
         raise ConfigError(
             "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
         )
+    from kvferry.tools.replay.page import page
     from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier, recorded_engine
+    from kvferry.tools.replay.show import as_json, show
     from kvferry.tools.replay.trace.open import open_trace
 
     check_folder(options.html)
@@ -141,18 +144,8 @@ def replay(options: ReplayOptions) -> None:
     outcome = _replay(trace, served, settings, options)
     print_notes(trace)
     if options.html is not None:
-        from kvferry.tools.replay.page import page
-
         write_file(options.html, page(outcome))
-    if options.as_json:
-        from kvferry.tools.replay.show import as_json
-
-        print(json.dumps(as_json(outcome)))
-    else:
-        from kvferry.common.text import Report
-        from kvferry.tools.replay.show import show
-
-        show(outcome, Report.to_stdout())
+    print_result(outcome, as_json, show, as_json=options.as_json)
     if not outcome.complete:
         raise SystemExit(INTERRUPTED)
 
@@ -163,7 +156,7 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     Raises:
         ConfigError: an option is given that this search does not use.
     """
-    from kvferry.common.text import Report
+    from kvferry.tools.replay.page import size_page
     from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size
 
@@ -179,13 +172,8 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     found = size(partial(progress, trace), model, settings, question, trace.unit_tokens)
     print_notes(trace)
     if options.html is not None:
-        from kvferry.tools.replay.page import size_page
-
         write_file(options.html, size_page(found, trace.name))
-    if options.as_json:
-        print(json.dumps(size_as_json(found)))
-    else:
-        show_size(found, Report.to_stdout())
+    print_result(found, size_as_json, show_size, as_json=options.as_json)
 
 
 def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedModel:

@@ -1,13 +1,13 @@
-"""`kvferry serve`: start and stop engines and a router together."""
+"""`kvferry serve`: start and stop engines and a router together. `kvferry router`: a router alone."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +87,15 @@ def serve(options: ServeOptions) -> None:
     with (
         StopSignals() as signals,
         listen(options.host, options.port) as sock,
-        contextlib.suppress(KeyboardInterrupt),
+        suppress(KeyboardInterrupt),
     ):
-        logs = options.log_dir or temporary_folder("kvferry-")
-        console = Console(stderr=True)
         serve_fleet(
             specs,
             sock,
-            logs,
-            console,
+            options.log_dir or temporary_folder("kvferry-"),
+            Console(stderr=True),
             signals,
-            announce=_announce,
+            announce=partial(print, flush=True),
             startup_timeout_seconds=options.startup_timeout,
             restart_policy=RestartPolicy(options.restarts),
         )
@@ -148,15 +146,8 @@ def _groups(options: ServeOptions) -> tuple[EngineGroup, ...]:
 
 
 def _check_both(options: ServeOptions) -> None:
-    for name in (
-        "prefill",
-        "decode",
-        "prefill_tp",
-        "decode_tp",
-        "prefill_args",
-        "decode_args",
-        "turn_seconds",
-    ):
+    sides = [f"{side}{what}" for what in ("", "_tp", "_args") for side in ("prefill", "decode")]
+    for name in (*sides, "turn_seconds"):
         if getattr(options, name) not in (None, "", 0):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is given beside --role both, but it is for prefill and decode "
@@ -184,13 +175,6 @@ def _check_ports(file: str | None, settings: Mapping[str, Any], engines: int) ->
             f"{same[0]} is {ports[same[0]]} in {file}, and kvferry serve starts {counted(engines, 'engine')} "
             "on this machine; set it to 0 for any free port"
         )
-
-
-def _announce(line: str) -> None:
-    print(line, flush=True)
-
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -232,7 +216,6 @@ def router(options: RouterOptions) -> None:
     Sends each prompt to a prefill engine, then to a decode engine, which loads its KV.
     """
     require("kvferry router", ROUTER)
-    from kvferry.common.errors import ConfigError
     from kvferry.tools.serving.devices import listen, url_of
     from kvferry.tools.serving.processes import StopSignals
     from kvferry.tools.serving.router.app import RouterApp
@@ -253,7 +236,7 @@ def router(options: RouterOptions) -> None:
         decode=engines["decode"],
         engines_file=options.engines_file,
         silent_seconds=options.silent_seconds,
-        max_body_bytes=options.max_body_mib * _MIB,
+        max_body_bytes=options.max_body_mib << 20,
         api_keys=read_keys(options.api_key_file, "KVFERRY_ROUTER_API_KEY"),
         engine_key=next(iter(engine_keys), None),
         allowed_origins=tuple(options.allow_origin or ()),

@@ -101,20 +101,14 @@ def curve_of_model(
 
 
 def described(model: ServedModel, pool: BlockPool) -> str:
-    """Return sentences about the engine and the settings of a curve.
-
-    Settings of windows and snapshots are left out for models with full attention alone.
-
-    Args:
-        model: model and settings of the engine.
-        pool: block pool of the engine.
-    """
-    steps = model.form.steps
+    """Return sentences about the engine and the settings of a curve."""
     found = (
         f"One engine {pool.text} stores chunks of {counted(model.chunk_tokens, 'token')} in host memory. A "
         "capacity is that of all its ranks together."
     )
+    # Settings of windows and snapshots say nothing about models with full attention alone.
     if len(model.attention) < len(model.groups):
+        steps = model.form.steps
         found += (
             f" Windows and snapshots are kept at least {counted(model.form.snapshot_tokens, 'token')} apart, "
             f"with a retention of {steps.retention} and {counted(steps.step_tokens, 'token')} per step."

@@ -38,22 +38,27 @@ _MISSING = {"MODEL": "give a path or a Hugging Face id, such as Qwen/Qwen3-0.6B"
 
 
 def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[str] = ()) -> str:
-    """Return an error in the use of a command as one sentence, with the nearest known option.
+    """Return a `UsageError` as one sentence, with the nearest known option.
 
     Args:
-        error: `UsageError` that Typer raised.
+        error: error that Typer raised.
         application: command group of the whole application.
         name: how users call the application.
         arguments: arguments of the application.
     """
-    context = error.ctx
-    # An option without its value has no context.
-    path = _command_path(application, name, arguments) if context is None else context.command_path
+    # An option without its value has no context, so the command is looked up.
+    words, one = [name], application
+    for argument in arguments:
+        one = getattr(one, "commands", {}).get(argument)
+        if one is None:
+            break
+        words.append(argument)
+    path = error.ctx.command_path if error.ctx else " ".join(words)
     if hasattr(error, "possibilities"):
-        parameters = [] if context is None else context.command.params
-        name, value = _find_option(error.option_name, arguments[path.count(" ") :])
-        hint = _option_hint(path, parameters, name, value)
-        return f"{path} has no option {name}; {hint or f'run {path} --help for its options'}"
+        parameters = error.ctx.command.params if error.ctx else []
+        option, value = _find_option(error.option_name, arguments[path.count(" ") :])
+        hint = _option_hint(path, parameters, option, value)
+        return f"{path} has no option {option}; {hint or f'run {path} --help for its options'}"
     if reason := _conversion_reason(error):
         return reason
     missing = error.param.metavar if type(error).__name__ == "MissingParameter" and error.param else None
@@ -87,25 +92,10 @@ def _conversion_reason(error: Any) -> str | None:
     return f"{named} is {first['input']!r}; {expected}"
 
 
-def _command_path(application: Any, name: str, arguments: Sequence[str]) -> str:
-    """Return the full name of the command that arguments call."""
-    command, words = application, [name]
-    for argument in arguments:
-        command = getattr(command, "commands", {}).get(argument)
-        if command is None:
-            break
-        words.append(argument)
-    return " ".join(words)
-
-
 def _option_hint(path: str, parameters: Sequence[Any], name: str, value: str) -> str | None:
-    """Return what to do about an unknown option; None if nothing is known about it.
+    """Return what to do about an unknown option of the command `path`; None if nothing is known about it.
 
-    Args:
-        path: full name of the command.
-        parameters: options and arguments of the command.
-        name: the unknown option.
-        value: the option with its value, as it was written.
+    `value` is the option with its value, as it was written.
     """
     known = {each for parameter in parameters for each in (*parameter.opts, *parameter.secondary_opts)}
     places = [parameter.metavar for parameter in parameters if parameter.param_type_name == "argument"]

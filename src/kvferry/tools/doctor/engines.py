@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_seconds
-from kvferry.geometry import RankGeometry
 from kvferry.observe.fetch import http_address
 from kvferry.tools.doctor import http_engine, identity as ports
 from kvferry.tools.doctor.finding import Finding, ReportSection, bad, note, ok, run_all_within
@@ -128,12 +127,6 @@ def _section(one: Target, findings: Sequence[Finding]) -> ReportSection:
 
 
 def _examine_target(one: Target, keys: Keys | None) -> ExaminedEngine:
-    """Examine one engine or router.
-
-    Args:
-        one: engine or router to examine.
-        keys: CURVE keys, which encrypt control channels; None if this machine has none.
-    """
     seen = ExaminedEngine(one.name, one.role)
     control = one.control
     url = one.url or _find_http_endpoint(one)
@@ -226,15 +219,17 @@ def _check_ranks(seen: ExaminedEngine, keys: Keys | None) -> list[Finding]:
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
     """Return the differences between two data-parallel ranks as text; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
-    shapes = [
-        [(card.geometry.tp_size, card.geometry.pp_size, *_groups(card.geometry)) for card in identity.ranks]
-        for identity in (one, other)
+    if _shape(one) != _shape(other):
+        facts = [*facts, "other workers, groups or block sizes"]
+    return "; ".join(facts)
+
+
+def _shape(identity: EngineIdentity) -> list[tuple[object, ...]]:
+    ranks = [card.geometry for card in identity.ranks]
+    return [
+        (rank.tp_size, rank.pp_size, *((group.label, group.block_tokens) for group in rank.groups))
+        for rank in ranks
     ]
-    return "; ".join([*facts, *(["other workers, groups or block sizes"] if shapes[0] != shapes[1] else [])])
-
-
-def _groups(geometry: RankGeometry) -> list[tuple[str, int]]:
-    return [(group.label, group.block_tokens) for group in geometry.groups]
 
 
 def _check_advertised(url: str, control: Address) -> list[Finding]:

@@ -25,7 +25,6 @@ from kvferry.tools.doctor import (
     reads,
     software,
     storage,
-    storage as settings,
 )
 from kvferry.tools.doctor.engines import Target, examine_engines
 from kvferry.tools.doctor.finding import Finding, ReportSection, note, run_check
@@ -74,7 +73,7 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
     keys = existing_keys(job.secret_file) if job.secret_file else None
     if not (job.machine or job.config or job.targets or job.calibrate):
         raise ConfigError("there is nothing to check; give an address or --config, or drop --no-machine")
-    given = settings.read_file(job.config) if job.config else settings.ConfigFile((), ())
+    given = storage.read_file(job.config) if job.config else storage.ConfigFile((), ())
     sections: list[ReportSection] = []
     if job.calibrate:
         path = next((config.costs for config in given.configs if config.costs), None)
@@ -83,7 +82,13 @@ def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSec
         sections.append(ReportSection("costs of transfers on this machine", tuple(measured)))
     timed: ReadTimings | None = None
     if (job.machine or job.config) and not is_linux():
-        sections.append(ReportSection("this machine", (_no_engines_here(),)))
+        unchecked = note(
+            "system",
+            f"{platform.system()} runs no engines, so neither this machine nor the tiers of a configuration "
+            "are checked",
+            "run kvferry doctor on the engines' machines",
+        )
+        sections.append(ReportSection("this machine", (unchecked,)))
     elif job.machine:
         several = names_other_machines(job.targets, given.configs)
         found, timed = _check_machine(given.configs, progress, several_machines=several)
@@ -110,15 +115,6 @@ def names_other_machines(targets: Sequence[Target], configs: Sequence[ConnectorC
         if config.transfers:
             hosts += [config.advertise_host or config.host, *(config.peers or ())]
     return any(host is not None and not is_loopback(host) for host in hosts)
-
-
-def _no_engines_here() -> Finding:
-    return note(
-        "system",
-        f"{platform.system()} runs no engines, so neither this machine nor the tiers of a configuration are "
-        "checked",
-        "run kvferry doctor on the engines' machines",
-    )
 
 
 def _check_machine(

@@ -1,4 +1,4 @@
-"""The result of a check."""
+"""The results of checks, the report that has them, and time limits for checks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ class State(StrEnum):
     OK = "ok"
     NOTE = "note"
     BAD = "bad"
+
+
+_MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
+_STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
+_INDENT = 7
+_ARROW = "-> "
+_KILLED_SECONDS = 2.0
+_MAX_ERROR_CHARACTERS = 300
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +107,21 @@ def is_well(sections: Iterable[ReportSection]) -> bool:
     return not any(finding.state is State.BAD for section in sections for finding in section.findings)
 
 
-_MARKS = {State.OK: "ok", State.NOTE: "note", State.BAD: "BAD"}
-_STYLES = {State.OK: "green", State.NOTE: "yellow", State.BAD: "bold red"}
-_INDENT = 7
-_ARROW = "-> "
-
-
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
     """Print all sections of the report and a summary line to `console`."""
+    # Wrapped here and not by rich, which would separate numbers from their units.
+    lines: list[Text] = []
     for section in sections:
-        # Wrapped here and not by rich, which would separate numbers from their units.
-        for line in wrapped(section.title):
-            console.print(Text(line, "bold"), soft_wrap=True)
+        lines += [Text(line, "bold") for line in wrapped(section.title)]
         for finding in section.findings:
             first, *rest = wrapped(f"{finding.subject}: {finding.found}", _INDENT)
             mark = Text(f"  {_MARKS[finding.state]:<{_INDENT - 2}}", _STYLES[finding.state])
-            console.print(mark + Text(first.strip()), soft_wrap=True)
-            for line in rest:
-                console.print(Text(line), soft_wrap=True)
+            lines += [mark + Text(first.strip()), *map(Text, rest)]
             if finding.advice:
-                for line in wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)):
-                    console.print(Text(line), soft_wrap=True)
-        console.print()
-    for line in wrapped(summary(sections)):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+                lines += map(Text, wrapped(_ARROW + finding.advice, _INDENT, len(_ARROW)))
+        lines.append(Text())
+    for line in (*lines, *map(Text, wrapped(summary(sections)))):
+        console.print(line, soft_wrap=True)
 
 
 def summary(sections: Sequence[ReportSection]) -> str:
@@ -138,19 +139,7 @@ def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:
     The key ``well`` is True if nothing must be fixed. The key ``sections`` has the findings under their
     headings.
     """
-    return {
-        "well": is_well(sections),
-        "sections": [
-            {"title": section.title, "findings": [asdict(finding) for finding in section.findings]}
-            for section in sections
-        ],
-    }
-
-
-_KILLED_SECONDS = 2.0
-_MAX_ERROR_CHARACTERS = 300
-
-T = TypeVar("T")
+    return {"well": is_well(sections), "sections": [asdict(section) for section in sections]}
 
 
 class CheckTimeout(KVFerryError):

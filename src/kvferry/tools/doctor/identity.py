@@ -1,4 +1,6 @@
-"""Ask an engine over its control channel for a description of itself. No KV is read.
+"""Ask an engine over its control channel for a description of itself, and find the ports that it listens on.
+
+No KV is read.
 
     Hello(no facts)     ──────▶
                         ◀──────   Accepted(facts)      timed several times; the engine keeps no state
@@ -61,6 +63,17 @@ _MECHANISM = slice(12, 32)
 # the name of its security mechanism. It would close the connection if this greeting named another mechanism.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 
+_PROC = Path("/proc")
+# The state TCP_LISTEN in the tables of /proc.
+_LISTEN = "0A"
+# Addresses of sockets that listen on all addresses.
+_ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
+_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+_API = "API server"
+# The module that runs in this process stands in its command line.
+_CHILD = "kvferry.transport.metadata_sandbox"
+_SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
+
 
 class IdentifyError(KVFerryError):
     """Raised if an engine's control channel cannot be reached, does not answer, or answers unexpectedly."""
@@ -88,10 +101,10 @@ class EngineIdentity:
 
 
 def identify(address: Address, keys: security.Keys | None, seconds: float) -> EngineIdentity:
-    """Ask the engine at `address` for a description of itself.
+    """Ask the engine whose control channel is at `address` for a description of itself.
 
     Args:
-        address: host and port of the engine's control channel.
+        address: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
         seconds: time limit for all answers.
 
@@ -222,18 +235,6 @@ def _mechanism(address: Address, seconds: float) -> str:
             "give remote_host and remote_port from its kv_transfer_params, or its HTTP address with http://",
         )
     return received[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
-
-
-_PROC = Path("/proc")
-# The state TCP_LISTEN in the tables of /proc.
-_LISTEN = "0A"
-# Addresses of sockets that listen on all addresses.
-_ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
-_API = "API server"
-# The module that runs in this process stands in its command line.
-_CHILD = "kvferry.transport.metadata_sandbox"
-_SHUT = "let only peers reach it; docs/network.md has a firewall rule and a NetworkPolicy"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,4 +1,4 @@
-"""Check the limits of the operating system: lockable memory, files, threads, shared memory, huge pages."""
+"""Check the limits of the operating system: memory, files, threads, huge pages. List file systems."""
 
 from __future__ import annotations
 
@@ -226,14 +226,6 @@ def check() -> list[Finding]:
     ]
 
 
-_NETWORK = frozenset(
-    ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "glusterfs", "beegfs", "9p", "afs", "wekafs"]
-)
-_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-# The root of a container is a stack of layers.
-_LAYERS = ("overlay", "aufs")
-
-
 @dataclass(frozen=True, slots=True)
 class Mount:
     """A mounted file system.
@@ -247,21 +239,6 @@ class Mount:
     point: str
     kind: str
     source: str
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether files are lost when the machine restarts."""
-        return self.kind in _MEMORY
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether it is the root of a container, whose files are deleted with the container."""
-        return self.kind in _LAYERS
-
-    @property
-    def is_network(self) -> bool:
-        """Whether another machine or a process (FUSE) serves the files."""
-        return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
 def list_mounts() -> list[Mount]:

@@ -155,23 +155,15 @@ def _describe_transfers(there: EngineIdentity, here: EngineIdentity, costs: Cost
     except ConfigError as error:
         return f"{ranks}; {error}"
     runs = [copy.run for t in templates for route in t.routes for copy in route.copies]
-    return f"{ranks}; strategy {' and '.join(strategies)}, runs of {_size_range(runs)}"
-
-
-def _size_range(runs: Sequence[int]) -> str:
-    """Return a text with the smallest and the largest of the sizes in bytes, e.g. ``4 KiB to 2 MiB``."""
     ends = dict.fromkeys((format_bytes(min(runs)), format_bytes(max(runs))))
-    return " to ".join(ends)
+    return f"{ranks}; strategy {' and '.join(strategies)}, runs of {' to '.join(ends)}"
 
 
 def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
     """Return the names of the strategies that the planner would choose for a request of typical length."""
-    found = set()
-    for template in templates:
-        for route in template.routes:
-            possible = transfer_methods(route, costs, _IMAGE_BYTES)
-            found.add(str(possible[choose_method(possible, _CELLS, costs)].strategy))
-    return found
+    routes = [route for template in templates for route in template.routes]
+    choices = [transfer_methods(route, costs, _IMAGE_BYTES) for route in routes]
+    return {str(each[choose_method(each, _CELLS, costs)].strategy) for each in choices}
 
 
 def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:

@@ -1,8 +1,7 @@
-"""Time READs between two processes of this machine, and find the transports that UCX uses for them.
+"""Time READs between two processes of this machine, find UCX's transports for them, and calibrate costs.
 
-READs of host memory are timed on every machine, READs of GPU memory where there is a GPU.
-
-The network between machines is not measured.
+READs of host memory are timed on every machine, READs of GPU memory where there is a GPU. The network between
+machines is not measured.
 """
 
 from __future__ import annotations
@@ -32,6 +31,19 @@ _SECONDS = 90.0
 _TABLE = "remote memory read by ucp_get"
 # Beginnings of UCX's names of RDMA transports that read GPU memory.
 _RDMA = ("rc", "dc", "gga")
+# Meaning, scale and unit of each field of `Costs`.
+_WHAT = {
+    "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
+    "read_byte_seconds": ("READ, per byte", 1e12, "ps"),
+    "copy_call_seconds": ("gather or scatter, per call", 1e6, "µs"),
+    "copy_run_seconds": ("gather or scatter, per run", 1e9, "ns"),
+    "copy_byte_seconds": ("gather or scatter, per byte", 1e12, "ps"),
+    "ask_seconds": ("request for a gather", 1e6, "µs"),
+    "lanes_work_gain": ("gain of more lanes, short runs", 1, ""),
+    "lanes_byte_gain": ("gain of more lanes, long runs", 1, ""),
+    "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
+    "overlap": ("gathering hidden behind reading", 1e2, "%"),
+}
 _ESTIMATE = (
     "this is an estimate on one machine; kvferry cannot measure between machines, so use a network tool "
     "such as iperf3"
@@ -56,12 +68,6 @@ class ReadTimings:
     machine: Mapping[str, Any]
     strategy: str = ""
     not_shared: str = ""
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """Rate of READs with the largest descriptors."""
-        _, moved, seconds = self.timed[-1]
-        return moved / seconds / 1e9
 
     @property
     def summary(self) -> str:
@@ -216,21 +222,6 @@ def check_gpu(
         )
 
 
-# Meaning, scale and unit of each field of `Costs`.
-_WHAT = {
-    "read_descriptor_seconds": ("READ, per descriptor", 1e6, "µs"),
-    "read_byte_seconds": ("READ, per byte", 1e12, "ps"),
-    "copy_call_seconds": ("gather or scatter, per call", 1e6, "µs"),
-    "copy_run_seconds": ("gather or scatter, per run", 1e9, "ns"),
-    "copy_byte_seconds": ("gather or scatter, per byte", 1e12, "ps"),
-    "ask_seconds": ("request for a gather", 1e6, "µs"),
-    "lanes_work_gain": ("gain of more lanes, short runs", 1, ""),
-    "lanes_byte_gain": ("gain of more lanes, long runs", 1, ""),
-    "copy_engine_bytes": ("shortest run for a GPU's copy engine", 2**-10, "KiB"),
-    "overlap": ("gathering hidden behind reading", 1e2, "%"),
-}
-
-
 def _measure(progress: Callable[[str], None]) -> CalibrationResult:
     from kvferry.tools.measuring.calibrate import (  # noqa: PLC0415 - loads torch and NIXL
         CalibrationJob,
@@ -255,7 +246,12 @@ def calibrate(
     try:
         found = measure(progress)
         file = expanded(path) if path else default_costs_path()
-        write_costs(file, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), _facts(found))
+        errors = {
+            what: {"median": fitted.median_error, "worst": fitted.worst_error}
+            for what, fitted in (("reads", found.reads), ("copies", found.copies))
+        }
+        facts = {**asdict(machine_facts()), "errors": errors}
+        write_costs(file, found.costs, datetime.now(UTC).isoformat(timespec="seconds"), facts)
     except KVFerryError as error:
         yield from_error("calibration", error, "run kvferry doctor, and repair what it finds")
         return
@@ -271,20 +267,9 @@ def describe(found: CalibrationResult) -> Iterable[Finding]:
             f"{getattr(costs, name) * scale:.3g} {unit}".strip() for costs in (found.costs, built_in)
         )
         yield ok(what, f"{here}; built in: {there}")
-    yield ok(
-        "prediction",
-        "; ".join(
-            f"{len(fitted.errors)} kinds of {what} within {fitted.median_error:.0%} (median), "
-            f"{fitted.worst_error:.0%} (worst)"
-            for what, fitted in (("reads", found.reads), ("copies", found.copies))
-        ),
-    )
-
-
-def _facts(found: CalibrationResult) -> dict[str, object]:
-    """Return what is stored with the costs: the machine and the errors of the fits."""
-    errors = {
-        what: {"median": fitted.median_error, "worst": fitted.worst_error}
+    fits = [
+        f"{len(fitted.errors)} kinds of {what} within {fitted.median_error:.0%} (median), "
+        f"{fitted.worst_error:.0%} (worst)"
         for what, fitted in (("reads", found.reads), ("copies", found.copies))
-    }
-    return {**asdict(machine_facts()), "errors": errors}
+    ]
+    yield ok("prediction", "; ".join(fits))

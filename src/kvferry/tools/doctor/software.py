@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import kvferry
 from kvferry.cache.weights import cached_digests
@@ -21,11 +20,6 @@ from kvferry.tools.serving.machine_checks import REMEDY
 _SECONDS = 120.0
 
 Probe = Callable[[], ProcessResult]
-
-
-def python() -> Finding:
-    """Report the versions of kvferry and Python."""
-    return ok("kvferry", f"{kvferry.__version__} on Python {platform.python_version()}")
 
 
 def vllm(version: str | None) -> Finding:
@@ -69,18 +63,13 @@ def connector(probe: Probe = _import_connector) -> list[Finding]:
             "full attention",
             "use a platform that has one",
         )
-    return [*found, hybrid, *_attention(printed, ended.how)]
-
-
-def _attention(printed: Mapping[str, Any], how: str) -> list[Finding]:
-    """Return a finding on vLLM's attention over bfloat16 on a CPU; an empty list if it was not tried."""
-    subject = "attention"
-    if "trying" not in printed:
-        return []
-    if "attention" not in printed:
-        found = f"vLLM's, over bfloat16, its default on a CPU, does not work here: {how}"
-        return [bad(subject, found, REMEDY)]
-    return [ok(subject, f"over bfloat16 works on this CPU ({printed['attention']})")]
+    found.append(hybrid)
+    if "attention" in printed:
+        found.append(ok("attention", f"over bfloat16 works on this CPU ({printed['attention']})"))
+    elif "trying" in printed:
+        broken = f"vLLM's, over bfloat16, its default on a CPU, does not work here: {ended.how}"
+        found.append(bad("attention", broken, REMEDY))
+    return found
 
 
 def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
@@ -129,7 +118,8 @@ def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel
 def check() -> list[Finding]:
     """Check the installed versions of kvferry and vLLM, the connector, and the stored digests of weights."""
     version = vllm_version()
-    found = [python(), vllm(version)]
+    python = f"{kvferry.__version__} on Python {platform.python_version()}"
+    found = [ok("kvferry", python), vllm(version)]
     if version is not None:
         found += connector()
     return [*found, copies(), hash_seed(), weights_cache(*cached_digests())]

@@ -1,4 +1,4 @@
-"""Check whether a configuration's tiers work on this machine: host memory, directories, object stores."""
+"""Read a configuration, and check whether its tiers work here: host memory, directories, object stores."""
 
 from __future__ import annotations
 
@@ -38,6 +38,26 @@ _PATH_SECONDS = 10.0
 # Permissions of the group and of all others.
 _OTHERS = 0o077
 _LEAST_CAPACITY = 1 << 20
+# Far more than any configuration has.
+_MOST_BYTES = 1 << 20
+_NETWORK = frozenset(
+    ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "glusterfs", "beegfs", "9p", "afs", "wekafs"]
+)
+# By kinds of file systems, as the kernel names them.
+_DRAWBACKS = (
+    (
+        ("tmpfs", "ramfs", "devtmpfs"),
+        "it is memory, and lost when the machine restarts",
+        "use a disk, or a larger host tier",
+    ),
+    # The root of a container is a stack of layers.
+    (("overlay", "aufs"), "it is lost with the container", "use a separate volume"),
+    (
+        _NETWORK,
+        "machines can share it if all engines run as one user; it hangs if its server does",
+        "keep it if machines share the tier; otherwise a local disk is faster",
+    ),
+)
 _LOCKS = "mount it so that locks work: processes that share it need them"
 _REMEDIES = {
     errno.EROFS: "mount it for writing",
@@ -122,8 +142,9 @@ def file(
     if "direct" not in probed and "failed" not in probed:
         silent = f"does not answer for {_PATH_SECONDS:g} s"
         why = silent if ended.code is None else f"cannot be checked: {ended.how}"
-        advice = "check the mount: it hangs, and the engine would hang at its start"
-        yield bad(subject, f"{path}{on} {why}", advice)
+        yield bad(
+            subject, f"{path}{on} {why}", "check the mount: it hangs, and the engine would hang at its start"
+        )
         return
     if "failed" in probed:
         yield bad(
@@ -206,17 +227,9 @@ def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, A
 def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
     """Report the kind of file system that holds a file tier's directory, with its drawbacks."""
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
-    if mount.in_memory:
-        lost = "it is memory, and lost when the machine restarts"
-        return note(subject, f"{where}: {lost}", "use a disk, or a larger host tier")
-    if mount.is_layer:
-        return note(subject, f"{where}: it is lost with the container", "use a separate volume")
-    if mount.is_network:
-        return note(
-            subject,
-            f"{where}: machines can share it if all engines run as one user; it hangs if its server does",
-            "keep it if machines share the tier; otherwise a local disk is faster",
-        )
+    for kinds, found, advice in _DRAWBACKS:
+        if mount.kind in kinds or (kinds is _NETWORK and mount.kind.startswith("fuse")):
+            return note(subject, f"{where}: {found}", advice)
     return ok(subject, where)
 
 
@@ -233,8 +246,6 @@ OWN_CHECKS: Mapping[type[StorageSettings], Callable[[str, Any], Iterable[Finding
 """Checks by class of storage settings. Other kinds of storage are checked with `try_storage`."""
 
 
-# Far more than any configuration has.
-_MOST_BYTES = 1 << 20
 _FINDINGS: Mapping[Verdict, Callable[[str, str], Finding]] = {
     Verdict.ACCEPTED: ok,
     Verdict.NOTED: lambda where, text: note(where, *text.split("; ", 1)),

@@ -1,10 +1,10 @@
-"""Conversion of a request's trace into sentences."""
+"""Render the trace of a request as sentences by time, and the traces of several as a list."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,14 @@ from kvferry.common.text import report_width, wrapped
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds, plural
 from kvferry.connector import events
 from kvferry.connector.events import DecisionReason, MissReason, RequestEvent, SourceMiss
-from kvferry.connector.load import LoadOutcome, trim_parts
+from kvferry.connector.load import LoadOutcome, PlaceTokens, trim_parts
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers.names import TIERS
 from kvferry.tools.explain.client import EngineTrace
+
+_INDENT = 2
+# Columns of the times at the left.
+_TIMES = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,9 @@ class _Timeline:
             if one.excluded:
                 yield f"{one.source} is not asked again: {one.excluded}"
                 continue
-            origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in one.bid.parts)
             looking = "is still looking for at most" if one.bid.looking else "bids"
-            yield f"{one.source} {looking} {_tokens(one.bid.tokens)} ({origins}), worth {one.value:.4g}."
+            bid = f"{_tokens(one.bid.tokens)} ({_origins(one.bid.parts)}), worth {one.value:.4g}"
+            yield f"{one.source} {looking} {bid}."
         if event.compute_value:
             yield f"Computing everything is worth {event.compute_value:.4g}."
         for source_miss in event.misses:
@@ -94,8 +98,7 @@ class _Timeline:
 
     def _load_began(self, event: events.LoadBegan) -> Iterator[str]:
         yield from self._again()
-        origins = ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in event.parts)
-        yield f"Loading tokens {event.begin} to {event.end - 1}: {origins}."
+        yield f"Loading tokens {event.begin} to {event.end - 1}: {_origins(event.parts)}."
         if event.peer != event.source:
             yield f"The {event.source} is {event.peer}"
 
@@ -200,12 +203,12 @@ def _stored(stored: StoredChunks) -> str:
     return f"{text}; {stored.failed} failed: {stored.failure}" if stored.failed else f"{text}."
 
 
+def _origins(parts: Iterable[PlaceTokens]) -> str:
+    return ", ".join(f"{format_count(part.tokens)} from {part.place}" for part in parts)
+
+
 def _describe_miss(source_miss: SourceMiss) -> str:
-    return (
-        f"{_words(source_miss.reason)}: {source_miss.detail}"
-        if source_miss.detail
-        else f"{_words(source_miss.reason)}."
-    )
+    return _words(source_miss.reason) + (f": {source_miss.detail}" if source_miss.detail else ".")
 
 
 def _words(miss: MissReason) -> str:
@@ -292,10 +295,6 @@ def _places(scheduled: events.Scheduled) -> Counter[str]:
     return +tokens_by_origin
 
 
-_INDENT = 2
-_TIMES = 11
-
-
 def render(traced: EngineTrace) -> str:
     """Render the trace of a request as text: its engine, a sentence per event, and its times."""
     engine = traced.answer.engine
@@ -324,10 +323,10 @@ def render_list(traced: list[EngineTrace], now: float) -> str:
             f"{format_count(n)} {_from(place)}" for place, n in found.tokens_by_origin.most_common()
         )
         if not origins:
-            origins = "no source was asked" if _unasked(one) else "not scheduled yet"
+            asked = getattr(one.trace.events[0], "sources", ())
+            origins = "not scheduled yet" if asked else "no source was asked"
         failed = f"; {counted(found.failed, 'load')} failed" if found.failed else ""
-        tokens = f"{format_count(found.tokens)} {plural(found.tokens, 'token')}"
-        line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {tokens}: "
+        line = f"{format_age(now - one.arrived)} ago, {_engine(one)}, {_tokens(found.tokens)}: "
         if report_width() is None:
             lines += wrapped(f"{one.trace.request_id}  {line}{origins}{failed}")
         else:
@@ -346,13 +345,11 @@ def _times(found: Summary) -> str | None:
 
 
 def _line(line: TimelineEntry) -> list[str]:
-    first = "" if line.after is None else f"+{_after(line.after)}"
+    after, first = line.after, ""
+    if after is not None:
+        first = f"+{after * 1e3:.1f} ms" if after < 1 else f"+{after:.2f} s"
     begin, *rest = wrapped(line.text, _TIMES + 2)
     return [f"{first:>{_TIMES}}{begin[_TIMES:]}", *rest]
-
-
-def _after(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _from(place: str) -> str:
@@ -365,7 +362,3 @@ def _engine(traced: EngineTrace) -> str:
     engine = traced.answer.engine
     role = "engine" if engine.role == "both" else f"{engine.role} engine"
     return f"{role}, connector {engine.connector}" if engine.connector else role
-
-
-def _unasked(traced: EngineTrace) -> bool:
-    return not getattr(traced.trace.events[0], "sources", ())

@@ -1,7 +1,6 @@
 """`kvferry top`: read engines' `/metrics` periodically and show them on a terminal.
 
-- Pure functions, in the order of the data: `exposition` (text to values), `window` (two readings to rates),
-  `figures` (values to figures), `lines` (figures to text).
-- Around them: `poller` reads all addresses periodically and keeps the state of each, and
-  `live` draws the screen and handles keys.
+- Pure functions, in the order of the data: `exposition` (text to values and rates), `figures` (values to the
+  figures that are shown), `detail` and `lines` (figures to text), with `layout`.
+- Around them: `poller` reads all addresses periodically, and `live` draws the screen and handles keys.
 """

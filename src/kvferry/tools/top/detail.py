@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvferry.common.text import Column, fit_table
 from kvferry.common.units import format_bytes, format_seconds, plural
-from kvferry.tools.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
+from kvferry.tools.top.figures import ActivityCounts, Figures
 from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, arrange, number, percent, without_end
 
-SOURCE = (
-    Column("source", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
+
+def _named(heading: str) -> Column:
+    return Column(heading, left=True, minimum=MARGIN - 2, least=MARGIN - 2)
+
+
+_ASKED = (
     Column("asked/s", rank=1, minimum=8),
     Column("hit now", rank=2, minimum=7),
     Column("since start", rank=3, minimum=11),
     Column("under way", rank=4, minimum=9),
+)
+# Of a load from a peer, in their order.
+_STAGES = ("plan", "read", "check")
+SOURCE = (
+    _named("source"),
+    *_ASKED,
     Column("loaded/s", rank=5, minimum=9),
     Column("median", rank=6, minimum=6),
     Column("p99", rank=7, minimum=6),
 )
 CONNECTOR = (
-    Column("connector", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
-    Column("asked/s", rank=1, minimum=8),
-    Column("hit now", rank=2, minimum=7),
-    Column("since start", rank=3, minimum=11),
-    Column("under way", rank=4, minimum=9),
+    _named("connector"),
+    *_ASKED,
     Column("tokens/s", rank=5, minimum=9),
     Column("missed", rank=6, minimum=6),
     Column("failed", rank=7, minimum=6),
 )
 TIER = (
-    Column("tier", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
+    _named("tier"),
     Column("used", rank=1, minimum=7),
     Column("capacity", rank=2, minimum=8),
     Column("full", rank=3, minimum=3),
@@ -50,28 +57,18 @@ def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterato
         width: maximum width of a line, in terminal cells; None for no limit.
         misses: maximum number of lines that list the misses of sources by reason; None for no limit.
     """
-    levels, rates = of.levels, of.rates
     yield from _item_lines("requests", _requests(of), width)
-    yield from _item_lines("tokens/s", _tokens(rates), width)
+    yield from _item_lines("tokens/s", _tokens(of.rates), width)
     failed = (
         any(of.totals.failed.values())
         or of.totals.recomputed_tokens > 0
         or any(connector.failed for connector in of.totals.connectors.values())
     )
-    yield from _item_lines(
-        "failures", _failures(of), width, look=TextStyle.BAD if failed else TextStyle.PLAIN
-    )
-    if of.totals.connectors:
-        yield from _table(CONNECTOR, [(name, *_connector(of, name)) for name in of.totals.connectors], width)
-    if of.totals.sources:
-        yield from _table(SOURCE, [(name, *_source(of, name)) for name in of.totals.sources], width)
-    if levels.tiers:
-        now = {} if rates is None else rates.tiers
-        tiers = [
-            (name, *_tier(usage, now.get(name), of.totals.tiers[name]))
-            for name, usage in levels.tiers.items()
-        ]
-        yield from _table(TIER, tiers, width)
+    look = TextStyle.BAD if failed else TextStyle.PLAIN
+    yield from _item_lines("failures", _failures(of), width, look=look)
+    yield from _table(CONNECTOR, [(name, *_connector(of, name)) for name in of.totals.connectors], width)
+    yield from _table(SOURCE, [(name, *_source(of, name)) for name in of.totals.sources], width)
+    yield from _table(TIER, [(name, *_tier(of, name)) for name in of.levels.tiers], width)
     yield from _item_lines("misses", _misses(of), width, at_most=misses)
     if of.totals.stages:
         yield from _item_lines("peers", _peers(of.totals), width)
@@ -82,16 +79,18 @@ def extra(of: Figures, width: int | None) -> Iterator[TextLine]:
     """Yield the less important lines, which are shown only if there is room on the screen."""
     moved = [f"{one.source} {one.group} {one.strategy} {format_bytes(one.size)}" for one in of.totals.moved]
     yield from _item_lines("moved", moved, width)
-    for what in ("dropped", "missed"):
-        reasons = {
-            f"{name}: {reason}": n
-            for name, tier in of.totals.tiers.items()
-            for reason, n in (tier.dropped_chunks if what == "dropped" else tier.missed_chunks).items()
-        }
-        yield from _item_lines(what, (f"{reason} {number(n)}" for reason, n in reasons.items()), width)
+    tiers = of.totals.tiers.items()
+    for what, counts in (
+        ("dropped", {name: tier.dropped_chunks for name, tier in tiers}),
+        ("missed", {name: tier.missed_chunks for name, tier in tiers}),
+    ):
+        reasons = [f"{name}: {why} {number(n)}" for name, each in counts.items() for why, n in each.items()]
+        yield from _item_lines(what, reasons, width)
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> Iterator[TextLine]:
+    if not rows:
+        return
     fitted = fit_table(columns, rows, width, tall=False)
     yield from (TextLine(line, TextStyle.HEAD) for line in fitted.head)
     yield from (TextLine(line) for row in fitted.rows for line in row)
@@ -115,7 +114,10 @@ def _requests(of: Figures) -> Iterator[str]:
     yield f"{number(of.levels.running)} running"
     yield f"{number(of.levels.waiting)} waiting"
     yield f"cache {percent(of.levels.cache_usage)}"
-    first = _recent(of, lambda counts: counts.first_token_seconds)
+    first = of.totals.first_token_seconds
+    # Without samples between the two readings, older ones say more than a dash.
+    if of.rates and of.rates.first_token_seconds.median is not None:
+        first = of.rates.first_token_seconds
     if first.median is not None:
         yield f"first token {format_seconds(first.median)}, p99 {_duration(first.p99)}"
 
@@ -131,46 +133,45 @@ def _tokens(rates: ActivityCounts | None) -> Iterator[str]:
 
 def _source(of: Figures, name: str) -> Iterator[str]:
     total = of.totals.sources[name]
-    now = None if of.rates is None else of.rates.sources.get(name)
-    seconds = _recent(
-        of, lambda counts: source.load_seconds if (source := counts.sources.get(name)) else None
-    )
-    yield number(None if now is None else now.queries)
-    yield percent(None if now is None else now.hit_rate)
+    now = of.rates.sources.get(name) if of.rates else None
+    seconds = now.load_seconds if now and now.load_seconds.median is not None else total.load_seconds
+    yield number(now.queries if now else None)
+    yield percent(now.hit_rate if now else None)
     yield percent(total.hit_rate)
     yield number(of.levels.pending_loads.get(name, 0.0))
-    yield _size(None if now is None else now.load_bytes)
+    yield _size(now.load_bytes if now else None)
     yield _duration(seconds.median)
     yield _duration(seconds.p99)
 
 
 def _connector(of: Figures, name: str) -> Iterator[str]:
     total = of.totals.connectors[name]
-    now = None if of.rates is None else of.rates.connectors.get(name)
-    yield number(None if now is None else now.queries)
-    yield percent(None if now is None else now.hit_rate)
+    now = of.rates.connectors.get(name) if of.rates else None
+    yield number(now.queries if now else None)
+    yield percent(now.hit_rate if now else None)
     yield percent(total.hit_rate)
     yield number(of.levels.pending_connectors.get(name, 0.0))
-    yield number(None if now is None else now.hit_tokens)
+    yield number(now.hit_tokens if now else None)
     yield number(total.misses)
     yield number(total.failed)
 
 
-def _tier(usage: TierUsage, now: TierCounts | None, total: TierCounts) -> Iterator[str]:
+def _tier(of: Figures, name: str) -> Iterator[str]:
+    usage, total = of.levels.tiers[name], of.totals.tiers[name]
+    now = of.rates.tiers.get(name) if of.rates else None
     yield _size(usage.used)
     yield _size(usage.capacity)
     yield percent(usage.share) if usage.capacity else "-"
     yield number(usage.owed_chunks)
-    yield number(None if now is None else now.fetched_chunks)
+    yield number(now.fetched_chunks if now else None)
     yield _duration(total.fetch_seconds.p99)
-    yield number(None if now is None else now.stored_chunks)
+    yield number(now.stored_chunks if now else None)
     yield number(sum(total.dropped_chunks.values()))
     yield number(total.evicted_chunks)
 
 
 def _misses(of: Figures) -> Iterator[str]:
-    recent = () if of.rates is None else of.rates.misses
-    now = {(one.source, one.reason, one.group): one.count for one in recent}
+    now = {(one.source, one.reason, one.group): one.count for one in (of.rates.misses if of.rates else ())}
     for one in of.totals.misses:
         group = f" ({one.group})" if one.group else ""
         rate = now.get((one.source, one.reason, one.group), 0.0)
@@ -190,15 +191,11 @@ def _peers(totals: ActivityCounts) -> Iterator[str]:
         yield f"descriptors of {format_bytes(totals.descriptor_bytes)}, {pages} {noun} each"
 
 
-# In the order of a load.
-_STAGES = ("plan", "read", "check")
-
-
 def _failures(of: Figures) -> Iterator[str]:
-    now: Mapping[str, float] = {} if of.rates is None else of.rates.failed
+    now: Mapping[str, float] = of.rates.failed if of.rates else {}
     for outcome, n in of.totals.failed.items():
         yield f"loads {outcome} {number(n)}{_added(now.get(outcome, 0.0))}"
-    rate = 0.0 if of.rates is None else of.rates.recomputed_tokens
+    rate = of.rates.recomputed_tokens if of.rates else None
     yield f"recomputed tokens {number(of.totals.recomputed_tokens)}{_added(rate)}"
     yield f"late blocks {number(of.levels.late_blocks)}"
 
@@ -206,21 +203,12 @@ def _failures(of: Figures) -> Iterator[str]:
 def _leases(of: Figures) -> Iterator[str]:
     totals, rates = of.totals, of.rates
     yield f"{number(of.levels.leases)} held"
-    yield f"{number(totals.leases_granted)} granted{_added(rates.leases_granted if rates else 0.0)}"
+    yield f"{number(totals.leases_granted)} granted{_added(rates.leases_granted if rates else None)}"
     yield f"{number(totals.leases_released)} released"
-    yield f"{number(totals.leases_expired)} expired{_added(rates.leases_expired if rates else 0.0)}"
+    yield f"{number(totals.leases_expired)} expired{_added(rates.leases_expired if rates else None)}"
 
 
-def _recent(of: Figures, seconds: Callable[[ActivityCounts], Latency | None]) -> Latency:
-    """Return a latency as measured between the last two readings, or since the engine's start."""
-    now = None if of.rates is None else seconds(of.rates)
-    # Without samples between the two readings, older ones say more than a dash.
-    if now is not None and now.median is not None:
-        return now
-    return seconds(of.totals) or Latency(None, None)
-
-
-def _added(rate: float) -> str:
+def _added(rate: float | None) -> str:
     return f" +{number(rate)}/s" if rate else ""
 
 

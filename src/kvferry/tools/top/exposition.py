@@ -1,4 +1,4 @@
-"""Parse a `/metrics` page in Prometheus's text format.
+"""Parse a `/metrics` page in Prometheus's text format, and compute the rates between two readings.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/ describes the format.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -60,19 +60,21 @@ class Values:
 
     >>> hits = Values({"hits": {(("source", "peer"),): 3.0, (("source", "tiers"),): 2.0}})
     >>> hits.total("hits"), hits.total("hits", source="peer"), hits.by("hits", "source")
-    (5.0, 3.0, {('peer',): 3.0, ('tiers',): 2.0})
+    (5.0, 3.0, {'peer': 3.0, 'tiers': 2.0})
     """
 
     of: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     def total(self, name: str, **where: str) -> float:
         """Return the sum of a metric over all its series with the given labels; 0 without such series."""
-        return sum(
-            value for has, value in self.of.get(name, {}).items() if where.items() <= dict(has).items()
-        )
+        return sum(self.by_all(name, **where).values())
 
-    def by(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
-        """Group a metric's series by the values of labels, and return the sum of each group."""
+    def by(self, name: str, label: str, **where: str) -> dict[str, float]:
+        """Return the sums of a metric's series by the value of a label, in the order of the values."""
+        return {value: n for (value,), n in self.by_all(name, label, **where).items()}
+
+    def by_all(self, name: str, *labels: str, **where: str) -> dict[tuple[str, ...], float]:
+        """Return the sums of a metric's series by the values of several labels, in their order."""
         sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for has, value in self.of.get(name, {}).items():
             own = dict(has)
@@ -82,9 +84,8 @@ class Values:
 
     def buckets(self, name: str, **where: str) -> list[HistogramBucket]:
         """Return the cumulative buckets of a histogram, in the order of their upper ends."""
-        return sorted(
-            HistogramBucket(float(le), n) for (le,), n in self.by(f"{name}_bucket", "le", **where).items()
-        )
+        ends = self.by(f"{name}_bucket", "le", **where)
+        return sorted(HistogramBucket(float(end), n) for end, n in ends.items())
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
@@ -100,6 +101,8 @@ class Values:
 _STARTED = "process_start_time_seconds"
 _LABELS = {one: {*COMMON, *metric.labels} for name, metric in EXPOSED.items() for one in series_names(name)}
 _WANTED = _LABELS.keys() | {_STARTED}
+# Counters and the parts of histograms grow, so they have rates. Gauges have none.
+_CUMULATIVE = ("_total", *SUFFIXES)
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -133,9 +136,10 @@ def parse_page(text: str, at: float) -> Scrape:
     """
     engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
     started, model = None, ""
+    # Select the wanted lines first: a page has thousands of lines, and the parser is slow.
+    wanted = [line for line in text.splitlines() if (name := _NAME.match(line)) and name[0] in _WANTED]
     try:
-        # Select the wanted lines first: a page has thousands of lines, and the parser is slow.
-        for family in text_string_to_metric_families("\n".join(_wanted(text))):
+        for family in text_string_to_metric_families("\n".join(wanted)):
             for sample in family.samples:
                 if sample.name == _STARTED:
                     started = sample.value
@@ -165,17 +169,6 @@ def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
     if name.endswith("_bucket"):
         float(labels.get("le", ""))
     return dict(labels)
-
-
-def _wanted(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        name = _NAME.match(line)
-        if name is not None and name[0] in _WANTED:
-            yield line
-
-
-# Counters and the parts of histograms grow, so they have rates. Gauges have none.
-_CUMULATIVE = ("_total", *SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +202,14 @@ def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
         return Window(values, None)
     # A counter starts at 0 in a new process. So it does if it is new, or has decreased.
     again = before.started is not None and now.started is not None and now.started != before.started
-    base = None if again else before.engines.get(engine)
-    seconds = now.at - before.at
-
-    def rates(name: str, series: Mapping[Labels, float]) -> dict[Labels, float]:
-        was = {} if base is None else base.of.get(name, {})
-        return {labels: _increase(was.get(labels, 0.0), value) / seconds for labels, value in series.items()}
-
-    counted = {name: series for name, series in values.of.items() if name.endswith(_CUMULATIVE)}
-    return Window(values, Values({name: rates(name, series) for name, series in counted.items()}))
-
-
-def _increase(was: float, value: float) -> float:
-    return value - was if value >= was else value
+    base = {} if again or engine not in before.engines else before.engines[engine].of
+    rates: dict[str, dict[Labels, float]] = {}
+    for name, series in values.of.items():
+        if name.endswith(_CUMULATIVE):
+            was = base.get(name, {})
+            grown = {labels: value - was.get(labels, 0.0) for labels, value in series.items()}
+            rates[name] = {
+                labels: (more if more >= 0 else series[labels]) / (now.at - before.at)
+                for labels, more in grown.items()
+            }
+    return Window(values, Values(rates))

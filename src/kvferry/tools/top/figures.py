@@ -12,6 +12,10 @@ from kvferry.tiers.names import PEER, tier_kind
 from kvferry.tiers.registry import TIER_KINDS
 from kvferry.tools.top.exposition import Values, Window, quantile
 
+_ASKED = "kvferry_multi_queries_total"
+# The names that `kvferry top` shows, by vLLM's.
+_VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -222,13 +226,10 @@ def compute_figures(windows: list[Window]) -> Figures:
     return Figures(_gauges(several.now, [one.now for one in windows]), rates, _activity_counts(several.now))
 
 
-_ASKED = "kvferry_multi_queries_total"
-
-
 def _activity_counts(values: Values) -> ActivityCounts:
     """Compute the counts of requests, loads and chunks, all per second or all since the engines' start."""
     sources = {
-        source for name in ("queries", "loads") for (source,) in values.by(f"kvferry_{name}_total", "source")
+        source for name in ("queries", "loads") for source in values.by(f"kvferry_{name}_total", "source")
     }
     pages = values.total("kvferry_transfer_pages_total")
     descriptors = values.total("kvferry_transfer_descriptors_total")
@@ -239,12 +240,12 @@ def _activity_counts(values: Values) -> ActivityCounts:
         tokens=_tokens(values),
         first_token_seconds=Latency.of(values, "vllm:time_to_first_token_seconds"),
         sources={source: _source(values, source) for source in sorted(sources)},
-        connectors={name: _connector(values, name) for (name,) in values.by(_ASKED, CONNECTOR)},
+        connectors={name: _connector(values, name) for name in values.by(_ASKED, CONNECTOR)},
         misses=_miss_counts(values),
         moved=_loaded_bytes(values),
         stages={
             stage: Latency.of(values, "kvferry_transfer_seconds", stage=stage)
-            for (stage,) in values.by("kvferry_transfer_seconds_count", "stage")
+            for stage in values.by("kvferry_transfer_seconds_count", "stage")
         },
         pages_per_descriptor=pages / descriptors if descriptors else None,
         descriptor_bytes=(
@@ -253,34 +254,31 @@ def _activity_counts(values: Values) -> ActivityCounts:
         tiers={tier: _tier(values, tier) for tier in _tiers(values)},
         recomputed_tokens=values.total("kvferry_recomputed_tokens_total"),
         leases_granted=values.total("kvferry_leases_granted_total"),
-        leases_released=ended.get(("released",), 0.0),
-        leases_expired=ended.get(("expired",), 0.0),
+        leases_released=ended.get("released", 0.0),
+        leases_expired=ended.get("expired", 0.0),
     )
 
 
 def _miss_counts(values: Values) -> tuple[MissCount, ...]:
-    of = values.by("kvferry_misses_total", "source", "reason", "group")
+    of = values.by_all("kvferry_misses_total", "source", "reason", "group")
     found = [MissCount(source, reason, group, n) for (source, reason, group), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.count))
 
 
 def _loaded_bytes(values: Values) -> tuple[LoadedBytes, ...]:
-    of = values.by("kvferry_load_bytes_total", "source", "group", "strategy")
+    of = values.by_all("kvferry_load_bytes_total", "source", "group", "strategy")
     found = [LoadedBytes(source, group, strategy, n) for (source, group, strategy), n in of.items() if n]
     return tuple(sorted(found, key=lambda one: -one.size))
 
 
-_VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
-
-
 def _tokens(values: Values) -> dict[str, float]:
     of = values.by("vllm:prompt_tokens_by_source_total", "source")
-    own = {name: of[source,] for source, name in _VLLM_SOURCES.items() if (source,) in of}
-    loaded = {tier: n for (tier,), n in values.by("kvferry_hit_tokens_total", "tier").items()}
+    own = {name: of[source] for source, name in _VLLM_SOURCES.items() if source in of}
+    loaded = values.by("kvferry_hit_tokens_total", "tier")
     found = own | {tier: loaded[tier] for tier in _ordered(loaded)}
     # Connectors that are not kvferry's do not count their tokens, so what vLLM has from outside is compared.
     if values.by(_ASKED, CONNECTOR).keys() - values.by("kvferry_queries_total", CONNECTOR).keys():
-        external = of.get(("external_kv_transfer",), 0.0)
+        external = of.get("external_kv_transfer", 0.0)
         found["others"] = max(0.0, external - sum(loaded.values()))
     return found
 
@@ -294,9 +292,7 @@ def _source(values: Values, source: str) -> SourceFigures:
         queries=queries,
         hits=hits,
         hit_rate=hits / looked if looked > 0 else None,
-        loads={
-            outcome: n for (outcome,), n in values.by("kvferry_loads_total", "outcome", source=source).items()
-        },
+        loads=values.by("kvferry_loads_total", "outcome", source=source),
         load_bytes=values.total("kvferry_load_bytes_total", source=source),
         load_seconds=Latency.of(values, "kvferry_load_seconds", source=source),
     )
@@ -306,14 +302,13 @@ def _connector(values: Values, name: str) -> ConnectorFigures:
     def count(what: str) -> float:
         return values.total(f"kvferry_multi_{what}_total", connector=name)
 
-    ended = values.by("kvferry_multi_loads_total", "outcome", connector=name)
     return ConnectorFigures(
         queries=count("queries"),
         hits=count("hits"),
         passed_over=count("passed_over"),
         misses=count("misses"),
         hit_tokens=count("hit_tokens"),
-        loads={outcome: n for (outcome,), n in ended.items()},
+        loads=values.by("kvferry_multi_loads_total", "outcome", connector=name),
     )
 
 
@@ -328,32 +323,33 @@ def _ordered(tiers: Iterable[str]) -> list[str]:
 
 
 def _tier(values: Values, tier: str) -> TierCounts:
-    def by_reason(name: str) -> dict[str, float]:
-        return {reason: n for (reason,), n in values.by(name, "reason", tier=tier).items() if n}
+    def count(what: str) -> float:
+        return values.total(f"kvferry_tier_{what}_total", tier=tier)
+
+    def by_reason(what: str) -> dict[str, float]:
+        reasons = values.by(f"kvferry_tier_{what}_total", "reason", tier=tier)
+        return {reason: n for reason, n in reasons.items() if n}
 
     return TierCounts(
-        fetched_chunks=values.total("kvferry_tier_fetched_chunks_total", tier=tier),
-        stored_chunks=values.total("kvferry_tier_stored_chunks_total", tier=tier),
-        stored_bytes=values.total("kvferry_tier_stored_bytes_total", tier=tier),
-        evicted_chunks=values.total("kvferry_tier_evicted_chunks_total", tier=tier),
-        missed_chunks=by_reason("kvferry_tier_missed_chunks_total"),
-        dropped_chunks=by_reason("kvferry_tier_dropped_chunks_total"),
+        fetched_chunks=count("fetched_chunks"),
+        stored_chunks=count("stored_chunks"),
+        stored_bytes=count("stored_bytes"),
+        evicted_chunks=count("evicted_chunks"),
+        missed_chunks=by_reason("missed_chunks"),
+        dropped_chunks=by_reason("dropped_chunks"),
         fetch_seconds=Latency.of(values, "kvferry_tier_fetch_seconds", tier=tier),
         store_seconds=Latency.of(values, "kvferry_tier_store_seconds", tier=tier),
     )
 
 
 def _gauges(values: Values, each: list[Values]) -> Gauges:
-    pending = values.by("kvferry_pending_loads", "source")
     return Gauges(
         running=values.total("vllm:num_requests_running"),
         waiting=values.total("vllm:num_requests_waiting"),
         # The fullest engine is the one that needs attention.
         cache_usage=max((one.total("vllm:kv_cache_usage_perc") for one in each), default=0.0),
-        pending_loads={source: n for (source,), n in pending.items()},
-        pending_connectors={
-            name: n for (name,), n in values.by("kvferry_multi_pending_loads", CONNECTOR).items()
-        },
+        pending_loads=values.by("kvferry_pending_loads", "source"),
+        pending_connectors=values.by("kvferry_multi_pending_loads", CONNECTOR),
         late_blocks=values.total("kvferry_late_blocks"),
         leases=values.total("kvferry_leases"),
         tiers={tier: _fullest(tier, each) for tier in _tiers(values)},
@@ -373,5 +369,5 @@ def _tier_usages(values: Values, tier: str) -> list[TierUsage]:
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")
     )
     # With several connectors each reports a tier of its own by this name.
-    told = used.keys() | capacity.keys() | owed.keys() or {("",)}
+    told = used.keys() | capacity.keys() | owed.keys() or {""}
     return [TierUsage(used.get(one), capacity.get(one), owed.get(one)) for one in sorted(told)]

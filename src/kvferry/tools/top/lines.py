@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.cells import cell_len
 
@@ -47,21 +47,17 @@ def screen(fleet: FleetView, width: int, height: int, *, chosen: int | None, eve
     """
     engines = engine_list(fleet, width, chosen)
     about = fleet.together if chosen is None else fleet.engines[chosen].figures
-    top = [title(fleet, width, every), about_line(fleet, chosen, width)]
+    top = [_title(fleet, width, every), TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)]
     room = height - len(top) - 1
-    # With the heading.
-    least = min(len(engines), _FEW + 1)
-    body = [] if about is None else _body(about, width, max(0, room - least))
-    room -= len(body)
-    shown = _cut(engines, max(room, 2))
-    room -= len(shown)
-    more = [] if about is None else list(extra(about, width))[: max(0, room)]
+    body, more = list[TextLine](), list[TextLine]()
+    if about is not None:
+        most = max(0, room - min(len(engines), _FEW + 1))  # with the heading
+        body, more = list(detail(about, width)), list(extra(about, width))
+        if len(body) > most:
+            body = list(detail(about, width, misses=_MISSES))[:most]
+    shown = _cut(engines, max(room - len(body), 2))
+    more = more[: max(0, room - len(body) - len(shown))]
     return [*top, *body, *more, TextLine(""), *shown][:height]
-
-
-def _body(about: Figures, width: int, room: int) -> list[TextLine]:
-    whole = list(detail(about, width))
-    return whole if len(whole) <= room else list(detail(about, width, misses=_MISSES))[:room]
 
 
 def text(fleet: FleetView, width: int | None, every: float) -> str:
@@ -71,7 +67,7 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
         width: maximum width of a line, in terminal cells; None for one line per heading and engine.
     """
     lines = [
-        title(fleet, width, every),
+        _title(fleet, width, every),
         *map(TextLine, wrap(printable(_about(fleet, None)), width, hanging=2)),
     ]
     if fleet.together is not None:
@@ -80,7 +76,7 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
     return "".join(f"{line.text.rstrip()}\n" for line in lines)
 
 
-def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
+def _title(fleet: FleetView, width: int | None, every: float) -> TextLine:
     """Return the title line, with the number of engines, the time between readings and a clock."""
     answering = f"engines answering: {fleet.answering} of {len(fleet.engines)}"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
@@ -92,11 +88,6 @@ def title(fleet: FleetView, width: int | None, every: float) -> TextLine:
         (each for each in (whole, f"kvferry top  {answering}", answering) if len(each) <= room), ""
     )
     return TextLine(fit(f"{heading:<{max(0, room)}} {clock}", width), TextStyle.TITLE)
-
-
-def about_line(fleet: FleetView, chosen: int | None, width: int) -> TextLine:
-    """Return the line that says what is shown in detail: one engine, or all, and the models."""
-    return TextLine(fit(_about(fleet, chosen), width), TextStyle.CHOSEN)
 
 
 def _about(fleet: FleetView, chosen: int | None) -> str:
@@ -117,7 +108,7 @@ def engine_list(
         whole: True to show errors in full, in several lines if needed.
     """
     rows = [
-        (_named(engine), *_cells(engine.figures), *_more(engine.figures, engine.started, fleet.at))
+        (_named(engine), *_cells(engine.figures, engine.started, fleet.at))
         for engine in fleet.engines
         if engine.figures is not None
     ]
@@ -165,32 +156,28 @@ def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> 
     return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(status) - 2))}  {status}", width)]
 
 
-def cached_share(tokens: dict[str, float] | None) -> float | None:
+def cached_share(tokens: Mapping[str, float]) -> float | None:
     """Return the share of prompt tokens, from 0 to 1, that were not computed; None without tokens.
 
     Args:
         tokens: prompt tokens by the origin of their KV: ``computed``, or where it was found.
     """
-    total = sum((tokens or {}).values())
-    return 1 - (tokens or {}).get("computed", 0.0) / total if total else None
+    total = sum(tokens.values())
+    return 1 - tokens.get("computed", 0.0) / total if total else None
 
 
-def _cells(of: Figures) -> Iterator[str]:
+def _cells(of: Figures, started: float | None, at: float) -> Iterator[str]:
     rates, totals, levels = of.rates, of.totals, of.levels
     yield number(levels.running)
     yield number(levels.waiting)
-    yield number(None if rates is None else rates.prompt_tokens)
-    yield percent(None if rates is None else cached_share(dict(rates.tokens)))
+    yield number(rates.prompt_tokens if rates else None)
+    yield percent(cached_share(rates.tokens) if rates else None)
     yield "-" if rates is None else format_bytes(sum(source.load_bytes for source in rates.sources.values()))
     slowest = [source.load_seconds.p99 for source in totals.sources.values()]
     yield format_seconds(max(seen)) if (seen := [each for each in slowest if each is not None]) else "-"
     yield number(sum(totals.failed.values()))
-
-
-def _more(of: Figures, started: float | None, at: float) -> Iterator[str]:
-    fullest = max((usage.share for usage in of.levels.tiers.values()), default=None)
-    yield number(None if of.rates is None else of.rates.generated_tokens)
-    yield percent(cached_share(dict(of.totals.tokens)))
-    yield percent(fullest)
-    yield number(of.totals.leases_expired)
+    yield number(rates.generated_tokens if rates else None)
+    yield percent(cached_share(totals.tokens))
+    yield percent(max((usage.share for usage in levels.tiers.values()), default=None))
+    yield number(totals.leases_expired)
     yield "-" if started is None else format_age(at - started)

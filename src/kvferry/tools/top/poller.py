@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -17,6 +17,9 @@ from kvferry.observe.fetch import HEALTH, Health, fetch, server_url
 from kvferry.observe.metrics import ROUTER_PREFIX
 from kvferry.tools.top.exposition import Scrape, Window, parse_page, window
 from kvferry.tools.top.figures import Figures, compute_figures
+
+# A busy API server answers slowly.
+_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,6 @@ class PolledAddress:
         # A password in an address must not appear on a screen.
         return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
-    @property
-    def answers(self) -> bool:
-        return self.now is not None and self.silence is None
-
     def answered(self, scrape: Scrape) -> PolledAddress:
         """Return a copy of this address after a successful reading, which becomes `now`."""
         return replace(self, before=self.now, now=scrape, silence=None)
@@ -71,11 +70,11 @@ class PolledAddress:
         # Of several failures the first says since when, and the last says why.
         return replace(self, silence=Unreachable(self.silence.since if self.silence else at, why))
 
-    def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield the label ``engine`` and the metrics of each engine at this address, if it answers."""
-        if self.now is not None and self.silence is None:
-            for engine in self.now.engines:
-                yield engine, window(self.before, self.now, engine)
+    def windows(self) -> list[tuple[str, Window]]:
+        """Return the label ``engine`` and the metrics of each engine at this address, if it answers."""
+        if self.now is None or self.silence is not None:
+            return []
+        return [(engine, window(self.before, self.now, engine)) for engine in self.now.engines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,33 +128,18 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
     engines: list[EngineRow] = []
     windows: list[Window] = []
     for seen in all_seen:
-        own = list(seen.windows())
+        own = seen.windows()
         windows += [of for _, of in own]
+        row = EngineRow(name=seen.name, url=seen.url, role=seen.role, silence=seen.silence)
+        if scrape := seen.now if own else None:
+            row = replace(row, model=scrape.model, ferry=scrape.ferry, started=scrape.started)
         for number, of in own:
             name = seen.name if len(own) == 1 else f"{seen.name}/{number}"
-            assert seen.now is not None  # noqa: S101  # the address has windows
-            scrape = seen.now
-            engines.append(
-                EngineRow(
-                    name=name,
-                    url=seen.url,
-                    role=seen.role,
-                    engine=number,
-                    model=scrape.model,
-                    ferry=scrape.ferry,
-                    started=scrape.started,
-                    silence=None,
-                    figures=compute_figures([of]),
-                )
-            )
+            engines.append(replace(row, name=name, engine=number, figures=compute_figures([of])))
         # A router that answers is no engine.
         if not own and not (seen.role == "router" and seen.silence is None):
-            engines.append(EngineRow(name=seen.name, url=seen.url, role=seen.role, silence=seen.silence))
+            engines.append(row)
     return FleetView(at, tuple(engines), compute_figures(windows) if windows else None)
-
-
-# A busy API server answers slowly.
-_SECONDS = 5.0
 
 
 def parse_address(text: str) -> str:
