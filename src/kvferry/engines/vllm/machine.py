@@ -110,7 +110,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def check_shared_memory(
-    workers: Sequence[int], stat: Callable[[str], os.statvfs_result] = os.statvfs
+    workers: Sequence[int],
+    stat: Callable[[str], os.statvfs_result] = lambda path: os.statvfs(path),  # noqa: PLW0108 - not on Windows
 ) -> None:
     """Check that ``/dev/shm`` has room for engines with these numbers of workers.
 
