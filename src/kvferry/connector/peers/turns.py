@@ -1,51 +1,53 @@
 """Kept turns: blocks of finished requests, kept for the next turn of their conversation.
 
 The prompt of the next turn begins with the tokens of the last prompt and answer. It goes to a prefill engine,
-which has computed the last prompt but not the answer. The answer's KV is here. So the blocks stay pinned in
-the engine's pool under a lease, and peers find them by their content (`transport.turns`). For the engine
-itself the request has ended. The lease ends when its time is over, when a longer turn of the same
-conversation is kept, or when requests of this engine need the blocks.
+which has computed the last prompt but not the answer. The decode engine has the answer's KV. So it keeps the
+blocks pinned in its pool under a lease (`TurnKeeper`), and the prefill engine finds them by their content
+(`TurnFinder`, `transport.turns`). For the decode engine itself the request has ended. The lease ends when its
+time is over, when a longer turn of the same conversation is kept, or when requests of this engine need the
+blocks.
 
     kept ─all steps under way have ended─▶ published ─lease ends─▶ leaving ─all words raised─▶ freed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.content import TurnNames
+from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
 from kvferry.connector.events import EventStream, LeaseGranted
-from kvferry.connector.peers.offer import MAX_UNWANTED, read_wanted
 from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import Address, Pending
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant, new_ticket
-from kvferry.transport.turns import TurnContent, TurnIndex
+from kvferry.transport.turns import TurnContent, TurnIndex, shared_tokens
 
 _FREE = 1 / 16
 """Share of free blocks in the pool below which kept turns are released."""
 
 
-@dataclass(slots=True)
-class _Turn:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Turn(Transfer):
     """A finished request's KV, kept for the next turn of its conversation.
+
+    It is late from the end of its lease until all workers have confirmed the end: peers may still read.
 
     Attributes:
         content: digests by which peers find the turn.
         kept: reply to a peer that asks for this content.
-        blocks: number of blocks that the turn pins.
         steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
     content: TurnContent
     kept: KeptTurn
-    blocks: int
     steps: int
 
 
@@ -75,7 +77,7 @@ class TurnKeeper:
             names: computes the digests by which peers find turns.
             wanted: computes the number of blocks that the largest waiting request needs.
             events: receives an event for each granted lease.
-            seconds: maximum age of a turn.
+            seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
             clock: returns monotonic seconds.
         """
@@ -85,10 +87,9 @@ class TurnKeeper:
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
         self._over: list[str] = []
-        self._index = TurnIndex()
+        self._index, self._workers = TurnIndex(), 0
         self._pool: BlockPool | None = None
-        # A turn is late from the end of its lease until all workers have confirmed it: peers may still read.
-        self._kept: TransferBook[Transfer] | None = None
+        self._pins: TransferBook[_Turn] | None = None
 
     def __contains__(self, lease: str) -> bool:
         """Return True if a lease belongs to a turn."""
@@ -102,22 +103,21 @@ class TurnKeeper:
             pool: the engine's block pool.
             workers: number of workers. All must confirm the end of a lease before its blocks are freed.
         """
-        self._index, self._kept, self._pool = index, TransferBook(workers, pool), pool
+        self._index, self._pool, self._workers = index, pool, workers
+        self._pins = TransferBook(workers, pool)
 
     @property
     def busy(self) -> bool:
         """True if the engine must run steps without requests, to publish turns and to free their blocks."""
-        unseen = any(turn.steps > 0 for turn in self._turns.values())
-        return bool(self._over) or self.holds_blocks or unseen
+        return bool(self._over) or self.holds_blocks or any(turn.steps > 0 for turn in self._turns.values())
 
     @property
     def holds_blocks(self) -> bool:
-        """True if a turn's lease has ended, but not all workers have confirmed that."""
-        return self._leaving_blocks > 0
+        """True if a turn's lease has ended, but not all workers have confirmed that.
 
-    @property
-    def _leaving_blocks(self) -> int:
-        return 0 if self._kept is None else self._kept.late_blocks()
+        Its blocks will soon be free, so that the engine should wait and not preempt.
+        """
+        return self._pins is not None and self._pins.late_blocks() > 0
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
@@ -128,9 +128,11 @@ class TurnKeeper:
             request: request that has ended.
             block_ids: its block table for each KV cache group, up to the last computed token.
         """
+        if not self._seconds or self._pool is None or self._pins is None:
+            return
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
-        if content is None or not content.keys or self._pool is None or self._kept is None:
+        if content is None or not content.keys:
             return
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
@@ -141,22 +143,28 @@ class TurnKeeper:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
             return
-        self._kept.begin(Transfer(key=request.request_id, holder="turns", blocks=blocks))
-        kept = KeptTurn(
-            engine_id=self._engine.engine_id,
-            incarnation=word.incarnation,
-            ticket=new_ticket(),
-            grant=Grant.of(word.slot, word.generation, offered),
-            tokens=tokens,
-            min_prefix_tokens=least,
-            chunks=0,
-            next_tokens=[],
+        turn = _Turn(
+            key=request.request_id,
+            holder="turns",
+            blocks=blocks,
+            content=content,
+            kept=KeptTurn(
+                engine_id=self._engine.engine_id,
+                incarnation=word.incarnation,
+                ticket=new_ticket(),
+                grant=Grant.of(word.slot, word.generation, offered),
+                tokens=tokens,
+                min_prefix_tokens=least,
+                chunks=0,
+                next_tokens=[],
+            ),
+            # With steps in flight a request can end before its last forward pass has run.
+            steps=1 + self._engine.steps_in_flight,
         )
-        self._over += [name for name, turn in self._turns.items() if content.begins_with(turn.content)]
-        # With steps in flight a request can end before its last forward pass has run.
-        self._turns[request.request_id] = _Turn(content, kept, len(blocks), 1 + self._engine.steps_in_flight)
-        now = self._clock()
-        self._events.emit(LeaseGranted(request.request_id, now, tokens, self._seconds, turn=True))
+        self._pins.begin(turn)
+        self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
+        self._turns[turn.key] = turn
+        self._events.emit(LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True))
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
@@ -180,30 +188,20 @@ class TurnKeeper:
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the turn whose lease has ended.
+        """Withdraw the turn whose lease has ended. A lease of another kind is ignored.
 
-        Its blocks stay pinned until all workers have confirmed the end.
-
-        Args:
-            lease: name of the lease. A lease of another kind is ignored.
+        Its blocks stay pinned until `on_words_raised`.
         """
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
-            if self._kept is not None and lease in self._kept:
-                self._kept[lease].late = True
+            turn.late = True
 
-    def on_workers_confirmed(self, lease: str, workers: int) -> bool:
-        """Count workers that have raised a turn's lease word. Return True if all have.
+    def on_words_raised(self, lease: str) -> None:
+        """Unpin the blocks of an ended turn, because all workers have raised its lease word."""
+        if self._pins is not None:
+            self._pins.end(lease, self._workers)
 
-        The blocks are free then.
-
-        Args:
-            lease: name of the lease.
-            workers: number of workers that have confirmed since the last call.
-        """
-        return self._kept is not None and self._kept.end(lease, workers)
-
-    def _leases_to_end_early(self, over: Sequence[str]) -> list[str]:
+    def _leases_to_end_early(self, over: Collection[str]) -> list[str]:
         """Return the names of the leases that must end early, the oldest first.
 
         They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
@@ -213,12 +211,13 @@ class TurnKeeper:
             over: leases that end now for another reason. They are not returned, and their blocks count as
                 free.
         """
-        assert self._pool is not None
-        held = {name: turn.blocks for name, turn in self._turns.items() if name not in over}
+        held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
         if not held:
             return []
-        coming = self._leaving_blocks + sum(self._turns[name].blocks for name in over if name in self._turns)
-        free = self._pool.get_num_free_blocks() + coming
+        assert self._pool is not None
+        assert self._pins is not None
+        # Blocks of the turns that are leaving, or will, are as good as free.
+        free = self._pool.get_num_free_blocks() + self._pins.pinned - sum(held.values())
         room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
         return choose_leases_to_end(held, -room)
 
@@ -261,98 +260,61 @@ class TurnKeeper:
         return least if least <= tokens else None
 
 
-_PAUSED_SECONDS = 1.0
-"""Minimum age of an unclaimed lease that ends because of a pause: its ticket may be on its way."""
+class TurnFinder:
+    """Asks peers for earlier turns of conversations. Only the engine's thread calls it."""
 
-
-class UnclaimedLeases:
-    """Chooses the unclaimed leases that end early. Only the engine's thread calls it.
-
-    Attributes:
-        seconds: minimum age of an unclaimed lease that ends because requests wait for blocks.
-        paused: True while the engine is paused.
-    """
-
-    def __init__(self, book: LeaseBook, wanted: BlocksWanted) -> None:
-        """Create an empty collection of leases. `granted` adds a lease.
+    def __init__(
+        self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
+    ) -> None:
+        """Create a finder that has asked nothing yet.
 
         Args:
-            book: book of all leases.
-            wanted: computes the number of blocks that the largest waiting request needs.
+            client: control channel to the peers.
+            keepers: returns the run (incarnation) of each peer that keeps turns, by address.
+            names: computes the digests by which peers look up turns.
         """
-        self.seconds = book.seconds / 4
-        self.paused = False
-        self._book, self._wanted = book, wanted
-        self._pool: BlockPool | None = None
-        self._blocks: dict[str, int] = {}
-        self._leaving: dict[str, int] = {}
-        self._names: dict[str, str] = {}  # the router's name of each lease
-        self._leases: dict[str, str] = {}  # lease by name
-        self._unwanted: dict[str, None] = {}  # names, the latest last
+        self._client, self._keepers, self._names = client, keepers, names
+        self._asked: dict[str, tuple[int, TurnContent]] = {}
 
-    def start(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def ask(self, request: Request) -> bool:
+        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked.
 
-    def on_new_request(self, request: Request) -> None:
-        """Record the KV that the router no longer wants, according to its request for a prefill."""
-        for name in read_wanted(request.kv_transfer_params).remote_unwanted:
-            self._unwanted[name] = None
-        # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers
-        # send more names over time, so the oldest are forgotten.
-        for name in list(self._unwanted)[:-MAX_UNWANTED]:
-            del self._unwanted[name]
-
-    def granted(self, lease: str, block_ids: BlockIds, name: str | None = None) -> None:
-        """Record a new lease and the number of its blocks.
-
-        Args:
-            lease: name of the lease.
-            block_ids: leased blocks, for each KV cache group.
-            name: the router's name for the KV; None without one.
+        `found` returns the result.
         """
-        if name is not None:
-            self._names[lease], self._leases[name] = name, lease
-        self._blocks[lease] = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
+        keepers = self._keepers()
+        # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
+        if not keepers or request.num_tokens <= CHUNK_TOKENS:
+            return False
+        content = self._names.content(request, request.num_tokens)
+        if content is None or (number := self._client.ask_turn(keepers, content)) is None:
+            return False
+        self._asked[request.request_id] = number, content
+        return True
 
-    def ended(self, leases: Collection[str]) -> None:
-        """Record that leases have ended.
+    def found(self, request: Request) -> tuple[int, Address, KeptTurn] | Pending | None:
+        """Return the turn that shares the most tokens with a request's prompt; None if there is none.
 
-        Their blocks become free after every worker has confirmed the end.
+        Return Pending while peers have not answered. Call it only if `ask` returned True.
+
+        Returns:
+            (number of usable tokens, from the start of the prompt; address of the peer's control channel; the
+            peer's answer, with the block tables and the lease).
         """
-        self._leaving.update({name: self._blocks.pop(name) for name in leases if name in self._blocks})
-        for lease in leases:
-            if (name := self._names.pop(lease, None)) is not None:
-                self._leases.pop(name, None)
-                self._unwanted.pop(name, None)
+        number, content = self._asked[request.request_id]
+        answers = self._client.turns(number)
+        if answers is None:
+            return Pending()
+        del self._asked[request.request_id]
+        best = None
+        for address, kept in answers:
+            # The engine always computes the last token of a prompt, to sample from it.
+            tokens = min(shared_tokens(content, kept), request.num_tokens - 1)
+            if tokens >= max(kept.min_prefix_tokens, 1) and (best is None or tokens > best[0]):
+                best = tokens, address, kept
+        return best
 
-    def on_blocks_freed(self, lease: str) -> None:
-        """Record that the engine has freed the blocks of an ended lease."""
-        self._leaving.pop(lease, None)
-
-    def leases_given_up(self) -> list[str]:
-        """Return the names of unclaimed leases that must end because the router or a pause wants it."""
-        unwanted = [self._leases[name] for name in self._unwanted if name in self._leases]
-        found = {lease for lease in unwanted if self._book.is_unclaimed(lease)}
-        if self.paused:
-            found.update(self._book.unclaimed(_PAUSED_SECONDS))
-        return [lease for lease in found if lease in self._blocks]
-
-    def leases_to_end(self) -> list[str]:
-        """Return the unclaimed leases that must end now because requests wait for blocks.
-
-        These are the oldest, and only as many as are needed to free enough blocks.
-        """
-        unclaimed = self._book.unclaimed(self.seconds)
-        held = {name: self._blocks[name] for name in unclaimed if name in self._blocks}
-        return choose_leases_to_end(held, self._lacking_blocks()) if held else []
-
-    def leases_block(self) -> bool:
-        """Return whether requests wait for more blocks than will soon be free, while any lease keeps some."""
-        # Without leases, requests wait only for running requests, which end by themselves.
-        return bool(self._blocks) and self._lacking_blocks() > 0
-
-    def _lacking_blocks(self) -> int:
-        """Return how many more blocks the largest waiting request needs than are free or will soon be."""
-        if self._pool is None:
-            return 0
-        return self._wanted.blocks() - self._pool.get_num_free_blocks() - sum(self._leaving.values())
+    def drop(self, request_id: str) -> None:
+        """Forget a request, and ignore answers that are still to come."""
+        number, _ = self._asked.pop(request_id, (None, None))
+        if number is not None:
+            self._client.drop_question(number)
