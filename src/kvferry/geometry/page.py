@@ -5,7 +5,7 @@ tensor with named axes. An `Axis` gives the byte strides between its elements, a
 axis that this rank holds.
 
 Two engines can exchange a field if both use the same field name, axis names, axis totals and element size.
-Strides, order of axes and ranges may differ: `planning.page_copy` converts between them.
+Strides, order of axes and ranges may differ: `planning.cell_copy` converts between them.
 
 Only the axis called ``token`` is special. It is divided into blocks, so a field with this axis can move
 between engines with different block sizes. A field without it holds one value per block, such as a snapshot

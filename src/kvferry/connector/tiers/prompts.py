@@ -297,7 +297,7 @@ class SnapshotPlaces:
         """Create the object. It has no requests yet.
 
         Args:
-            first: first position in tokens, from `planning.snapshots.first_snapshot`; 0 for no positions.
+            first: first position in tokens, from `planning.retention.first_snapshot`; 0 for no positions.
             interval: number of tokens of which every position is a multiple.
         """
         self._first, self._interval = first, interval
