@@ -123,13 +123,7 @@ class Claims:
     """
 
     def __init__(self, client: ControlClient, idle: Callable[[], bool], clock: Callable[[], float]) -> None:
-        """Create an empty collection of claims.
-
-        Args:
-            client: control channel to the producers.
-            idle: returns whether the engine computes no request at present.
-            clock: returns monotonic seconds.
-        """
+        """Create an empty collection of claims. `idle` tells whether the engine computes no request."""
         self._client, self._idle, self._clock = client, idle, clock
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
         self.waited_seconds = 0.0
@@ -226,12 +220,9 @@ class PeerFeed:
         labels: Sequence[str],
         on_failed: Callable[[Pull, Report], None],
     ) -> None:
-        """Create the feed of a load that begins now.
+        """Create the feed of a load that begins now. The peer has granted a lease.
 
         Args:
-            load: load to order.
-            pull: state of the exchange with the peer, which has granted a lease.
-            claims: asks the peer for further grants.
             alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
             labels: label of each KV cache group of this engine.
             on_failed: called if the load has failed and its request waits for it.
@@ -304,12 +295,7 @@ class Standstill:
     """
 
     def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:
-        """Begin to watch an engine.
-
-        Args:
-            patience_seconds: seconds without any new blocks for a request after which a claim is given up.
-            clock: returns monotonic seconds.
-        """
+        """Begin to watch an engine, which gives up a claim if no request gets blocks for so long."""
         self._patience_seconds, self._clock = patience_seconds, clock
         self._admitted, self._look, self._due = 0, 0.0, 0.0
         self.reason = (

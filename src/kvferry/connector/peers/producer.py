@@ -100,7 +100,7 @@ class Producer:
             clock: returns monotonic seconds.
             lease_slots: maximum number of leases at a time.
         """
-        self._engine, self._config, self._adapters, self._clock = engine, config, adapters, clock
+        self._engine, self._adapters, self._clock = engine, adapters, clock
         # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
@@ -122,7 +122,10 @@ class Producer:
             share=config.turn_share,
             clock=clock,
         )
+        # Minimum age of an unclaimed lease that ends because requests wait for blocks.
+        self._unclaimed_seconds = config.lease_seconds / 4
         self._pool: BlockPool | None = None
+        self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
         self._workers = self.port = 0
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, Request] = {}  # requests whose KV will be offered
@@ -147,13 +150,9 @@ class Producer:
         self.turns.start(server.turns, pool, workers)
 
     @property
-    def _host(self) -> str:
-        return self._config.advertise_host or self._config.host
-
-    @property
     def keeps_turns(self) -> Address | None:
         """Address (host, port) at which peers ask for turns; None if this engine keeps none."""
-        return (self._host, self.port) if self._config.turn_seconds else None
+        return (self._host, self.port) if self._keeps_turns else None
 
     @property
     def leases(self) -> int:
@@ -164,8 +163,6 @@ class Producer:
     def calm(self) -> bool:
         """True if steps need no call of this object until another method is called or a message arrives."""
         return not (self._withdrawn or len(self._book) or len(self._streams))
-
-    # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""
@@ -309,8 +306,6 @@ class Producer:
     def _say_granted(self, request: Request, tokens: int) -> None:
         self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
 
-    # -- the end of leases --------------------------------------------------------------------------------
-
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
 
@@ -347,11 +342,6 @@ class Producer:
             )
         orders.ended, self._ended = self._ended, {}
         orders.raised, self._raised = self._raised, {}
-
-    @property
-    def _unclaimed_seconds(self) -> float:
-        """Minimum age of an unclaimed lease that ends because requests wait for blocks."""
-        return self._book.seconds / 4
 
     def _given_up(self) -> list[str]:
         """Return the unclaimed leases that must end because the router or a pause wants it."""
@@ -422,8 +412,6 @@ class Producer:
                 del self._raising[name]
                 self._book.ended(name)
                 self.turns.on_words_raised(name)
-
-    # -- the engine ---------------------------------------------------------------------------------------
 
     def on_pause(self, *, paused: bool) -> None:
         """While the engine is paused, keep no turns, and end unclaimed leases soon."""

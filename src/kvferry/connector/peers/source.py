@@ -97,8 +97,6 @@ class PeerSource:
         """Return the number of unfinished requests for which a peer may hold KV."""
         return len(self._pulls)
 
-    # -- requests -----------------------------------------------------------------------------------------
-
     def arrived(self, request: Request, bidding: Bidding) -> bool:
         """Redeem the request's ticket; without one, ask all peers that keep turns of conversations."""
         name = request.request_id
@@ -194,7 +192,7 @@ class PeerSource:
         return self._alignments_with(self._pulls[request_id])[0]
 
     def settled(self, request_id: str) -> None:
-        """End a request's claim on a peer's lease, because the request will not read from the peer again.
+        """End a request's claim on a peer's lease.
 
         The request's answer then reports as cached what the caches of the peer had, if that is known.
         """
@@ -216,8 +214,6 @@ class PeerSource:
         self._turns.drop(request_id)
         self._asking.pop(request_id, None)
         self._pulls.pop(request_id, None)
-
-    # -- the engine ---------------------------------------------------------------------------------------
 
     def start_anew(self) -> None:
         """Exclude all peers that have offered KV, because it was computed before the cache was reset."""
@@ -279,8 +275,6 @@ class PeerSource:
                 del self._used[name]
                 self._alignments.pop(name, None)
             orders.disconnects = unused
-
-    # -- one request and its peer -------------------------------------------------------------------------
 
     def _redeem(self, pull: Pull) -> None:
         """Send a request's ticket to its peer, or exclude the peer if the offer does not fit the prompt.
@@ -401,8 +395,6 @@ class PeerSource:
             self._refusals.say(pull.request.request_id, pull.peer, reason)
         pull.bid = None
         self.settled(pull.request.request_id)
-
-    # -- peers --------------------------------------------------------------------------------------------
 
     def _new_peers(self) -> Iterator[tuple[Address, PeerInfo]]:
         """Yield the configured peers whose present run the workers have not met, each with its address."""

@@ -72,14 +72,9 @@ class TurnKeeper:
         """Create a keeper that keeps nothing until `start` is called.
 
         Args:
-            engine: properties of the engine.
-            book: book of all leases.
-            names: computes the digests by which peers find turns.
             wanted: computes the number of blocks that the largest waiting request needs.
-            events: receives an event for each granted lease.
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
-            clock: returns monotonic seconds.
         """
         self._engine, self._clock = engine, clock
         self._book, self._names, self._wanted, self._events = book, names, wanted, events
@@ -96,13 +91,7 @@ class TurnKeeper:
         return lease in self._turns
 
     def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
-        """Begin to keep turns.
-
-        Args:
-            index: index in which peers look up turns.
-            pool: the engine's block pool.
-            workers: number of workers. All must confirm the end of a lease before its blocks are freed.
-        """
+        """Begin to keep turns. All workers must confirm the end of a lease before its blocks are freed."""
         self._index, self._pool, self._workers = index, pool, workers
         self._pins = TransferBook(workers, pool)
 
@@ -122,11 +111,8 @@ class TurnKeeper:
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        Withdraw the earlier turns that the request continues.
-
-        Args:
-            request: request that has ended.
-            block_ids: its block table for each KV cache group, up to the last computed token.
+        Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
+        cache group, up to the last computed token.
         """
         if not self._seconds or self._pool is None or self._pins is None:
             return
@@ -205,11 +191,7 @@ class TurnKeeper:
         """Return the names of the leases that must end early, the oldest first.
 
         They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
-        waiting request needs, or than the share `_FREE` of the pool.
-
-        Args:
-            over: leases that end now for another reason. They are not returned, and their blocks count as
-                free.
+        waiting request needs, or than the share `_FREE` of the pool. Leases in `over` end anyway.
         """
         held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
         if not held:
@@ -266,13 +248,7 @@ class TurnFinder:
     def __init__(
         self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
     ) -> None:
-        """Create a finder that has asked nothing yet.
-
-        Args:
-            client: control channel to the peers.
-            keepers: returns the run (incarnation) of each peer that keeps turns, by address.
-            names: computes the digests by which peers look up turns.
-        """
+        """Create a finder. `keepers` returns the incarnation of each peer that keeps turns, by address."""
         self._client, self._keepers, self._names = client, keepers, names
         self._asked: dict[str, tuple[int, TurnContent]] = {}
 
