@@ -30,7 +30,7 @@ def gpu_check(
     from benchmarks.gpu_check import report
     from benchmarks.gpu_check.job import SMALL, GpuCheckJob
     from benchmarks.gpu_check.measure import CHECKS, measure
-    from kvferry.tools.measuring.rounds import source_and_destination
+    from kvferry.tools.measuring.gpus import source_and_destination
 
     source_and_destination(device)
     if device not in ("cpu", "cuda"):

@@ -12,13 +12,13 @@ from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, Figure, judged, ratio_figure
 from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import CallMover, KVFerryMover, raw_nixl
+from kvferry.tools.measuring.gpus import source_and_destination
 from kvferry.tools.measuring.producer_process import ProducerProcess
 from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.rounds import source_and_destination
 from kvferry.tools.measuring.simulated import SimulatedEngine, read_geometry, simulate_engine
 from kvferry.tools.plan.side import EngineSide
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 
 _LAYOUTS = {"same layout": "LBHNC", "other order of heads and tokens": "LBNHC", "layers together": "BLHNC"}
 _STRATEGIES = {

@@ -29,8 +29,7 @@ from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine, span_of
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.transport.costs import load_costs
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings, load_costs
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BHLNC")
 PARALLEL = ((1, 1), (2, 1), (1, 2), (4, 2))

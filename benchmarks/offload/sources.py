@@ -42,7 +42,7 @@ from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import HOST, PEER, tier_name
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
-from kvferry.tiers.paths import chunk_path
+from kvferry.tiers.paths import chunk_name
 from kvferry.tiers.storage_tier import StorageTier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.tools.bench.storage_chunks import bench_namespace
@@ -139,9 +139,9 @@ class KnownChunks:
 
 def _touch(root: Path, digest: bytes, keys: Iterable[bytes]) -> None:
     for bucket in range(256):
-        Path(chunk_path(str(root), digest, bytes((bucket,)))).parent.mkdir(parents=True, exist_ok=True)
+        (root / chunk_name(digest, bytes((bucket,)))).parent.mkdir(parents=True, exist_ok=True)
     for key in keys:
-        Path(chunk_path(str(root), digest, key)).touch()
+        (root / chunk_name(digest, key)).touch()
 
 
 class AskingScheduler:

@@ -122,7 +122,7 @@ class _Requests:
         Raises:
             TransferError: a load failed.
         """
-        for key, failure in self._reader.steps.step(new).failures.items():
+        for key, failure in self._reader.step(new).failures.items():
             if failure is not None:
                 raise TransferError(f"kvferry could not read from the producer process: {failure}")
             self._reader.acknowledge(key)

@@ -31,13 +31,12 @@ from kvferry.tools.measuring.rounds import Spread
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.agent import Agent
-from kvferry.transport.costs import load_costs
+from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.packed_read import segments_of
 from kvferry.transport.read_plan import ReadOrder, Share
-from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
+from kvferry.transport.staging import LaneResources, StagingArea
 
 _WORDS = Region(1 << 30, 4096)
 _TICKET = LeaseWord(0, 0, 1)
@@ -196,7 +195,7 @@ class PlannedPeer:
         started = time.perf_counter()
         plan = self._peer.plan(order)
         packed = (part for source in plan.ranks for part in source.packed)
-        chunks = ((part.method, cells) for part in packed for cells in segments_of(part.method, part.cells))
+        chunks = ((part.method, cells) for part in packed for cells in part.method.segments(part.cells))
         for way, cells in itertools.islice(chunks, 1):
             way.indices(cells, 0, 0)
         first = time.perf_counter()

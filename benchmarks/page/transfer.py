@@ -8,7 +8,7 @@ from benchmarks.page.figures import Comparison, Summary, format_ratio
 from kvferry.common.units import format_bytes, format_seconds
 from kvferry.tools.bench.transfer import SAME_DESCRIPTORS
 from kvferry.tools.measuring.rounds import Spread
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 
 
 def summary(document: Any) -> Summary:

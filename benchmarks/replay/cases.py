@@ -17,8 +17,7 @@ from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide, resolve_layout
-from kvferry.tools.replay.model import BlockPool, ServedModel, served_model
-from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.settings import BlockPool, ReplaySettings, ServedModel, parse_tier, served_model
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.open import open_trace
 

@@ -28,10 +28,9 @@ from kvferry.tools.measuring.simulated import simulate_engine
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER
-from kvferry.transport.gather_client import Done, Gather, Gathered, encode
+from kvferry.transport.gather_client import Done, Gather, Gathered
 from kvferry.transport.listener import Authenticator
-from kvferry.transport.messages import Release, encode as encode_control
-from kvferry.transport.packed_read import segments_of
+from kvferry.transport.messages import Release, encode
 from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
@@ -154,13 +153,13 @@ def messages_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int)
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
     redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
-    talk = [(encode_control(redeem), encode_control(redeemed))]
+    talk = [(encode(redeem), encode(redeemed))]
     ranks = plan.ranks if plan is not None else ()
     for packed in (each for rank in ranks for each in rank.packed if each.method.announced_route >= 0):
-        for cells in segments_of(packed.method, packed.cells):
+        for cells in packed.method.segments(packed.cells):
             talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
             talk.append((encode(Done(1)), b""))
-    talk.append((encode_control(Release(1, [ticket])), b""))
+    talk.append((encode(Release(1, [ticket])), b""))
     return talk
 
 

@@ -75,7 +75,7 @@ def _believing() -> Iterator[None]:
     """Make reading threads (lanes) skip the READ of the lease word while the block runs."""
 
     def believe(self: lane.Lane, read: lane._Read) -> None:
-        read.words, read.data_done = True, time.perf_counter()
+        read.data_done = time.perf_counter()
         for number, rank in enumerate(read.plan.ranks):
             word = read.order.lease.word(rank.source.card.incarnation)
             self._lane.words[read.landing + number] = word

@@ -19,11 +19,11 @@ from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.common.errors import TransferError
 from kvferry.tools.measuring.simulated import read_geometry, simulate_engine
 from kvferry.tools.plan.side import EngineSide
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.read_plan import ReadOrder, ReadResult
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 _MODEL, _TOKENS = "Llama-3.1-8B", 1024

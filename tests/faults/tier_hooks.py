@@ -11,7 +11,7 @@ from typing import Any
 
 from kvferry.common.errors import ChunkError
 from kvferry.planning.select import windows_survive_load
-from kvferry.tiers.paths import chunk_path
+from kvferry.tiers.paths import chunk_name
 from support.chunk_files import verify_bytes
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half
@@ -21,7 +21,7 @@ def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespa
     """Paths of the chunks of a prompt that are in the file tier, in the engine's namespace or this one."""
     store, chunks = _store(engine), _chunks_of(engine, text, salt, adapter)
     of = bytes.fromhex(namespace) if namespace else store._namespace
-    paths = (chunk_path(store._root, of, key) for key in chunks.all_keys(len(text)))
+    paths = (f"{store._root}/{chunk_name(of, key)}" for key in chunks.all_keys(len(text)))
     return [path for path in paths if Path(path).exists()]
 
 

@@ -18,11 +18,12 @@ from kvferry.planning.template import absent_layer_names
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import PeerInfo, Pending
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import Redeemed
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.memory import memory
 from support.waiting import wait_for
 from transport.cards import cards, facts, ticket

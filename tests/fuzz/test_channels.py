@@ -42,11 +42,10 @@ from kvferry.transport.gather_client import (
     GatherClient,
     Gathered,
     GatherRoute,
-    encode,
 )
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import Handshakes
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, encode
 from kvferry.transport.redeem import PromptContent, TicketBook
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.turns import TurnIndex, TurnQueries
@@ -207,7 +206,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
 
 
 def test_a_reader_goes_on_whatever_a_worker_with_the_key_answers(rig, caplog, long):
-    handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask, GatherClient._announce_routes]
+    handlers = [GatherClient._receive, GatherClient.answer, GatherClient.ask]
     with Reached(*handlers, gather_messages.decode_reply) as reached:
         asking = Reader(rig)
         cost = Costs(asking.ask)

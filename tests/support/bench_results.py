@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.planning.strategy import Costs
-from kvferry.tools.bench.rounds import MoverRounds, TransferComparison
-from kvferry.tools.bench.tier_cases import TierSpeed
+from kvferry.tools.bench.rounds import MoverRounds, TierSpeed
 from kvferry.tools.bench.tiers import MeasuredTiers, TiersJob
-from kvferry.tools.bench.transfer import MeasuredTransfer, TransferJob
+from kvferry.tools.bench.transfer import MeasuredTransfer, TransferComparison, TransferJob
 from kvferry.tools.measuring.calibrate import CalibrationResult, Fit
 from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from kvferry.tools.measuring.simulated import read_geometry

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.tiers.files.chunk_file import read, set_direct, whole_pages
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
-from kvferry.tiers.format.decode import ChunkHeader, make_header, verify, zero_padding
+from kvferry.tiers.format.decode import ChunkHeader, make_header, verify
 
 _NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=31)
 _SECTIONS = st.builds(ChunkSection, _NAMES, st.integers(1, 9), st.one_of(st.integers(1, 40), st.just(4096)))
@@ -45,7 +45,6 @@ def body_of(chunk: Chunk, data: list[bytes] | None = None) -> memoryview:
 def image(chunk: Chunk, data: list[bytes] | None = None) -> bytes:
     """The file of a chunk."""
     body = body_of(chunk, data)
-    zero_padding(chunk, body)
     return make_header(chunk, body) + body
 
 

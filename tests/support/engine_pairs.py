@@ -17,11 +17,10 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tools.plan.blocks import SnapshotSteps
-from kvferry.tools.plan.kept import StoredForm, _group
-from kvferry.tools.replay.content import RequestKeys, keys_of, keys_of_each
+from kvferry.tools.plan.kept import StoredForm
+from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
-from kvferry.tools.replay.model import BlockGroup, ServedModel
-from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.settings import BlockGroup, ReplaySettings, ServedModel, TierSetting
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
@@ -45,7 +44,6 @@ def small_model(
     assert [group.label for group in rank.groups] == [group.label for group in canonical.groups]
     form = StoredForm(
         canonical=canonical,
-        groups=tuple(_group(group) for group in canonical.groups),
         steps=SnapshotSteps(block_tokens, step_tokens, retention),
         snapshot_tokens=snapshot_tokens or chunk_tokens,
         first_tokens=chunk_tokens,
@@ -113,7 +111,7 @@ class Both:
         tokens, prompt, size = [*turn.prompt, *turn.answer], len(turn.prompt), self._model.chunk_tokens
         groups = range(len(self._model.groups))
         request = trace_request(turn, self._unit)
-        made = keys_of(request, size, len(groups))
+        made = keys_of_each([request], size, len(groups))[0]
         real = PromptChunks(self._model.groups, ChunkKeys(size, tokens))
         for group in groups:
             names = {key: real.key(group, number) for number, key in enumerate(made.whole[group])}

@@ -6,17 +6,33 @@ import json
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.geometry.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.engine import EngineCache
-from kvferry.tools.replay.model import BlockPool, ServedModel, served_model
-from kvferry.tools.replay.settings import ReplaySettings, parse_tier, recorded_engine, with_blocks
+from kvferry.tools.replay.settings import (
+    BlockPool,
+    ReplaySettings,
+    ServedModel,
+    parse_tier,
+    recorded_engine,
+    served_model,
+    with_blocks,
+)
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.base import Trace, TraceRequest
+from kvferry.tools.replay.trace.base import Ids, Trace, TraceRequest, chained_each
 
 Found = tuple[int, dict[str, int]]
 """Tokens of a prompt that an engine had itself, and those that it loaded from each tier."""
+
+
+def chained(ids: npt.ArrayLike) -> Ids:
+    """Return the identities of a request's prefixes, from the identity of each unit's own content."""
+    own = np.asarray(ids).astype(np.uint64)
+    return chained_each(own, np.array([len(own)]))
 
 
 def model_of_engine(checkpoint: Path, trace: Trace, retention: int | None, dtype: str) -> ServedModel:

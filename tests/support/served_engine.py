@@ -25,7 +25,7 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
-from kvferry.tools.replay.model import ServedModel
+from kvferry.tools.replay.settings import ServedModel
 from kvferry.transport.messages import Facts
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up

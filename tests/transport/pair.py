@@ -22,12 +22,12 @@ import numpy as np
 from kvferry.geometry import RankGeometry, Region
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import SandboxValidator
 from kvferry.transport.read_plan import ReadOrder, ReadResult
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS
 from support.waiting import wait_for

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 from support.engines import EngineSpec, Family, ranks
 from support.keys import KEYS

@@ -9,7 +9,7 @@ import pytest
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
 from support.waiting import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.staging import TransferSettings
+from kvferry.transport.costs import TransferSettings
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
 from transport.memory import scattered_tables

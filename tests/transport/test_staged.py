@@ -14,10 +14,10 @@ import pytest
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed_read import ASK_SECONDS
 from kvferry.transport.read_plan import ReadResult
-from kvferry.transport.staging import TransferSettings
 from support.clock import Clock
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect

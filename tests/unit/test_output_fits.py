@@ -12,15 +12,13 @@ from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvferry.common.errors import Incompatible
 from kvferry.common.text import Column, Report, fit_table, wrap
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
 from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
 from kvferry.tools.plan import show as plan_show
-from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import entries, find_config
-from kvferry.tools.plan.forecast import Forecast, RefusedTransfer, forecast, refusal
+from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
 from kvferry.tools.plan.show import show_kept
 from kvferry.tools.plan.side import EngineSide, resolve_layout
@@ -55,20 +53,13 @@ def plan_of(model: str, tokens: int) -> Callable[[int | None], str]:
     name, config = find_config(model)
     reading = read_model(config, name=name)
     sides = EngineSide(), EngineSide(tp=2)
-    found: Forecast | RefusedTransfer
-    try:
-        found = forecast(reading, sides, tokens, Pricing(Costs()))
-    except Incompatible as error:
-        found = refusal(reading, sides, tokens, error.differences)
+    found = forecast(reading, sides, tokens, Pricing(Costs()))
     kept = forecast_tiers(reading, EngineSide(layout=resolve_layout("auto", reading)), KeptSettings())
 
     def printed(width: int | None) -> str:
         out = io.StringIO()
         report = Report(Console(file=out), width)
-        if isinstance(found, Forecast):
-            plan_show.show(found, report)
-        else:
-            plan_show.show_refused(found, report)
+        plan_show.show(found, report)
         show_kept(kept, report)
         return out.getvalue()
 

@@ -190,7 +190,7 @@ def test_the_wheel_has_all_modules_and_data_the_licence_and_working_links(
     platform = wheel.name.removeprefix(f"kvferry-{kvferry.__version__}-py3-none-").removesuffix(".whl")
     assert platform.startswith("linux_") if compiler == "cc" else platform == "any"
     assert ("kvferry/memory/_strided_copy.so" in inside) == (compiler == "cc")
-    assert {"kvferry/py.typed", "kvferry/plan/models.toml", "kvferry/memory/strided_copy.c"} <= inside
+    assert {"kvferry/py.typed", "kvferry/tools/plan/models.toml", "kvferry/memory/strided_copy.c"} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in inside)
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert sources <= inside

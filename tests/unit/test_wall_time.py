@@ -19,20 +19,20 @@ WALL = {
 }  # fmt: skip
 USES = {
     "cache/weights.py": "whether a file may have changed within the last seconds, so is digested again",
-    "cli/cache.py": "ages of chunks, for people",
-    "cli/explain.py": "ages of requests, for people",
-    "doctor/calibrate.py": "the date in a file of measurements",
-    "doctor/costs.py": "the age of a file of measurements, for people",
-    "engines/vllm/compat/spans.py": "spans, which are in wall time",
-    "explain/text.py": "times of requests, for people",
+    "tools/cli/cache.py": "ages of chunks, for people",
+    "tools/cli/explain.py": "ages of requests, for people",
+    "tools/doctor/reads.py": "the date in a file of measurements",
+    "tools/doctor/costs.py": "the age of a file of measurements, for people",
+    "engines/vllm/compat/process.py": "spans, which are in wall time",
+    "tools/explain/timeline.py": "times of requests, for people",
     "observe/recorder.py": "arrivals in a recorded trace, for people and to join traces of several engines",
     "observe/trace_server.py": "ages of requests, for people",
     "observe/socket_directory.py": "the age of what a killed process has left",
     "tiers/files/tier.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
     "tiers/files/directory_index.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
     "tiers/files/space.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
-    "top/poller.py": "times of figures, for people",
-    "top/lines.py": "times of figures, for people",
+    "tools/top/poller.py": "times of figures, for people",
+    "tools/top/lines.py": "times of figures, for people",
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header, zero_padding
+from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
@@ -97,7 +97,6 @@ class SqliteTier(StorageTier):
             self._listed.add_page(key for (key,) in database.execute(query, (self._namespace,)))
 
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
-        zero_padding(chunk, body)
         row = (chunk.namespace, chunk.key, make_header(chunk, body) + body)
         with self._database() as database:
             inserted = database.execute("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?)", row).rowcount

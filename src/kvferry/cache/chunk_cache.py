@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +63,7 @@ class ChunkCache:
     ) -> None:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
-        self.counts, self._events = CacheCounts(), 0
-        self._times = TransferTimes()
+        self.counts, self._events, self._times = CacheCounts(), 0, TransferTimes()
         self.host, self._clock = host, clock
         self._memory_at, self._groups = memory_at, tuple(groups)
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
@@ -79,15 +79,15 @@ class ChunkCache:
     @property
     def busy(self) -> bool:
         """Whether a load waits for chunks, or a write to a tier that does not hang is in flight or due."""
-        return bool(self.reading.fetches) or any(writing.due or writing.under_way for writing in self.writing)
+        return bool(self.reading.fetches) or any(writing.busy for writing in self.writing)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         """Return why a chunk could not be found in any tier."""
         why = self.host.miss_reason(key)
-        if why is HostMissReason.ABSENT and any(
-            queue.tier.keys.recently_evicted(key) for queue in self._queues
-        ):
-            return HostMissReason.EVICTED
+        if why is HostMissReason.ABSENT:
+            for queue in self._queues:
+                if queue.tier.keys.recently_evicted(key):
+                    return HostMissReason.EVICTED
         return why
 
     @property
@@ -97,10 +97,7 @@ class ChunkCache:
         It is set only if a slow tier has that namespace, but no chunks of this engine's own. An engine with
         other settings has probably stored chunks there.
         """
-        return next(
-            (queue.usage.same_name_namespace for queue in self._queues if queue.usage.same_name_namespace),
-            "",
-        )
+        return next((one for queue in self._queues if (one := queue.usage.same_name_namespace)), "")
 
     def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
@@ -133,10 +130,6 @@ class ChunkCache:
             self.counts.stored += 1
             for writing in self.writing:
                 writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
-
-    def hold(self, key: bytes) -> Slot | None:
-        """Hold a chunk in host memory until `close`; None if host memory does not have it."""
-        return self.host.hold(key)
 
     def close(self, slot: Slot) -> None:
         """Release a slot after a load."""
@@ -175,11 +168,11 @@ class ChunkCache:
         return times
 
     def clear(self) -> None:
-        """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
+        """Drop all chunks in host memory and all queued writes. Writes in flight continue."""
         self._events += 1
         self.host.clear()
         for writing in self.writing:
-            writing.drop_queued()
+            writing.queued.clear()
 
     def shutdown(self, patience_seconds: float) -> None:
         """Write all queued chunks to the slow tiers, and end their threads.
@@ -200,3 +193,73 @@ class ChunkCache:
         if (group, tokens) not in self._descriptions:
             self._descriptions[group, tokens] = chunk_group(self._groups[group], tokens)
         return self._descriptions[group, tokens]
+
+
+MOST_PINNED = 0.5
+"""Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
+
+
+class _Pin(NamedTuple):
+    slots: Sequence[Slot]
+    salt: str
+
+
+class PinnedChunks:
+    """The chunks in host memory that operators have pinned, by name of the pin.
+
+    Only the engine's thread calls it.
+
+    Args:
+        chunk_bytes: bytes of a chunk, for each KV cache group.
+    """
+
+    def __init__(self, host: HostTier, chunk_bytes: Sequence[int]) -> None:
+        self._host, self._chunk_bytes = host, tuple(chunk_bytes)
+        self._pins: dict[str, _Pin] = {}
+        self._held = 0  # bytes
+
+    def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
+        """Pin those of these chunks that are in host memory. Return their number.
+
+        An earlier pin of the same name is replaced. Chunks beyond the share `MOST_PINNED` are not pinned.
+
+        Args:
+            keys: keys of the chunks, the first chunk of the prompt first.
+            salt: cache salt of the prompt; empty without one.
+        """
+        self.unpin(name)
+        most = MOST_PINNED * self._host.capacity_bytes
+        slots: list[Slot] = []
+        for key in keys:
+            slot = self._host.hold(key)
+            if slot is None:
+                continue
+            if self._held + self._chunk_bytes[slot.group] > most:
+                self._host.close(slot)
+                break
+            self._held += self._chunk_bytes[slot.group]
+            slots.append(slot)
+        if slots:
+            self._pins[name] = _Pin(slots, salt)
+        return len(slots)
+
+    def unpin(self, name: str) -> int:
+        """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return 0
+        # In reverse order, so that the end of the prompt is evicted before its start.
+        for slot in reversed(pin.slots):
+            self._host.close(slot)
+            self._held -= self._chunk_bytes[slot.group]
+        return len(pin.slots)
+
+    def unpin_salt(self, salt: str) -> None:
+        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more."""
+        for name in [name for name, pin in self._pins.items() if pin.salt == salt]:
+            self.unpin(name)
+
+    def clear(self) -> None:
+        """Remove all pins, before host memory is cleared."""
+        for name in list(self._pins):
+            self.unpin(name)

@@ -1,4 +1,6 @@
-"""Reads of chunks from slow tiers into host memory, and the loads that wait for them.
+"""Chunks on their way between host memory and the slow tiers: writes, and reads for the loads that wait.
+
+    queued ─▶ held, and written ─▶ in the slow tier
 
     fetch ─▶ hold each chunk in host memory, or read it from the fastest tier that has it; on a miss, the next
              ─▶ in host memory, queued for faster tiers (promotion) ─▶ ready ─▶ (ranks copy)
@@ -21,6 +23,9 @@ from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index.key_table import MAX_TIERS, Tags, tags_of
 from kvferry.tiers.names import HOST, GetOutcome
 
+# Share of host memory in use above which write-back starts to write.
+WRITE_BACK_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class WantedChunk:
@@ -36,12 +41,11 @@ class WantedChunk:
 class Fetch:
     """The chunks of one load on their way from the tiers to host memory.
 
-    `reading.Reading` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to
-    `ready`. The load takes ready chunks with `take`.
+    `Reading` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to `ready`.
+    The load takes ready chunks with `take`.
     """
 
-    # Chunks that are neither held nor being read.
-    remaining: deque[WantedChunk] = field(default_factory=deque)
+    remaining: deque[WantedChunk] = field(default_factory=deque)  # chunks neither held nor being read
     without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
     reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
     # Chunks in host memory, held until the load closes the slot.
@@ -67,10 +71,6 @@ class Fetch:
         found = list(self.ready)
         self.ready.clear()
         return found
-
-
-# Share of host memory in use above which write-back starts to write.
-WRITE_BACK_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,14 @@ class Writing:
             self.queued[key] = group, cold
 
     @property
-    def due(self) -> bool:
-        """Whether chunks are queued and should be written as soon as the tier accepts a write.
+    def busy(self) -> bool:
+        """Whether chunks are being written, or are queued and should be written.
 
-        It is False in write-back mode while host memory has room, and while the tier's writes hang.
+        It is False while the tier's writes hang. In write-back mode, chunks need not be written while host
+        memory has room.
         """
-        return bool(self.queued) and self._may_write and not self.slow_tier.queue.writes.stuck
-
-    @property
-    def under_way(self) -> bool:
-        """Whether chunks are being written. It is False while the tier's writes hang."""
-        return bool(self.held) and not self.slow_tier.queue.writes.stuck
+        waits = bool(self.held) or (bool(self.queued) and self._may_write)
+        return waits and not self.slow_tier.queue.writes.stuck
 
     def pump(self) -> int:
         """Start as many writes as tier and write mode allow; return how many chunks left the queue."""
@@ -129,13 +126,9 @@ class Writing:
         self.host.close(self.held.pop(key))
 
     def flush(self) -> None:
-        """Start the writes of all queued chunks now. Ignore the write mode and the tier's limit on writes."""
+        """Start the writes of all queued chunks, whatever the write mode and the tier's limit on writes."""
         while self.queued:
             self._write_next()
-
-    def drop_queued(self) -> None:
-        """Drop all queued chunks. Writes in flight continue."""
-        self.queued.clear()
 
     @property
     def _may_write(self) -> bool:
@@ -277,7 +270,17 @@ class Reading:
         name = self._queues[incoming.source].name
         if what is GetOutcome.HIT:
             del self.incoming[key]
-            self._commit_read(incoming, name)
+            if not self._host.commit(incoming.slot):
+                self._fail(incoming, "the cache was reset")
+                return
+            # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted
+            # it.
+            for writing in self._writing[: incoming.source]:
+                writing.enqueue(key, incoming.group)
+            for fetch in incoming.waiting:
+                want = fetch.reading.pop(key, None)
+                if want is not None and (slot := self._host.hold(key)) is not None:
+                    self._add_ready(fetch, want, slot, name)
             return
         self._counts.missed[name, what] += 1
         for fetch in incoming.waiting:
@@ -341,7 +344,11 @@ class Reading:
             fetch.reading[want.key] = want
         elif (slot := self._host.hold(want.key)) is not None:
             self._add_ready(fetch, want, slot, HOST)
-        elif sources := self._sources(fetch, want.key):
+        elif sources := [
+            number
+            for number, queue in enumerate(self._queues)
+            if queue.name not in fetch.without and queue.known([want.key])[0]
+        ]:
             # Not counted as dropped, because the fetch tries again in the next step.
             slot = self._host.reserve(want.key, want.group, counted=False)
             if slot is None:
@@ -355,30 +362,9 @@ class Reading:
             fetch.failure, fetch.miss = "a chunk has gone since it was offered", GetOutcome.ABSENT
         return True
 
-    def _sources(self, fetch: Fetch, key: bytes) -> list[int]:
-        return [
-            number
-            for number, queue in enumerate(self._queues)
-            if queue.name not in fetch.without and queue.known([key])[0]
-        ]
-
     def _read(self, incoming: _Incoming) -> None:
         slot = incoming.slot
         self._queues[incoming.source].read(slot.key, incoming.group, self._slot_memory(slot))
-
-    def _commit_read(self, incoming: _Incoming, name: str) -> None:
-        """Make a chunk readable after its read, and hand it to the loads that wait for it."""
-        key = incoming.slot.key
-        if not self._host.commit(incoming.slot):
-            self._fail(incoming, "the cache was reset")
-            return
-        # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted it.
-        for writing in self._writing[: incoming.source]:
-            writing.enqueue(key, incoming.group)
-        for fetch in incoming.waiting:
-            want, slot = fetch.reading.pop(key, None), None
-            if want is not None and (slot := self._host.hold(key)) is not None:
-                self._add_ready(fetch, want, slot, name)
 
     def _add_ready(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
         """Add a chunk that is held for a fetch to its ready chunks. It came from the tier `name`."""

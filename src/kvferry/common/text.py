@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +12,17 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+# Of prose, in columns.
 _WIDEST, _NARROWEST = 80, 40
-_BETWEEN_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=[^\W\d]|%)")
-_KEPT = "\N{NO-BREAK SPACE}"
+# Spaces at which a line may end: a number and its unit stay together.
+_BREAKS = re.compile(r"(?<!\d) | (?![^\W\d]|%)")
+# A wide character takes two cells.
+_LEAST_ROOM = 2
+_GAP = "  "
+DOTS = ".."
+"""Stand for text that is left out."""
+_TALLEST_HEAD = 4
+_BOLD, _DIM = "bold", "dim"
 
 
 def printable(text: str, instead: str = "?") -> str:
@@ -43,24 +50,31 @@ def shown(text: str, most: int = 100) -> str:
 
 
 def wrap(text: str, width: int | None, indent: int = 0, hanging: int = 0) -> list[str]:
-    r"""Split a text into lines of at most `width` columns, at spaces. A number stays with the word after it.
+    r"""Split a text into lines of at most `width` terminal cells, at spaces, and words that are longer.
 
-    An empty text gives one empty line, a `width` of None a single line. `hanging` is additional indentation
-    of all lines except the first.
+    A number stays with the word after it. An empty text gives one empty line, a `width` of None a single
+    line. `hanging` is additional indentation of all lines except the first.
 
     >>> wrap("read 2.69 MiB in 3.7 ms", 12)
     ['read', '2.69 MiB in', '3.7 ms']
     """
     if width is None:
         return [" " * indent + text]
-    lines = textwrap.wrap(
-        _BETWEEN_NUMBER_AND_UNIT.sub(_KEPT, text),
-        max(width, 1),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_on_hyphens=False,
-    )
-    return [line.replace(_KEPT, " ") for line in lines] or [""]
+    room = max(width - indent - hanging, _LEAST_ROOM)
+    lines, line = list[str](), " " * indent
+    for word in _BREAKS.split(text):
+        parts = [word]
+        if cell_len(word) > room:
+            # It fills the rest of this line, and further lines.
+            free = width - cell_len(line) - 1
+            head = chop_cells(word, free if free >= _LEAST_ROOM else room)[0]
+            parts = [head, *chop_cells(word.removeprefix(head), room)]
+        for part in parts:
+            if line.strip() and cell_len(f"{line} {part}") > width:
+                lines.append(line.rstrip())
+                line = " " * (indent + hanging)
+            line += f" {part}" if line.strip() else part
+    return [*lines, line.rstrip()]
 
 
 def wrapped(text: str, indent: int = 0, hanging: int = 0) -> list[str]:
@@ -83,11 +97,6 @@ def output_width() -> int | None:
         return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDEST
     except (AttributeError, OSError, ValueError):
         return None
-
-
-_GAP = "  "
-_DOTS = ".."
-_TALLEST_HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +218,12 @@ def shortened(name: str, width: int) -> str:
     'decode-0.kv...l:8000'
     """
     shown = printable(name)
-    room = width - len(_DOTS)
+    room = width - len(DOTS)
     if cell_len(shown) <= width or room < 3:
         return set_cell_size(shown, max(0, min(width, cell_len(shown))))
     # Both ends are kept, because addresses may differ in either.
     end = chop_cells(shown[::-1], (room + 1) // 3)[0][::-1]
-    return set_cell_size(shown, room - cell_len(end)) + _DOTS + end
+    return set_cell_size(shown, room - cell_len(end)) + DOTS + end
 
 
 def _split(heading: str, width: int) -> list[str]:
@@ -262,9 +271,6 @@ def _stacked(columns: Sequence[Column], cells: Sequence[Sequence[Sequence[str]]]
             lines += wrap(f"{columns[i].heading} {', '.join(row[i])}", width, len(_GAP), len(_GAP))
         rows.append(tuple(lines))
     return FittedTable((), tuple(rows), tuple(column.heading for column in columns if column.rank))
-
-
-_BOLD, _DIM = "bold", "dim"
 
 
 class Report:

@@ -4,11 +4,10 @@ An engine package adapts its own objects to the protocols in `engine`. Its hooks
 connector (`scheduler.SchedulerHalf`, `worker.half.WorkerHalf`), and carry `messages` between them once per
 step.
 
-- `admission` chooses the source of each request's prefix and follows its loads (`transfer`). It uses `bids`,
-  `load_plans`, `policies`, `speeds`, `answer_times`, `headroom` and `part_blocks`. `source` is the interface
-  of sources.
+- `admission` chooses the source of each request's prefix and follows its loads (`transfer`). It uses
+  `choosing`, `load`, `speeds`, `room` and `part_blocks`. `source` is the interface of sources.
 - `peers` reads KV from other engines and offers KV to them.
 - `tiers` stores KV as chunks in host memory, files and object stores, and loads it again.
 - `worker` carries out the orders on each rank.
-- `events` describe what happened. A `stream` passes them to its listeners.
+- `events` describe what happened, for listeners.
 """

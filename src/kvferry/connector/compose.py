@@ -22,7 +22,7 @@ from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import AnswerTimes, Speeds
-from kvferry.connector.tiers.block_events import BlockEvents
+from kvferry.connector.tiers.events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.transfer import RunningLoad, TransferBook

@@ -1,7 +1,6 @@
-"""The inner structure of one rank's page: its heads, tokens and fields.
+"""The inner structure of one rank's page: a box of (heads, tokens, content bytes).
 
-A page is a three-dimensional box of (heads, tokens, content bytes). In a page of tokens, the content of a
-head and token holds all fields side by side. A snapshot has no tokens. It holds its fields one after the
+The content of a head and token holds all fields side by side. A snapshot holds its fields one after the
 other, each ``[heads][inner axes]``, so its box is (1, 1, bytes).
 """
 
@@ -15,23 +14,17 @@ from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
 from kvferry.geometry.rank import GroupKind, PageMap
 from kvferry.geometry.store import LayerCache, StoredField
 
-HEAD = "head"
 # The axis of stored entries, in pages where one entry stands for several tokens.
 STATE = "state"
 
 
-def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
+def _shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (index of the first head, number of heads) that a tensor-parallel rank holds.
 
     If there are fewer heads than ranks, neighbouring ranks hold copies of the same head.
 
-    >>> [shard_heads(8, rank, 4) for rank in range(4)]
-    [(0, 2), (2, 2), (4, 2), (6, 2)]
-    >>> [shard_heads(2, rank, 4) for rank in range(4)]
-    [(0, 1), (0, 1), (1, 1), (1, 1)]
-
-    Raises:
-        GeometryError: neither the number of heads nor the number of ranks divides the other.
+    >>> [_shard_heads(heads, 1, 4) for heads in (8, 2)]
+    [(2, 2), (0, 1)]
     """
     if heads % ranks == 0:
         return rank * (heads // ranks), heads // ranks
@@ -44,11 +37,10 @@ def shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedField:
+class _PlacedField:
     """A field and its position inside a page.
 
     Attributes:
-        stored: the field over all ranks.
         start, count: index of the first head, and number of heads on this rank; (0, 1) for a field that every
             rank holds whole.
         offset: byte offset from the start of the page in a snapshot, otherwise from the start of one head's
@@ -61,17 +53,17 @@ class PlacedField:
     offset: int
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...], entries: str = TOKEN) -> Field:
-        """Return the byte offset, axes and strides of this field in a page.
+        """Return the field of a page.
 
         Args:
             head_stride: bytes from one head to the next.
             tokens: (count, stride in bytes) of each loop over the tokens, or over entries that stand for
-                several tokens, outermost first; empty for a snapshot.
+                several tokens; empty for a snapshot.
             entries: name of the axis of these loops.
         """
         axes = [Axis(entries, tokens)] if tokens else []
         if self.stored.heads:
-            axes.insert(0, Axis(HEAD, ((self.count, head_stride),), self.start, self.stored.heads))
+            axes.insert(0, Axis("head", ((self.count, head_stride),), self.start, self.stored.heads))
         stride = self.stored.item_bytes
         inner: list[Axis] = []
         for name, count in reversed(self.stored.inner):
@@ -85,8 +77,7 @@ class PageInterior:
     """The inner structure of one rank's page.
 
     Attributes:
-        snapshot: True if the page holds a snapshot instead of tokens.
-        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry.
+        state_tokens: as in `LayerCache`.
         kernels: number of kernel blocks in the page; 1 for a snapshot.
         heads: number of heads on this rank; 1 for a snapshot.
         tokens: number of stored entries in a kernel block; 1 for a snapshot.
@@ -101,14 +92,13 @@ class PageInterior:
     tokens: int
     content: int
     alignment: int
-    placed_fields: tuple[PlacedField, ...]
+    placed_fields: tuple[_PlacedField, ...]
 
     @property
     def page_bytes(self) -> int:
         return self.kernels * self.heads * self.tokens * self.content
 
     def page(self, where: PageMap) -> PageFormat:
-        """Return the format of one page, with the strides of a page map."""
         _, kernel, head, token, _ = where.strides
         if self.snapshot:
             fields = tuple(part.field(part.stored.head_bytes, ()) for part in self.placed_fields)
@@ -130,11 +120,9 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
         kernels: number of kernel blocks per page; ignored for recurrent state.
 
     Raises:
-        GeometryError: the heads cannot be distributed evenly over the ranks, the fields of a page of tokens
-            have different numbers of heads, or a cache whose entries stand for several tokens is sharded by
-            head.
+        GeometryError: the fields cannot be distributed over the ranks, or cannot share a page.
     """
-    held = [shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
+    held = [_shard_heads(stored.heads, tp_rank, tp) if stored.heads else (0, 1) for stored in store.fields]
     snapshot = store.kind is GroupKind.STATE
     if not snapshot and len({stored.heads for stored in store.fields}) > 1:
         listed = ", ".join(f"{stored.name} {stored.heads}" for stored in store.fields)
@@ -146,7 +134,7 @@ def page_interior(store: LayerCache, tokens: int, kernels: int, tp_rank: int, tp
     at = 0
     for stored, (start, count) in zip(store.fields, held, strict=True):
         at = round_up(at, _alignment(stored))
-        placed_fields.append(PlacedField(stored, start, count, at))
+        placed_fields.append(_PlacedField(stored, start, count, at))
         at += stored.head_bytes * (count if snapshot else 1)
     alignment = max(_alignment(stored) for stored in store.fields)
     heads = 1 if snapshot else held[0][1]

@@ -1,7 +1,7 @@
 """The memory layout of every rank, from the cache of a model and the settings of an engine.
 
-The result is the layout that an engine would allocate, computed without the engine. It is used to plan
-transfers ahead and to allocate a cache. All groups of a rank share the same memory, because a block id
+This is what an engine would allocate, computed without it: to plan transfers ahead, and to allocate a cache.
+All groups of a rank share the same memory, because a block id
 belongs to one group at a time. This memory is divided into *slots*: layer ``j`` of every group lies in slot
 ``j``. If pages differ in size, a slot has the size of the largest page.
 
@@ -9,11 +9,8 @@ belongs to one group at a time. This memory is divided into *slots*: layer ``j``
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
 
 If B is outermost and the model has no recurrent state, there are no slots: the pages of a group lie side by
-side, and a block is as large as the largest group needs. This follows vLLM, which in such a pool pads only
-snapshots of recurrent state to the size of other pages.
-
-The layouts LHBNC and BHLNC have the head axis outside of blocks or layers. They require that all pages have
-the same shape.
+side, and a block is as large as the largest group needs. vLLM does the same: in such a pool, it pads only
+snapshots of recurrent state. The layouts LHBNC and BHLNC require that all pages have the same shape.
 """
 
 from __future__ import annotations
@@ -37,26 +34,10 @@ from kvferry.geometry.rank import (
 )
 from kvferry.geometry.store import LayerCache, ModelCache
 
-__all__ = [
-    "LAYOUTS",
-    "EngineShape",
-    "GroupShape",
-    "RankLayout",
-    "group_layers",
-    "lay_out",
-    "lay_out_rank",
-    "layer_name",
-    "split_stages",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """A KV cache group: the layers that share one block table, and their block size.
-
-    Attributes:
-        layers: indices of the layers in `ModelCache.layers`.
-    """
+    """A KV cache group: indices in `ModelCache.layers` of the layers that share a block table."""
 
     layers: tuple[int, ...]
     block_tokens: int
@@ -67,15 +48,14 @@ class EngineShape:
     """The settings of an engine that decide the memory layout of a model's cache.
 
     Attributes:
-        tp: number of tensor-parallel ranks.
         stages: number of entries of `ModelCache.layers` on each pipeline rank.
         block_tokens: number of tokens per block, for layers whose block size is set by neither the model nor
             `groups`.
-        layout: order of the axes in memory, one of `LAYOUTS`.
+        layout: one of `LAYOUTS`.
         num_blocks: number of blocks in each rank's pool, the null block included.
         kernel_tokens: number of tokens per kernel block if a block consists of several, otherwise 0.
-        groups: layers and block size of each group; all layers of a group have the same `LayerCache`. If
-            empty, all layers with the same `LayerCache` form one group.
+        groups: all layers of a group have the same `LayerCache`. If empty, all layers with the same
+            `LayerCache` form one group.
     """
 
     tp: int
@@ -112,7 +92,6 @@ class EngineShape:
 
     @property
     def ranks(self) -> int:
-        """Number of workers: tensor-parallel ranks times pipeline ranks."""
         return self.tp * len(self.stages)
 
     @property
@@ -128,9 +107,6 @@ def split_stages(layers: int, pp: int) -> tuple[int, ...]:
 
     Args:
         layers: number of layers of the model, layers without a cache included.
-
-    Raises:
-        GeometryError: `pp` is below 1 or above the number of layers.
     """
     if not 1 <= pp <= layers:
         raise GeometryError(
@@ -149,8 +125,7 @@ def group_layers(
     """Return the layer indices of each KV cache group. All layers of a group have the same `LayerCache`.
 
     Args:
-        counts: number of groups among which the layers of each `LayerCache` are divided; None for one group
-            each.
+        counts: number of groups for each `LayerCache`; None for one each.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -170,12 +145,7 @@ def layer_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The layout of the KV cache memory of one rank, described in two ways.
-
-    Attributes:
-        geometry: every field of a page by its axes and strides, for planning transfers.
-        maps: whole pages of each group by address and strides, for code that uses raw pointers.
-    """
+    """The KV cache memory of one rank: fields to plan transfers, and a map of each group for raw pointers."""
 
     geometry: RankGeometry
     maps: tuple[PageMap, ...]
@@ -186,9 +156,8 @@ def lay_out(
 ) -> tuple[RankGeometry, ...]:
     """Return the geometry of every rank of an engine, ordered by pipeline rank and then tensor-parallel rank.
 
-    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Two ranks hold 2 heads each, in
-    blocks of 16 tokens. In the layout LBHNC, a page has all tokens of one head side by side: 2 heads of 16
-    tokens of 32 bytes.
+    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Each of two ranks has pages of 2
+    heads of 16 tokens of 32 bytes:
 
     >>> from kvferry.geometry.rank import GroupKind
     >>> from kvferry.geometry.store import StoredField
@@ -204,8 +173,7 @@ def lay_out(
         addresses: address of each rank's block pool; None for made-up addresses, if no memory is accessed.
 
     Raises:
-        GeometryError: an engine with these settings cannot serve this model, or the number of addresses is
-            wrong.
+        GeometryError: an engine with these settings cannot serve this model.
     """
     if addresses is None:
         # Far apart, so that the pools of no two ranks can overlap.
@@ -224,7 +192,7 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         rank: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
 
     Raises:
-        GeometryError: an engine with these settings cannot serve this model, or `rank` does not exist.
+        GeometryError: an engine with these settings cannot serve this model.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(
@@ -261,7 +229,6 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         )
         maps.append(where)
         groups.append(Group(store.kind, shape.block_tokens, store.attention_span, layers))
-    region = Region(address, engine.num_blocks * pool.block_bytes)
     geometry = RankGeometry(
         tp_rank=tp_rank,
         tp_size=engine.tp,
@@ -269,7 +236,7 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         pp_size=len(engine.stages),
         num_blocks=engine.num_blocks,
         groups=tuple(groups),
-        regions=(region,),
+        regions=(Region(address, engine.num_blocks * pool.block_bytes),),
     )
     return RankLayout(geometry, tuple(maps))
 
@@ -287,12 +254,11 @@ def _page_interior(store: LayerCache, tokens: int, engine: EngineShape, tp_rank:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Sizes of the block pool that all KV cache groups of a rank share.
+    """The block pool that all KV cache groups of a rank share.
 
     Attributes:
         slots: number of slots per block: the number of layers of the largest group on this rank.
-        slot_bytes: size of a slot in bytes; 0 if the pages of a block lie side by side, without slots.
-        block_bytes: size of a block in bytes.
+        slot_bytes: 0 if the pages of a block lie side by side, without slots.
     """
 
     slots: int
@@ -301,14 +267,7 @@ class _Pool:
 
     @classmethod
     def of(cls, engine: EngineShape, groups: Sequence[tuple[PageInterior, int]]) -> Self:
-        """Return the sizes of the pool that groups with layers on this rank share.
-
-        Args:
-            groups: (interior of a page, number of layers on this rank) of each.
-
-        Raises:
-            GeometryError: pages of these shapes cannot share memory in this layout.
-        """
+        """Return the pool of groups, given as (interior of a page, number of layers on this rank)."""
         slots = max(layers for _, layers in groups)
         interiors = [interior for interior, _ in groups]
         slot_bytes = _slot_bytes(engine, interiors)
@@ -327,11 +286,7 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the size of a slot, which has room for a page of any group.
-
-    Raises:
-        GeometryError: pages of these shapes cannot share memory in this layout.
-    """
+    """Return the size of a slot, which has room for a page of any group."""
     boxes = sorted({(i.heads, i.tokens, i.content) for i in interiors})
     if len(boxes) > 1 and not is_compact(engine.layout):
         raise GeometryError(

@@ -4,12 +4,9 @@ A `PageFormat` lists the *fields* of a page (``k``, ``v``, ``latent``, ``ssm``, 
 tensor with named axes. An `Axis` gives the byte strides between its elements, and the part of the model-wide
 axis that this rank holds.
 
-Two engines can exchange a field if both use the same field name, axis names, axis totals and element size.
-Strides, order of axes and ranges may differ: `planning.cell_copy` converts between them.
-
-Only the axis called ``token`` is special. It is divided into blocks, so a field with this axis can move
-between engines with different block sizes. A field without it holds one value per block, such as a snapshot
-or opaque bytes.
+Two engines can exchange a field if its name, axis names, axis totals and element size are equal. Strides,
+order of axes and ranges may differ: `planning.cell_copy` converts between them. The axis ``token`` is divided
+into blocks, so only a field with this axis can move between engines with different block sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from kvferry.common.errors import GeometryError
 
 TOKEN = "token"
 
-# A peer may send any number, and planning allocates memory for each element of an axis. This bounds it.
+# A peer may send any number, and planning allocates memory for each element of an axis.
 MAX_ELEMENTS = 1 << 20
 
 # The axis that stores the rank number of an opaque page.
@@ -62,15 +59,13 @@ def join_loops(item_bytes: int, loops: Iterable[tuple[int, int]]) -> tuple[int, 
 class Axis:
     """One named axis of a field in a page, with the elements that one rank holds.
 
-    Most axes have one loop. Two describe an axis that is not evenly spaced in memory, such as the token axis
-    of blocks that consist of kernel blocks.
+    Two loops describe an axis that is not evenly spaced, such as the tokens of a block of kernel blocks.
 
     >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
     [0, 4, 60, 4096]
 
     Attributes:
-        name: the same in every engine.
-        loops: (count, stride in bytes) of each loop, outermost first; the product of the counts is `count`.
+        loops: (count, stride in bytes) of each loop, outermost first.
         start: index of this rank's first element, counted over all ranks.
         total: number of elements over all ranks; 0 if this rank's last element is the last of the axis.
     """
@@ -114,10 +109,9 @@ class Field:
     """One logical tensor inside a page.
 
     Attributes:
-        name: the same in every engine.
-        item_bytes: bytes of one element. An element is never split.
+        item_bytes: bytes of one element, which is never split.
         offset: byte offset of this rank's first element from the start of the page.
-        axes: named axes, outermost first.
+        axes: outermost first.
     """
 
     name: str
@@ -136,7 +130,6 @@ class Field:
             raise GeometryError(f"field {self.name!r}: axes {sharded} are sharded, at most one can be")
 
     def axis(self, name: str) -> Axis | None:
-        """Return the axis called `name`; None if the field has no such axis."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
     @property
@@ -163,9 +156,8 @@ class PageFormat:
     """The format of one page: its fields and its size.
 
     Attributes:
-        content: id of the format of the bytes; for vLLM's attention layers, it contains the names of the
-            attention backend and of the KV dtype. Fields of the same name can move between pages with
-            different ids, opaque pages only to a page with the same id.
+        content: id of the format of the bytes. Fields can move between pages with different ids, opaque
+            pages only to a page with the same id.
         block_tokens: number of tokens per block; 0 for a snapshot.
         page_bytes: size of the page. The stride between blocks may be larger.
     """
@@ -213,11 +205,10 @@ def opaque_page(
     """Return the format of a page whose inner structure is unknown.
 
     Args:
-        content: id of the format of the bytes, which must be the same in both engines.
-        block_tokens: number of tokens per block; 0 for a snapshot.
+        content, block_tokens: as in `PageFormat`.
         run_bytes: bytes of one contiguous piece, which is the whole page if it has no `loops`.
-        rank: index of this rank, from 0 to `ranks` - 1; 0 if all ranks hold the same bytes.
-        ranks: number of ranks that hold different bytes; 1 if all ranks hold the same bytes.
+        rank, ranks: index of this rank, and number of ranks that hold different bytes; 0 and 1 if all hold
+            the same.
         loops: (count, stride in bytes) of each nested loop over the pieces, outermost first.
     """
     # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
@@ -246,14 +237,12 @@ def whole_page(
     ('CODES (2, 16, 8) at strides of 2048, 128, 4 bytes', 32)
 
     Args:
-        content: text that identifies the meaning of the bytes, such as backend and KV cache dtype.
-        block_tokens: number of tokens per block; 0 for a snapshot or a ring.
+        content, block_tokens, rank, ranks: as for `opaque_page`. The id of the result contains shape and
+            strides, too.
         extents: number of kernel blocks per block, head slots, tokens and elements.
         strides: bytes between neighbours along each of these axes.
-        rank, ranks: as for `opaque_page`.
     """
     run, loops = join_loops(item_bytes, zip(extents, strides, strict=True))
-    # The id of the content contains shape and strides, so that engines notice a difference.
     shape, apart = tuple(extents[1:]), ", ".join(map(str, strides[1:]))
     kind = f"{content} {shape} at strides of {apart} bytes"
     return opaque_page(kind, block_tokens, run, rank, ranks, tuple(reversed(loops)))

@@ -1,7 +1,7 @@
 """The KV cache memory of one worker.
 
-A worker creates its `RankGeometry` when it registers its KV cache, and sends it to other engines in the
-handshake. The planner plans a transfer from the geometries of both sides.
+A worker sends its `RankGeometry` to other engines in the handshake, and transfers are planned from the
+geometries of both sides. A `PageMap` has the strides of pages in memory with one of the `LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from typing import Protocol
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry.page import TOKEN, Field, PageFormat
+
+# Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, and LBHNC is
+# also called HND. Layouts with B outermost are cross-layer layouts: all layers of a block are neighbours.
+LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+# Order of the axes in `PageMap.counts` and `PageMap.strides`.
+AXES = "LBHNC"
 
 
 class GroupKind(StrEnum):
@@ -56,7 +63,7 @@ class Region:
     """A range of memory that is registered with the transport.
 
     Attributes:
-        memory: kind of memory, "DRAM" or "VRAM".
+        memory: "DRAM" or "VRAM".
         device: index of the device; 0 for host memory.
     """
 
@@ -101,13 +108,7 @@ class Layer:
 
     @property
     def identity(self) -> str:
-        """Name that is unique among the layers of the model and of all draft models.
-
-        >>> from kvferry.geometry import opaque_page
-        >>> page = opaque_page("packed", 16, 16, 0, 1)
-        >>> Layer("layers.32", 0, 16, page).identity, Layer("layers.32", 0, 16, page, draft="3fa9").identity
-        ('layers.32', 'layers.32 of draft 3fa9')
-        """
+        """Name that is unique among the layers of the model and of all draft models."""
         return f"{self.name} of draft {self.draft}" if self.draft else self.name
 
 
@@ -116,7 +117,7 @@ class Group:
     """A KV cache group.
 
     Attributes:
-        block_tokens: number of tokens per block of the engine's block table.
+        block_tokens: as in the engine's block table.
         attention_span: as in `Attention`.
         layers: layers of the group on this rank; empty on a pipeline rank without any of them.
     """
@@ -155,7 +156,7 @@ class RankGeometry:
         tp_rank, tp_size, pp_rank, pp_size: tensor-parallel and pipeline rank, and numbers of such ranks.
         num_blocks: number of blocks in the pool. Block 0 is the null block, which is never transferred.
         groups: in the engine's order; all ranks of an engine have the same number of groups.
-        regions: registered memory; each page lies in one of these regions.
+        regions: registered memory.
     """
 
     tp_rank: int
@@ -249,14 +250,6 @@ def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
     return False
 
 
-# Orders of the axes in memory, outermost first, as in vLLM's enum. LBNHC is also called NHD, and LBHNC is
-# also called HND. Layouts with B outermost are cross-layer layouts: all layers of a block are neighbours.
-LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
-# Order of the axes in `PageMap.counts` and `PageMap.strides`.
-AXES = "LBHNC"
-
-
 def is_compact(layout: str) -> bool:
     """Return True if pages are contiguous: layer and block are the two outermost axes."""
     return set(layout[:2]) == {"L", "B"}
@@ -274,8 +267,6 @@ class PageMap:
     (64, 128, 32, 8, 1)
     >>> memory.page(1, 2) - 4096
     320
-    >>> memory.at(1, 2, head=1, token=3) - 4096
-    376
 
     Attributes:
         address: address of the first byte of layer 0, block 0.
@@ -292,44 +283,21 @@ class PageMap:
     kernels: int = 1
 
     @property
-    def layer_stride(self) -> int:
-        return self.strides[0]
-
-    @property
     def block_stride(self) -> int:
         """Bytes from a page to the next block's page in the same layer."""
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
         """Return the address of a page, by index of the layer in the group and block id."""
-        return self.address + layer * self.layer_stride + block * self.block_stride
-
-    def at(self, layer: int, block: int, head: int, token: int) -> int:
-        """Return the address of the KV of one head and token.
-
-        Args:
-            layer: index of the layer in the group.
-            head: index of the head on this rank.
-            token: index of the token in the block.
-        """
-        kernel, token = divmod(token, self.counts[3])
-        return (
-            self.page(layer, block)
-            + kernel * self.strides[1]
-            + head * self.strides[2]
-            + token * self.strides[3]
-        )
+        return self.address + layer * self.strides[0] + block * self.block_stride
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
     """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
 
-    A *slot* is the space for one layer's page.
-
     Attributes:
-        slots: least number of slots per block; a block has as many as the group has layers, if those are
-            more.
+        slots: least number of slots per block, each with space for one layer's page.
         slot_bytes: bytes that a slot reserves for one kernel block; 0 if it reserves only the size of the KV.
             Used only for layouts with contiguous pages.
         block_stride: bytes from one block to the next; 0 if the blocks lie side by side. Used only for
@@ -349,10 +317,6 @@ def page_map(
     room: PoolRoom = PoolRoom(),
 ) -> PageMap:
     """Return the addresses and strides of a group's pages in memory with the given layout.
-
-    Args:
-        address, counts, kernels: as in `PageMap`.
-        room: space that the pool reserves for the group's pages; by default exactly their size.
 
     Raises:
         GeometryError: `layout` is not one of `LAYOUTS`.

@@ -17,11 +17,11 @@ class StoredField:
     """One cached tensor of a layer, over all ranks.
 
     Attributes:
-        name: the same in every engine: ``kv``, ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
+        name: the same in every engine: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
         item_bytes: bytes of one element.
         heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
             channels); 0 if every rank holds the whole field.
-        inner: (name, count) of the other axes except the token axis, with the innermost axis last.
+        inner: (name, count) of the other axes except the token axis, innermost last.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LayerCache:
         attention_span: as in `Attention`.
         fields: fields that are stored per token; for STATE, fields of one snapshot.
         block_tokens: number of tokens per block if the model determines it; 0 if the engine does.
-        state_tokens: number of tokens that share one stored entry; 1 if every token has its own entry.
+        state_tokens: number of tokens that share one stored entry.
     """
 
     kind: GroupKind
@@ -72,10 +72,7 @@ class LayerCache:
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:
-        """Return the bytes that the layer stores for `tokens` tokens, over all heads, rounded up.
-
-        For recurrent state, the result is the size of one snapshot, whatever `tokens` is.
-        """
+        """Return the bytes that the layer stores for `tokens` tokens, over all heads; or for a snapshot."""
         if self.kind is GroupKind.STATE:
             return self.whole_bytes
         return -(-self.whole_bytes * tokens // self.state_tokens)
@@ -86,9 +83,8 @@ class ModelCache:
     """The KV cache of a model.
 
     Attributes:
-        name: display name of the model.
-        layers: caches in the order of the model's layers. A layer without a cache has no entry, and a layer
-            with several caches has several.
+        layers: in the order of the model's layers. A layer without a cache has no entry, and a layer with
+            several caches has several.
         query_heads: a multiple of the tensor-parallel size; 0 if unknown.
     """
 

@@ -23,10 +23,8 @@ class TensorMemory:
 
     Attributes:
         address: address of the first element.
-        blocks: number of blocks, the extent of the first axis.
         block_stride: bytes from one block to the next.
         axes: (count, stride in bytes) of the other axes, in the tensor's order.
-        item_bytes: bytes of an element.
         storage: address and length in bytes of the allocation behind the tensor.
     """
 
@@ -41,8 +39,7 @@ class TensorMemory:
     def loops(self) -> Loops:
         """Axes inside of a block, without those of extent 1, and with bytes in place of elements.
 
-        So a view with another dtype, or with an axis of extent 1 more or less, has the same loops. A view
-        whose axes are swapped has other loops.
+        So a view with another dtype, or with an axis of extent 1 more or less, has the same loops.
 
         >>> TensorMemory(0, 8, 8192, ((1, 8192), (16, 512), (32, 4)), 4, (0, 65536)).loops
         ((16, 512), (128, 1))
@@ -72,13 +69,14 @@ Computed: TypeAlias = TensorMemory | tuple[TensorMemory, ...]
 def find_difference(handed: TensorMemory, computed: Computed) -> str:
     """Return how the memory that a layer computes in differs from the tensor that its engine handed over.
 
-    The text is empty if the memory is the same. A single tensor must cover the same bytes of the same blocks,
+    The text is empty if it does not. A single tensor must cover the same bytes of the same blocks,
     along the same axes, but may split blocks into kernel blocks. The tensors of several states must divide
     the pages among them, in order.
     """
     if isinstance(computed, TensorMemory):
         same = computed.address == handed.address and computed.storage == handed.storage
-        if same and (_has_blocks_of(handed, computed) or _splits_blocks_of(handed, computed)):
+        alike = _blocks(handed) == _blocks(computed) and handed.loops == computed.loops
+        if same and (alike or _splits_blocks_of(handed, computed)):
             return ""
         return f"the layer computes in {computed}; expected {handed}"
     if _divide(handed, computed):
@@ -89,10 +87,7 @@ def find_difference(handed: TensorMemory, computed: Computed) -> str:
 def find_unregistered(geometry: RankGeometry, handed: Mapping[str, TensorMemory]) -> str:
     """Return how what is registered for transfers differs from the tensors that the engine handed over.
 
-    The text is empty if every layer is registered where it lies.
-
-    Args:
-        handed: memory of each layer's tensor, by layer name. A block may be several blocks of the tensor.
+    The text is empty if it does not. A block may be several blocks of the tensor.
     """
     regions = {(region.address, region.length) for region in geometry.regions}
     for layer in (layer for group in geometry.groups for layer in group.layers):
@@ -105,10 +100,6 @@ def find_unregistered(geometry: RankGeometry, handed: Mapping[str, TensorMemory]
                 f"{layer.block_stride} bytes are registered; expected {tensor}"
             )
     return ""
-
-
-def _has_blocks_of(handed: TensorMemory, computed: TensorMemory) -> bool:
-    return _blocks(handed) == _blocks(computed) and handed.loops == computed.loops
 
 
 def _blocks(tensor: TensorMemory) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Tensor views of registered memory by address: plans contain addresses, but copies need tensors."""
+"""Tensor views of memory: by address, because plans contain addresses, and guarded against silent copies."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kvferry.common.errors import SilentCopy, TransferError
 from kvferry.geometry import Region
 from kvferry.planning.strided_copy import StridedCopy
 
+# Operations that torch allows to return a view *or* a copy, with the same dtype and device.
+_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -43,10 +45,7 @@ def region_over(tensor: torch.Tensor) -> Region:
 
 
 class AddressSpace:
-    """Tensor views of registered regions of memory, looked up by address. It allocates nothing.
-
-    The caller must keep the memory allocated.
-    """
+    """Tensor views of registered regions by address. The caller must keep the memory allocated."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
@@ -54,12 +53,10 @@ class AddressSpace:
         self._words: dict[tuple[int, int], torch.Tensor] = {}
 
     def view(self, copy: StridedCopy, side: str, stride: int, count: int, word: int) -> torch.Tensor:
-        """Return a view of the bytes that a strided copy touches on one side, in blocks or packed cells.
+        """Return a view of the bytes that a strided copy touches on one side, "src" or "dst".
 
         Args:
-            copy: its start on `side` is the absolute address of the first run in the first block or packed
-                cell.
-            side: "src" or "dst".
+            copy: its start on `side` is the absolute address of the first run in the first block or cell.
             stride: bytes from one block or packed cell to the next.
             count: number of blocks or packed cells.
             word: size in bytes of an element of the view: 1, 2, 4 or 8 (`largest_word`).
@@ -100,7 +97,7 @@ class AddressSpace:
         return at if holds else None
 
     def _regions_of(self, low: int, axes: Sequence[tuple[int, int]], run: int) -> set[Region] | None:
-        """Return the regions that contain runs of `run` bytes, of which the lowest begins at `low`; or None.
+        """Return the regions that contain runs of `run` bytes, the lowest at `low`; None if they do not.
 
         `axes` are (distance in bytes, number of runs), the shortest distance first.
         """
@@ -120,12 +117,9 @@ class AddressSpace:
 
     def _flat(self, at: int, word: int) -> torch.Tensor:
         if (at, word) not in self._words:
-            region = self._regions[at]
             # A tensor of words has whole words only. The bytes after the last are in the view of bytes.
-            whole = tensor_over(
-                Region(region.address, region.length // word * word, region.memory, region.device)
-            )
-            self._words[at, word] = whole.view(_WORDS[word])
+            whole = self._regions[at].length // word * word
+            self._words[at, word] = tensor_over(self._regions[at])[:whole].view(_WORDS[word])
         return self._words[at, word]
 
     @property
@@ -150,12 +144,12 @@ def largest_word(copy: StridedCopy, *offsets: Any) -> int:
     return gcd(8, *(int(n) for n in numbers))
 
 
-# Operations that torch allows to return a view *or* a copy, with the same dtype and device.
-_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
-
-
 class _GuardedView(torch.Tensor):
-    """A view of a KV cache that raises `SilentCopy` where torch would silently copy."""
+    """A view of a KV cache that raises `SilentCopy` where torch would silently copy.
+
+    Writes to such a copy are lost, and a transport that registers it serves memory that no engine writes.
+    Copies inside of operations, such as those of a matmul, are allowed.
+    """
 
     @classmethod
     # Calls from Python. `__torch_dispatch__` could not tell the copies of a reshape, a clone and a matmul
@@ -178,10 +172,7 @@ class _GuardedView(torch.Tensor):
 
 
 def guard(view: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same memory that raises `SilentCopy` where torch would silently copy.
-
-    Views of the returned view are guarded in the same way.
-    """
+    """Return a view of the same memory that raises `SilentCopy`, as its own views do."""
     return view.as_subclass(_GuardedView)
 
 
@@ -195,15 +186,11 @@ def _refuse_copy(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     shadow = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
     tried = func(**{**kwargs, keyword: shadow}) if keyword else func(shadow, *args[1:], **kwargs)
     if not _share_memory(tried, shadow):
-        raise _silent_copy(name, view)
-
-
-def _silent_copy(name: str, view: torch.Tensor) -> SilentCopy:
-    return SilentCopy(
-        f"{name} of a cache view of shape {tuple(view.shape)}, strides {tuple(view.stride())} would copy it, "
-        "and writes to the copy are lost; index or permute the view, address the memory by its page map, or "
-        "clone() where a copy is meant"
-    )
+        raise SilentCopy(
+            f"{name} of a cache view of shape {tuple(view.shape)}, strides {tuple(view.stride())} would copy "
+            "it, and writes to the copy are lost; index or permute the view, address the memory by its page "
+            "map, or clone() where a copy is meant"
+        )
 
 
 def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
@@ -216,7 +203,6 @@ def _rewrap(result: Any, views: Sequence[torch.Tensor]) -> Any:
 
 
 def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the guarded views among the arguments of an operation, including nested lists and tuples."""
     for value in values:
         if isinstance(value, _GuardedView):
             yield value
@@ -225,5 +211,5 @@ def _guarded(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share storage. This also works for meta tensors, which have no addresses."""
+    # Also for meta tensors, which have no addresses.
     return bool(torch._C._is_alias_of(one, other))  # noqa: SLF001 - torch has no public way to ask

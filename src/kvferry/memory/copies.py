@@ -1,4 +1,4 @@
-"""Copy cells between an engine's KV blocks and chunks in host memory.
+"""Copy cells between an engine's KV blocks and chunks in host memory, or images in staging memory.
 
 The planner treats the arena as a pool of chunks at address 0 (`geometry.canonical.chunk_pool`), so on that
 side the strided copies have offsets within a chunk.
@@ -17,7 +17,7 @@ import torch
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.host_copy import packed_cell
 from kvferry.memory.pool_cells import PoolCells
-from kvferry.planning.cell_copy import CellCopy, PoolCopies
+from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
@@ -49,22 +49,26 @@ class ChunkCopies:
         memory: npt.NDArray[np.uint8],
         engine_bytes: int,
     ) -> None:
-        self._storing, self._memory = side == "src", memory
-        stride = route.src_stride if self._storing else route.dst_stride
-        blocks = route.src_blocks if self._storing else route.dst_blocks
+        storing, self._memory = side == "src", memory
         # Byte offset of each cell in its chunk, for each part of the route.
         self._chunk_cells = [
-            part.dst_offset_array if self._storing else part.src_offset_array for part in route.cell_copies
+            part.dst_offset_array if storing else part.src_offset_array for part in route.cell_copies
         ]
-        alignments = [gcd(*cells.tolist()) for cells in self._chunk_cells]
-        parts = [self._engine_side(part) for part in route.cell_copies]
+        parts = [
+            PoolCopies(
+                part.src_offsets if storing else part.dst_offsets,
+                # Tensor views allow no negative strides.
+                tuple(copy for one in part.copies for copy in one.ascending()),
+            )
+            for part in route.cell_copies
+        ]
         self._pool = PoolCells(
             parts,
             engine,
             side=side,
-            stride=stride,
-            blocks=blocks,
-            alignments=alignments,
+            stride=route.src_stride if storing else route.dst_stride,
+            blocks=route.src_blocks if storing else route.dst_blocks,
+            alignments=[gcd(*cells.tolist()) for cells in self._chunk_cells],
             engine_bytes=engine_bytes,
         )
         self._packed = memory if self._pool.on_host else torch.from_numpy(memory)
@@ -89,7 +93,7 @@ class ChunkCopies:
         self._pool.clear(blocks)
 
     def wait(self) -> None:
-        """Wait until all copies that the calling thread has queued are complete. Return at once on a CPU."""
+        """Wait until all copies that the calling thread has queued are complete."""
         self._pool.wait()
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
@@ -98,15 +102,8 @@ class ChunkCopies:
             offsets = _offsets(chunk_cells, chunks, cells.number)
             self._pool.copy(part, places, self._packed, offsets)
 
-    def _engine_side(self, part: CellCopy) -> PoolCopies:
-        """Return strided copies in the form that `PoolCells` takes."""
-        at = part.src_offsets if self._storing else part.dst_offsets
-        # Tensor views allow no negative strides.
-        return PoolCopies(at, tuple(copy for one in part.copies for copy in one.ascending()))
-
 
 def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
-    """Return the byte offset of each cell in the arena, from those of the chunks and of the cells in one."""
     return chunks + chunk_cells[number % len(chunk_cells)]
 
 
@@ -143,8 +140,7 @@ class StagingCopies:
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells from KV blocks into consecutive images, or raise TransferError if memory ends first.
 
-        `cells` are indices from the start of the prompt, `first` is that of the first image. The arrays are
-        int64 of shape (n,).
+        `cells` are indices from the start of the prompt, `first` that of the first image, all int64.
         """
         self._copy(blocks, cells, staged, first)
 

@@ -40,11 +40,7 @@ _LARGEST_WORD, _LARGEST_UNIT = 8, 16
 def copy_cells_on_device(
     part: CellViews, places: Int64s, memory: torch.Tensor, offsets: Int64s, engine_bytes: int
 ) -> None:
-    """Queue copies of cells between a block pool on a GPU and packed memory, as `PoolCells.copy` does.
-
-    Raises:
-        TransferError: a cell is outside the block pool or `memory`. Nothing is copied.
-    """
+    """Queue copies of cells between a block pool on a GPU and packed memory, as `PoolCells.copy` does."""
     if not len(places):
         return
     # All of them first: an error must leave nothing copied.
@@ -159,9 +155,9 @@ _PORTABLE_AND_MAPPED = 3
 
 
 class HostRegistration:
-    """Host memory that is registered with CUDA until `close`, and must stay mapped until then.
+    """Host memory, from a page on, that is registered with CUDA until `close`, and stays mapped until then.
 
-    `memory` begins at a page. TransferError is raised if CUDA cannot register it.
+    Several processes may register the same shared memory, each for itself.
     """
 
     def __init__(self, memory: Region) -> None:

@@ -53,8 +53,7 @@ def on_device(region: Region) -> AbstractContextManager[object]:
 def record_event() -> DeviceEvent | None:
     """Record an event behind all work on the calling thread's current stream; None if no GPU is in use.
 
-    Call it in the engine's thread after the forward pass was submitted. Replayed CUDA graphs are work on the
-    current stream like any other.
+    Call it in the engine's thread after the forward pass was submitted.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
@@ -65,13 +64,10 @@ def record_event() -> DeviceEvent | None:
 
 
 def wait_event(region: Region, event: DeviceEvent | None) -> None:
-    """Make the calling thread's later copies of a region's memory wait for an event, if there is one.
-
-    For GPU memory the thread's current stream waits, and the call returns at once. For host memory the call
-    itself waits.
-    """
+    """Make the calling thread's later copies of a region wait for an event, if there is one."""
     if event is None:
         return
+    # The stream of a GPU waits, and the call returns at once. For host memory the call itself waits.
     if region.memory == "VRAM":
         torch.cuda.current_stream(region.device).wait_event(event)
     else:

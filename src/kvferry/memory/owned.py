@@ -1,9 +1,4 @@
-"""The KV cache of one rank in one allocation, with the tensor views that an engine works on.
-
-The buffer is an array of bytes, in any memory layout. Attention code gets a view of each layer, recurrent
-layers one of each field, kernels that compute addresses the page maps, planner and transport the geometry.
-All of them describe the same memory.
-"""
+"""The KV cache of one rank in one allocation, with the tensor views that an engine works on."""
 
 from __future__ import annotations
 
@@ -41,9 +36,6 @@ class OwnedCache:
 
         Args:
             guarded: True for views that raise SilentCopy where torch would silently copy.
-
-        Raises:
-            GeometryError: `dtype` has more than one byte, and a layer's elements differ from it in size.
         """
         found = {}
         for where, group, slot, layer in self._layers():
@@ -66,25 +58,20 @@ class OwnedCache:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return a view of every field of every recurrent layer, by layer and field name.
 
-        The axes are ``(blocks, heads, *inner)``. If a field has no head axis, the length of this axis is 1. A
-        field without an entry in `dtypes` is viewed as integers.
-
-        Raises:
-            GeometryError: the elements of a field differ in size from its dtype, or no integer has their
-                size.
+        The axes are ``(blocks, heads, *inner)``, with one head if a field has no head axis. A field without
+        an entry in `dtypes` is viewed as integers.
         """
         found = {}
         for _, group, _, layer in self._layers():
             if group.kind is GroupKind.STATE:
-                found[layer.name] = {
-                    field.name: guard(elements) if guarded else elements
-                    for field in layer.page.fields
-                    for elements in [self._elements(layer, field, (dtypes or {}).get(field.name))]
-                }
+                states = {}
+                for field in layer.page.fields:
+                    elements = self._elements(layer, field, (dtypes or {}).get(field.name))
+                    states[field.name] = guard(elements) if guarded else elements
+                found[layer.name] = states
         return found
 
     def _layers(self) -> Iterator[tuple[PageMap, Group, int, Layer]]:
-        """Yield (page map of the group, group, index of the layer in the group, layer) for every layer."""
         for where, group in zip(self.maps, self.geometry.groups, strict=True):
             for slot, layer in enumerate(group.layers):
                 yield where, group, slot, layer

@@ -61,7 +61,7 @@ class CellViews:
     def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
         """Return the index of each cell on the first axis of `CopyView.elements`, int64.
 
-        `numbers` count from the start of the prompt. They and the block ids are int64 and broadcast.
+        `numbers` count from the start of the prompt, and broadcast with the block ids.
         """
         return blocks * self.block_places + self.cell_places[numbers % len(self.cell_places)]
 
@@ -132,11 +132,9 @@ class PoolCells:
 
     def wait(self) -> None:
         """Wait until the copies that the calling thread has queued are done. Other threads' work goes on."""
-        # All views are on one device.
-        for part in self.parts[:1]:
-            for view in part.copies[:1]:
-                if not self.on_host:
-                    finish_stream(view.elements.device)
+        views = [view for part in self.parts for view in part.copies]
+        if views and not self.on_host:
+            finish_stream(views[0].elements.device)  # all views are on one device
 
     def _part(self, part: PoolCopies, alignment: int) -> CellViews:
         unit = gcd(self._stride, *part.at)
@@ -147,8 +145,7 @@ class PoolCells:
     def _view(self, copy: StridedCopy, places: tuple[int, int], alignment: int) -> CopyView:
         """Return the view of the block pool for one strided copy, which starts at the first place.
 
-        `places` are (bytes from one place to the next, number of places). `alignment` divides the distances
-        in bytes between cells, in the pool and outside it.
+        `places` are (bytes between them, number). `alignment` divides all distances between cells.
         """
         storing = self._side == "src"
         address, offset = (copy.src, copy.dst) if storing else (copy.dst, copy.src)

@@ -1,9 +1,8 @@
-"""Shared memory files of a fixed size: no process can cut off memory that others have mapped.
+"""Host memory: shared memory files of a fixed size, huge pages, and how much can still be allocated.
 
 A memory file (memfd) has no name in any file system, so a crash leaves no file behind, and the size of
 ``/dev/shm`` (64 MiB in many containers) does not limit it. The kernel frees its memory when the last process
-that maps it ends. Another process of the same machine, user and process namespace opens it as
-``/proc/<pid>/fd/<fd>`` of its owner.
+that maps it ends. It is *sealed*: no process can cut off memory that others have mapped.
 """
 
 from __future__ import annotations
@@ -30,10 +29,35 @@ from kvferry.geometry import Region
 
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if is_linux() else 0
 
+# MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory.
+_FIXED, _NORESERVE = 0x10, 0x4000
+# MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use.
+_HUGEPAGE, _COLLAPSE = 14, 25
+_PAGE, _LARGE_PAGE = 4096, 2 << 20
+_STEP_BYTES = 32 << 20
+
+# Memory in use that is moved at once. A larger region would delay an engine's start for minutes.
+COLLAPSE_BYTES = 8 << 30
+
+# For each cgroup version: pattern of a group's line in /proc/self/cgroup, root directory, file with the
+# limit, file with the usage, prefix of the fields of memory.stat that include child groups.
+_VERSIONS = (
+    (r"^0::(/.*)$", "/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    (
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(/.*)$", "/sys/fs/cgroup/memory", "memory.limit_in_bytes",
+        "memory.usage_in_bytes", "total_",
+    ),
+)  # fmt: skip
+
+# Returns the text of a file; None if it cannot be read.
+Read: TypeAlias = Callable[[str], str | None]
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """What another process needs to open a sealed memory file."""
+    """What another process of the same user and process namespace needs to open a sealed memory file."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]  # id of the process that owns the file
     fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # number of the file's descriptor in that process
@@ -42,10 +66,10 @@ class SharedFile:
 
     @classmethod
     def create(cls, size: int) -> SharedFile:
-        """Create a file as `sealed_file` does. Its descriptor, `fd`, is to be closed by the caller."""
+        """Create a file as `sealed_file` does. The caller closes `fd`."""
         # Keeps another process from taking a later file of this descriptor for this one.
         token = secrets.token_hex(16)
-        return cls(os.getpid(), sealed_file(_file_name(token), size), token, size)
+        return cls(os.getpid(), sealed_file(f"kvferry-{token}", size), token, size)
 
     def open(self, *, writable: bool) -> int:
         """Open the file, which another process of this machine owns, and return a descriptor.
@@ -79,23 +103,14 @@ class SharedFile:
         return fd
 
     def _check(self, path: str, found: str) -> None:
-        if found != f"/memfd:{_file_name(self.token)} (deleted)":
+        if found != f"/memfd:kvferry-{self.token} (deleted)":
             raise TransferError(
                 f"{path} is {found}, expected memory {self.token} of {self.size} bytes: its owner has ended"
             )
 
 
-def _file_name(token: str) -> str:
-    return f"kvferry-{token}"
-
-
 def sealed_file(name: str, size: int) -> int:
-    """Create a memory file whose size no process can change any more, and return its descriptor.
-
-    Raises:
-        ConfigError: the file cannot be created or sealed, for example because of a limit of the file size or
-            the container's seccomp filter.
-    """
+    """Create a memory file whose size no process can change, and return its descriptor."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -123,25 +138,14 @@ def _no_seals(call: str, error: OSError) -> ConfigError:
     )
 
 
-logger = logging.getLogger(__name__)
-
-# MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory.
-_FIXED, _NORESERVE = 0x10, 0x4000
-# MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use.
-_HUGEPAGE, _COLLAPSE = 14, 25
-_PAGE, _LARGE_PAGE = 4096, 2 << 20
-_STEP_BYTES = 32 << 20
-
-# Memory in use that is moved at once. A larger region would delay an engine's start for minutes.
-COLLAPSE_BYTES = 8 << 30
-
-
 def request_huge_pages(region: Region, *, touched: bool) -> None:
     """Ask the kernel to back host memory with huge pages. If it refuses, the memory stays as it is.
 
-    If the memory was `touched`, which means written to, at most `COLLAPSE_BYTES` are moved to huge pages at
-    once. This takes about as long as writing to the whole region.
+    If the memory was `touched`, which means written to, at most `COLLAPSE_BYTES` are moved at once. This
+    takes about as long as writing to the whole region.
     """
+    # A transport that copies between processes pins memory page by page: with pages of 4 KiB that takes about
+    # five times as long as with pages of 2 MiB.
     first = -(-region.address // _PAGE) * _PAGE
     length = (region.address + region.length - first) // _PAGE * _PAGE
     if region.memory != "DRAM" or os.uname().sysname != "Linux":
@@ -154,14 +158,10 @@ def request_huge_pages(region: Region, *, touched: bool) -> None:
 
 
 def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
-    """Map a shared memory file at an address that is a multiple of the size of a huge page.
+    """Map a shared memory file at a multiple of the size of a huge page.
 
     Returns:
-        The mapping, and the byte offset in it at which the file begins. The file is unmapped when the mapping
-        is closed.
-
-    Raises:
-        OSError: the file cannot be mapped.
+        The mapping, and the byte offset in it at which the file begins.
     """
     # Reserve a huge page more than needed, then map the file over it at the first multiple.
     room = mmap.mmap(-1, size + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -183,11 +183,7 @@ def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap,
 
 
 class HugePageCollapser:
-    """A thread that moves memory in use to huge pages, in seconds per GiB. Pages not in use are skipped.
-
-    Args:
-        region: memory to move; it must stay mapped until `stop` returns.
-    """
+    """A thread that moves memory in use to huge pages. The region must stay mapped until `stop` returns."""
 
     def __init__(self, region: Region) -> None:
         self._region, self._stopped = region, threading.Event()
@@ -195,12 +191,12 @@ class HugePageCollapser:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. After that, it is safe to unmap the memory."""
+        """Stop the thread, and wait until it has ended. Then the memory may be unmapped."""
         self._stopped.set()
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the thread has moved the memory. Parts that the kernel cannot move stay as they are."""
+        """Wait until the thread has moved what the kernel can move."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -211,26 +207,13 @@ class HugePageCollapser:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Call ``madvise`` for a range of memory; return 0, or the errno if the call fails."""
+    """Call ``madvise``. Return 0, or the errno if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0
     error = ctypes.get_errno()
-    logger.debug("madvise %d of %d bytes: %s", advice, length, os.strerror(error))
+    _log.debug("madvise %d of %d bytes: %s", advice, length, os.strerror(error))
     return error
-
-
-Read: TypeAlias = Callable[[str], str | None]
-
-# For each cgroup version: pattern of a group's line in /proc/self/cgroup, root directory, file with the
-# limit, file with the usage, prefix of the fields of memory.stat that include child groups.
-_VERSIONS = (
-    (r"^0::(/.*)$", "/sys/fs/cgroup", "memory.max", "memory.current", ""),
-    (
-        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(/.*)$", "/sys/fs/cgroup/memory", "memory.limit_in_bytes",
-        "memory.usage_in_bytes", "total_",
-    ),
-)  # fmt: skip
 
 
 def read(path: str) -> str | None:
@@ -260,10 +243,6 @@ def _left_to_groups(read: Read) -> Iterator[int]:
             most, now = read(f"{group}/{limit}") or "", read(f"{group}/{used}") or ""
             if most.isdigit() and now.isdigit():
                 # The kernel counts cached file pages of a group as used, but reclaims them first.
-                cached = _cached(read(f"{group}/memory.stat") or "", prefix)
-                yield max(0, int(most) - max(0, int(now) - cached))
-
-
-def _cached(stat: str, prefix: str) -> int:
-    """Return the bytes of cached file pages in a control group, from its ``memory.stat``."""
-    return sum(int(size) for size in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE))
+                stat = read(f"{group}/memory.stat") or ""
+                pages = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+                yield max(0, int(most) - max(0, int(now) - sum(map(int, pages))))

@@ -1,5 +1,5 @@
 """Turn the connector's events into metrics, request traces and OpenTelemetry spans.
 
-The listeners are `metrics_listener`, `traces` and `spans`. `explaining` keeps the events of the latest
+The listeners are `metrics_listener`, `traces` and `spans`. `trace_server` keeps the events of the latest
 requests for `kvferry explain`. This package does not depend on any inference engine.
 """

@@ -1,4 +1,8 @@
-"""The protocol for operator commands on a cache: all kvferry files in one directory or under one URL."""
+"""Operator commands on a cache: all kvferry files in one directory or under one URL of object storage.
+
+Kinds of storage implement `CacheAdmin`. The surveys here use it, and change nothing, except that `verify_all`
+may quarantine.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +20,43 @@ from kvferry.tiers.format.chunk import Buffer
 from kvferry.tiers.format.decode import read_header, verify
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity
 
+_LONGEST_NOTE = 1 << 20
+# Files that are read at once, because each read from remote storage begins with a delay.
+_THREADS = 8
+# Files that are handed to the threads at once. Millions of pending results would take a lot of memory.
+_BATCH = 1024
+
+_Read = TypeVar("_Read")
+
 
 @dataclass(frozen=True, slots=True)
 class SpaceUsage:
-    """The capacity of a cache, and the free room of its disk. Unknown values are None.
+    """The capacity of a cache, and the free room of its disk. Unknown values are None."""
 
-    Attributes:
-        capacity: maximum bytes of all files of the cache together.
-        charged: bytes in use, with space that is reserved for chunks being written.
-        free: free bytes on the disk.
-        free_files: free inodes on the disk.
-    """
-
-    capacity: int | None = None
-    charged: int | None = None
-    free: int | None = None
-    free_files: int | None = None
+    capacity: int | None = None  # maximum bytes of all files of the cache together
+    charged: int | None = None  # bytes in use, with space that is reserved for chunks being written
+    free: int | None = None  # free bytes on the disk
+    free_files: int | None = None  # free inodes on the disk
 
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """The result of `CacheAdmin.collect`.
+    """The result of `CacheAdmin.collect`."""
 
-    Attributes:
-        swept: number of removed temporary files of dead writers.
-        evicted: number of evicted files: chunks, and bad chunks in quarantine.
-        charged: bytes in use after the eviction.
-        capacity: limit that was applied to the bytes in use.
-    """
-
-    swept: int
-    evicted: int
+    swept: int  # number of removed temporary files of dead writers
+    evicted: int  # number of evicted files: chunks, and bad chunks in quarantine
     evicted_bytes: int
-    charged: int
-    capacity: int
+    charged: int  # bytes in use after the eviction
+    capacity: int  # limit that was applied to the bytes in use
 
 
 class StoredFile(Protocol):
-    """A file or object that is open for reading. Callers must check its content for damage.
+    """A file or object that is open for reading. Callers must check its content for damage."""
 
-    Attributes:
-        size: length of the file in bytes.
-    """
-
-    size: int
+    size: int  # length of the file in bytes
 
     def read(self, offset: int, size: int) -> Buffer:
-        """Return the `size` bytes at `offset`, or fewer if the file ends earlier.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the `size` bytes at `offset`, or fewer if the file ends earlier."""
         ...
 
     def quarantine(self) -> bool:
@@ -81,6 +71,7 @@ class CacheAdmin(Protocol):
     """A cache directory, or a cache under a URL of object storage, as operator commands use it.
 
     Engines may use the cache at the same time, so a file that was listed may be gone when a command opens it.
+    All methods but `opened` raise ConfigError if the cache cannot be read or changed.
 
     Attributes:
         where: absolute path of the directory, or URL.
@@ -94,29 +85,14 @@ class CacheAdmin(Protocol):
     no_capacity: str
 
     def entries(self) -> Iterator[CacheEntry]:
-        """Yield an entry for each file that kvferry has written into the cache.
-
-        Raises:
-            ConfigError: the files cannot be listed.
-        """
+        """Yield an entry for each file that kvferry has written into the cache."""
         ...
 
     def opened(self, entry: CacheEntry) -> AbstractContextManager[StoredFile]:
-        """Open the file of an entry for reading.
-
-        Raises:
-            FileNotFoundError: the file is gone.
-            OSError: it cannot be opened.
-        """
+        """Open the file of an entry for reading, or raise OSError, such as FileNotFoundError."""
         ...
 
-    def space(self) -> SpaceUsage:
-        """Return capacity, bytes in use, and free room.
-
-        Raises:
-            ConfigError: the free room cannot be read.
-        """
-        ...
+    def space(self) -> SpaceUsage: ...
 
     def collect(self, capacity: int | None = None) -> CollectResult:
         """Remove leftovers of dead writers, count the bytes in use, and evict down to a capacity.
@@ -126,30 +102,12 @@ class CacheAdmin(Protocol):
         Args:
             capacity: maximum bytes in use after this call, which does not become the capacity of the cache.
                 None for the capacity of the cache.
-
-        Raises:
-            ConfigError: the cache cannot be read or changed, others held the lock of its ledger for too long,
-                or `capacity` is None and that of the cache is unknown.
         """
         ...
 
     def clear(self) -> tuple[int, int]:
-        """Remove all kvferry files, but no folders with other files. Return their number and bytes.
-
-        Raises:
-            ConfigError: the cache cannot be read or changed, or others held the lock of its ledger for too
-                long.
-        """
+        """Remove all kvferry files, but no folders with other files. Return their number and bytes."""
         ...
-
-
-_LONGEST_NOTE = 1 << 20
-# Files that are read at once, because each read from remote storage begins with a delay.
-_THREADS = 8
-# Files that are handed to the threads at once. Millions of pending results would take a lot of memory.
-_BATCH = 1024
-
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)

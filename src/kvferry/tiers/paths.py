@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from kvferry.common.files import user_cache
 
@@ -26,12 +27,11 @@ LEDGER = "ledger"
 QUARANTINE = "quarantine"
 NAMESPACE_NOTE = "namespace.json"
 
-_NAMESPACE = re.compile(r"[0-9a-f]{64}")
-_BUCKET = re.compile(r"[0-9a-f]{2}")
+# A folder for chunks, inside a namespace's folder.
+BUCKET = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(r"((?:[0-9a-f]{2}){16,32})\.kv")
 _CHUNKS = re.compile(r"(?<![^/])([0-9a-f]{32,64})\.kv(?![^/])")
 _TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,19})\.([0-9a-f]+)\.[0-9a-f]{16}\.tmp")
-_BAD = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad")
 
 
 class EntryKind(StrEnum):
@@ -42,6 +42,26 @@ class EntryKind(StrEnum):
     QUARANTINED = "quarantined"
     NOTE = "note"
     LEDGER = "ledger"
+
+
+# The layout of a folder: for each pattern of names the kind of these files, or the layout of these folders.
+_Layout: TypeAlias = "dict[re.Pattern[str], EntryKind | _Layout]"
+_IN_BUCKET: _Layout = {_CHUNK: EntryKind.CHUNK, _TEMPORARY: EntryKind.TEMPORARY}
+_IN_NAMESPACE: _Layout = {
+    re.compile(re.escape(NAMESPACE_NOTE)): EntryKind.NOTE,
+    _TEMPORARY: EntryKind.TEMPORARY,
+    BUCKET: _IN_BUCKET,
+}
+_IN_QUARANTINE: _Layout = {
+    re.compile(r"[0-9a-f]{64}-[0-9a-f]{32,64}-[0-9a-f]{16}\.bad"): EntryKind.QUARANTINED
+}
+_LAYOUT: _Layout = {
+    re.compile(re.escape(MARKER)): EntryKind.NOTE,
+    re.compile(LEDGER): EntryKind.LEDGER,
+    _TEMPORARY: EntryKind.TEMPORARY,
+    re.compile(QUARANTINE): _IN_QUARANTINE,
+    re.compile(r"[0-9a-f]{64}"): _IN_NAMESPACE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +76,6 @@ class CacheEntry:
     used_ns: int  # nanoseconds since 1970 at which the file was last used, or the object was stored
     namespace: str = ""  # digest of the namespace, 64 hex digits; empty if the file belongs to none
     boot: str = ""  # boot id of the machine that writes a temporary file; empty for other files
-
-
-def chunk_path(root: str, namespace: bytes, key: bytes) -> str:
-    """Return the path of the file of a chunk, which need not exist."""
-    return f"{root}/{chunk_name(namespace, key)}"
 
 
 def chunk_name(namespace: bytes, key: bytes) -> str:
@@ -84,11 +99,6 @@ def keys_of(names: Sequence[str]) -> list[bytes]:
     # A file name has no slash. One search over all names takes a third of the time of one search per name.
     found = _CHUNKS.findall("/".join(names))
     return [bytes.fromhex(key) for key in found if len(key) % 2 == 0]
-
-
-def is_chunk_folder(name: str) -> bool:
-    """Return whether a name is that of a folder for chunks, inside a namespace's folder."""
-    return _BUCKET.fullmatch(name) is not None
 
 
 def temporary_path(final: str, reserved: int) -> str:
@@ -116,14 +126,16 @@ def entry_kind(name: str) -> EntryKind | None:
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
     """
-    match name.split("/"):
-        case [namespace, bucket, file] if _NAMESPACE.fullmatch(namespace) and is_chunk_folder(bucket):
-            return EntryKind.CHUNK if _CHUNK.fullmatch(file) else None
-        case [namespace, file] if _NAMESPACE.fullmatch(namespace) and file == NAMESPACE_NOTE:
-            return EntryKind.NOTE
-        case [folder, file] if folder == QUARANTINE and _BAD.fullmatch(file):
-            return EntryKind.QUARANTINED
-    return None
+    found: EntryKind | _Layout | None = _LAYOUT
+    for part in name.split("/"):
+        found = None if found is None or isinstance(found, EntryKind) else _find(found, part)
+    # Object storage has no other files, and none beside the folders.
+    kinds = (EntryKind.CHUNK, EntryKind.NOTE, EntryKind.QUARANTINED)
+    return found if "/" in name and found in kinds else None
+
+
+def _find(layout: _Layout, name: str) -> EntryKind | _Layout | None:
+    return next((found for pattern, found in layout.items() if pattern.fullmatch(name)), None)
 
 
 def default_directory() -> str:
@@ -159,58 +171,40 @@ def walk(root: str) -> Iterator[CacheEntry]:
     Raises:
         OSError: an existing folder cannot be read.
     """
-    for name, is_folder, entry in _scan(root):
-        if is_folder and _NAMESPACE.fullmatch(name):
-            yield from _walk_namespace(entry.path, name)
-        # A planted link is moved to quarantine, too, and is evicted from there.
-        elif is_folder and name == QUARANTINE:
-            yield from _files(entry.path, {_BAD: EntryKind.QUARANTINED}, links=True)
-        elif not is_folder and name in (MARKER, LEDGER):
-            yield from _stat(entry, EntryKind.NOTE if name == MARKER else EntryKind.LEDGER)
-        elif not is_folder and _TEMPORARY.fullmatch(name):
-            yield from _stat(entry, EntryKind.TEMPORARY)
+    return _walk(root, _LAYOUT, "")
 
 
 def folders(root: str) -> Iterator[str]:
     """Yield the paths of all kvferry folders under `root`, each after the folders that it contains."""
-    for name, is_folder, entry in _scan(root):
-        if is_folder and _NAMESPACE.fullmatch(name):
-            yield from (
-                one.path for inner, nested, one in _scan(entry.path) if nested and is_chunk_folder(inner)
-            )
-        if is_folder and (name == QUARANTINE or _NAMESPACE.fullmatch(name)):
+    return _folders(root, _LAYOUT)
+
+
+def _walk(folder: str, layout: _Layout, namespace: str) -> Iterator[CacheEntry]:
+    for entry, found in _scan(folder, layout):
+        if isinstance(found, EntryKind):
+            yield from _stat(entry, found, namespace)
+        else:
+            yield from _walk(entry.path, found, entry.name if found is _IN_NAMESPACE else namespace)
+
+
+def _folders(folder: str, layout: _Layout) -> Iterator[str]:
+    for entry, found in _scan(folder, layout):
+        if not isinstance(found, EntryKind):
+            yield from _folders(entry.path, found)
             yield entry.path
 
 
-def _walk_namespace(folder: str, namespace: str) -> Iterator[CacheEntry]:
-    for name, is_folder, entry in _scan(folder):
-        if is_folder and is_chunk_folder(name):
-            yield from _files(
-                entry.path, {_CHUNK: EntryKind.CHUNK, _TEMPORARY: EntryKind.TEMPORARY}, namespace
-            )
-        elif not is_folder and name == NAMESPACE_NOTE:
-            yield from _stat(entry, EntryKind.NOTE, namespace)
-        elif not is_folder and _TEMPORARY.fullmatch(name):
-            yield from _stat(entry, EntryKind.TEMPORARY, namespace)
-
-
-def _files(
-    folder: str, kinds: dict[re.Pattern[str], EntryKind], namespace: str = "", *, links: bool = False
-) -> Iterator[CacheEntry]:
-    """Yield an entry for each file of a folder whose name matches a pattern in `kinds`."""
-    for name, is_folder, entry in _scan(folder, links=links):
-        for pattern, kind in kinds.items():
-            if not is_folder and pattern.fullmatch(name):
-                yield from _stat(entry, kind, namespace)
-
-
-def _scan(folder: str, *, links: bool = False) -> Iterator[tuple[str, bool, os.DirEntry[str]]]:
-    """Yield name, whether it is a folder, and entry, for each entry of a folder that may be missing."""
+def _scan(folder: str, layout: _Layout) -> Iterator[tuple[os.DirEntry[str], EntryKind | _Layout]]:
+    """Yield the files and folders of a layout, and what they are, in a folder that may be missing."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if links or not entry.is_symlink():
-                    yield entry.name, entry.is_dir(follow_symlinks=False), entry
+                found = _find(layout, entry.name)
+                # A planted link is moved to quarantine, too, and is evicted from there.
+                if found is None or (entry.is_symlink() and found is not EntryKind.QUARANTINED):
+                    continue
+                if entry.is_dir(follow_symlinks=False) is not isinstance(found, EntryKind):
+                    yield entry, found
     except FileNotFoundError:
         _check_gone(folder)
 
@@ -222,7 +216,7 @@ def _check_gone(path: str) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
 
-def _stat(entry: os.DirEntry[str], kind: EntryKind, namespace: str = "") -> Iterator[CacheEntry]:
+def _stat(entry: os.DirEntry[str], kind: EntryKind, namespace: str) -> Iterator[CacheEntry]:
     """Yield the entry of a file; nothing if it is gone."""
     try:
         status = entry.stat(follow_symlinks=False)

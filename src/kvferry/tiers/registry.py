@@ -39,12 +39,7 @@ def storage_kinds() -> tuple[str, ...]:
 
 @cache
 def settings_class(kind: str) -> type[StorageSettings]:
-    """Return the settings class of a kind that `storage_kinds` names.
-
-    Raises:
-        ConfigError: two packages add this kind, or what the package adds cannot be loaded or is no such
-            class.
-    """
+    """Return the settings class of a kind that `storage_kinds` names, or raise ConfigError."""
     if kind in STORAGE_TIERS:
         return STORAGE_TIERS[kind]
     found = list(entry_points(group=ENTRY_POINTS, name=kind))

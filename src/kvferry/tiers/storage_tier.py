@@ -24,16 +24,12 @@ from kvferry.tiers.names import GetOutcome, Medium, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, by all namespaces together.
+    """The usage of a tier's storage, by all namespaces together."""
 
-    Attributes:
-        used, capacity: bytes in use, and maximum bytes; None if unknown.
-        same_name_namespace: digest (hex) of another namespace with the same model name, which may hold chunks
-            stored with other settings. Empty if there is none, or if the tier's own namespace has chunks.
-    """
-
-    used: int | None = None
-    capacity: int | None = None
+    used: int | None = None  # bytes in use; None if unknown
+    capacity: int | None = None  # maximum bytes; None if unknown
+    # Digest (hex) of another namespace with the same model name, which may hold chunks stored with other
+    # settings. Empty if there is none, or if the tier's own namespace has chunks.
     same_name_namespace: str = ""
 
 
@@ -68,8 +64,7 @@ class StorageTier(Protocol):
         """Store a chunk. The call blocks. The caller may change `body` after it returns.
 
         Args:
-            key: key of the chunk, 16 to 32 bytes.
-            group: description of the content.
+            key: 16 to 32 bytes.
             body: writable memory with the sections of the chunk, each at a multiple of 4096 bytes. `put` sets
                 the padding after each section to zero. The sections must not change during the call.
                 Page-aligned memory avoids a copy.
@@ -91,7 +86,7 @@ class StorageTier(Protocol):
         After a miss, the chunk is removed from `keys`, unless the tier was only paused.
 
         Args:
-            key: key of the chunk, 16 to 32 bytes.
+            key: 16 to 32 bytes.
             group: description of the expected content. A stored chunk with another description is a miss.
             into: writable memory, as long as the chunk's body. The bytes are valid only if HIT is returned.
                 Page-aligned memory avoids a copy.
@@ -142,28 +137,18 @@ WriteMode: TypeAlias = Literal["through", "back"]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a tier's chunks.
+    """The location of a tier's chunks."""
 
-    Attributes:
-        text: description for messages.
-        key: two tiers of one kind with equal keys use the same storage.
-    """
-
-    text: str
-    key: tuple[str, ...]
+    text: str  # description for messages
+    key: tuple[str, ...]  # two tiers of one kind with equal keys use the same storage
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of `StorageSettings.try_out`.
+    """The result of `StorageSettings.try_out`, for the operator."""
 
-    Attributes:
-        found: the result for the operator, as a sentence without a full stop.
-        advice: advice for the operator; empty if the storage can be used.
-    """
-
-    found: str
-    advice: str = ""
+    found: str  # a sentence without a full stop
+    advice: str = ""  # empty if the storage can be used
 
 
 class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -189,22 +174,14 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check the values without access to the storage.
+        """Raise ConfigError if a value is out of range. `where` names these settings: ``tiers[1]``.
 
-        Args:
-            where: name of these settings in the configuration, for messages, such as ``tiers[1]``.
-
-        Raises:
-            ConfigError: a value is out of range.
+        The storage is not accessed.
         """
         raise NotImplementedError
 
     def check_storage(self) -> None:
-        """Check that the engine can use the storage, and leave nothing behind. Do not use the network.
-
-        Raises:
-            ConfigError: `open` would refuse the settings or the storage.
-        """
+        """Raise ConfigError if `open` would refuse the storage. Leave nothing behind, and use no network."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""The setting ``peers``: machines that this engine may connect to, and that may connect to it.
+"""Addresses and ports, and the setting ``peers``: machines to which this engine may connect, and the reverse.
 
 A peer must have the key as well. A request or a peer can name any address, and the engine connects to it.
 These rules limit the addresses.
@@ -20,7 +20,15 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 # The last label is no number, so that an incomplete IP address such as "10.0.0" is no name.
 _NAME = re.compile(rf"(?=.{{1,253}}\.?\Z)({_LABEL}\.)*(?!\d+\.?\Z){_LABEL}\.?\Z")
 
+MAX_ENTRIES = 1024
+_LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
+_KINDS = "a host name, an address, or a network such as 10.0.0.0/8; a host may have its engine's port"
+# An entry with a port: a host name, an IPv4 address, or an IPv6 address in brackets.
+_ENGINE = re.compile(r"(\[[^\[\]/]+\]|[^:\[\]/]+):([1-9][0-9]{0,4})")
+_RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def parse_ip(host: str) -> IP | None:
@@ -76,7 +84,7 @@ def is_every_address(host: str) -> bool:
 def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
     """Return an address as ZeroMQ takes it, such as ``tcp://10.0.0.1:5555``. The port ``*`` is any free one.
 
-    If `host` is an IPv6 address, with or without brackets, IPv6 is enabled on the socket.
+    Mutates the socket: it is enabled for IPv6 if `host` is an IPv6 address, with or without brackets.
     """
     if ":" not in host:
         return f"tcp://{host}:{port}"
@@ -94,15 +102,6 @@ def check_host(name: str, host: str) -> None:
         )
 
 
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-MAX_ENTRIES = 1024
-_LOOPBACK = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")
-_KINDS = "a host name, an address, or a network such as 10.0.0.0/8; a host may have its engine's port"
-# An entry with a port: a host name, an IPv4 address, or an IPv6 address in brackets.
-_ENGINE = re.compile(r"(\[[^\[\]/]+\]|[^:\[\]/]+):([1-9][0-9]{0,4})")
-
-
 @dataclass(frozen=True, slots=True)
 class AllowedPeers:
     """The machines that may be peers of this engine, from the setting ``peers``.
@@ -118,9 +117,7 @@ class AllowedPeers:
     engines: tuple[tuple[str, int], ...] = ()
 
     def allows(self, address: IP) -> bool:
-        """Return whether the allowed networks contain an address. Names are not considered.
-
-        Multicast addresses and the unspecified address (0.0.0.0 or ::) are never allowed.
+        """Return whether the allowed networks contain an address, which must be that of one machine.
 
         >>> AllowedPeers(_LOOPBACK).allows(ipaddress.ip_address("127.0.0.9"))
         True
@@ -129,14 +126,11 @@ class AllowedPeers:
             return False
         return self.networks is None or any(address in network for network in self.networks)
 
-    def lists(self, name: str) -> bool:
-        return normalize_name(name) in self.names
-
     def may_allow(self, host: str) -> bool:
         """Return False if a host is not allowed, and True if it could be, without resolving names."""
         address = parse_host(host)
         if address is None:
-            return self.lists(host)
+            return normalize_name(host) in self.names
         # A listed name may resolve to any address.
         return self.allows(address) or (bool(self.names) and not address.is_unspecified)
 
@@ -162,9 +156,6 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             addresses only, and any other engine accepts all.
         host: address that the engine listens on.
         advertised: host under which peers reach this engine; None if not set.
-
-    Raises:
-        ConfigError: an entry is malformed, the list is empty, or it has more than `MAX_ENTRIES` entries.
     """
     if entries is None:
         if is_loopback(host):
@@ -187,8 +178,11 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
             networks.append(network)
+        elif is_host_name(entry):
+            names.append(normalize_name(entry))
         else:
-            names.append(_name(entry, number))
+            pattern = "; a name stands for all its addresses, like that of a headless service"
+            raise ConfigError(f"peers[{number}] is {entry!r}; give {_KINDS}{pattern if '*' in entry else ''}")
     return AllowedPeers(tuple(networks), tuple(names), tuple(engines))
 
 
@@ -210,17 +204,6 @@ def _network(entry: str, number: int) -> Network | None:
     return network
 
 
-def _name(entry: str, number: int) -> str:
-    if is_host_name(entry):
-        return normalize_name(entry)
-    pattern = "; a name stands for all its addresses, like that of a headless service" if "*" in entry else ""
-    raise ConfigError(f"peers[{number}] is {entry!r}; give {_KINDS}{pattern}")
-
-
-_RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
-_HIGHEST = 65_535
-
-
 @dataclass(frozen=True, slots=True)
 class PortRange:
     """TCP ports from `first` to `last`, both included. The text is also UCX's form.
@@ -240,16 +223,12 @@ class PortRange:
 
 
 def parse_port_range(text: str | None) -> PortRange | None:
-    """Parse a range of ports, such as ``20000-20999``; None stands for all ports.
-
-    Raises:
-        ConfigError: the text is not a range of ports from 1 to 65535.
-    """
+    """Parse a range of ports, such as ``20000-20999``; None stands for all ports."""
     if text is None:
         return None
     found = _RANGE.fullmatch(text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= _HIGHEST:
+    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= 65_535:
         raise ConfigError(
-            f"ports is {text!r}; write the first and the last port, 1 to {_HIGHEST}, such as 20000-20999"
+            f"ports is {text!r}; write the first and the last port, 1 to 65535, such as 20000-20999"
         )
     return PortRange(int(found[1]), int(found[2]))

@@ -1,10 +1,8 @@
-"""A NIXL agent, reduced to the operations that kvferry uses.
+"""A NIXL agent, reduced to the operations that kvferry uses, and the environment that it is started in.
 
 A READ is a one-sided read of remote memory, as in RDMA. `Agent.post` starts it and may run all of it inside
-the call, so no engine hook calls it.
-
-NIXL cannot cancel a READ: its bytes still arrive after its handle is released. So release a handle only when
-the READ has ended, and keep the destination memory allocated until then.
+the call, so no engine hook calls it. NIXL cannot cancel a READ: its bytes still arrive after its handle is
+released. So release a handle only when the READ has ended, and keep the destination memory until then.
 """
 
 from __future__ import annotations
@@ -40,9 +38,31 @@ logger = logging.getLogger(__name__)
 # Maximum time that the progress thread sleeps. An event wakes the thread at once.
 WAIT_MICROSECONDS = 10_000
 
-
 # Library of the system that NIXL's EFA module links. It needs libibverbs, which needs libnl-route.
 LIBRARY = "libefa.so.1"
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
+
+# Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM.
+LEAST_BYTES = 1 << 20
+
+# By the name of a resource limit: its least sufficient value, and a message with problem and remedy.
+_LIMITS = {
+    # The size of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1).
+    "RLIMIT_FSIZE": (5 << 20, "files may have {} bytes (ulimit -f unlimited)"),
+    "RLIMIT_NOFILE": (256, "{} files may be open (ulimit -n 65535)"),
+    "RLIMIT_AS": (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
+}
+
+VARIABLE = "UCX_NET_DEVICES"
+PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
+# UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times. With
+# 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
+# waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
+CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
+_lock = threading.Lock()
+
+_BACKEND = "UCX"
 
 
 @cache
@@ -94,29 +114,13 @@ def make_nixl_agent(name: str, backends: list[str], *, progress: bool) -> Any:
     return agent
 
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory of shared memory
-
-# Size in bytes of an agent's largest queue, rounded up (4,292,720 with the UCX of NIXL 1.5.1).
-AGENT_BYTES = 5 << 20
-
-# Free bytes in ``/dev/shm`` that suffice for the semaphores and locks of Python and vLLM.
-LEAST_BYTES = 1 << 20
-
-# By the name of a resource limit: its least sufficient value, and a message with problem and remedy.
-_LIMITS = {
-    "RLIMIT_FSIZE": (AGENT_BYTES, "files may have {} bytes (ulimit -f unlimited)"),
-    "RLIMIT_NOFILE": (256, "{} files may be open (ulimit -n 65535)"),
-    "RLIMIT_AS": (1 << 40, "the address space may have {} bytes (ulimit -v unlimited)"),
-}
-
-
 def missing_requirements(
     stat: Callable[[str], Any] | None = None, limits: Mapping[int, int] | None = None
 ) -> Iterator[str]:
     """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
     Args:
-        stat: returns the free space of a file system; None for `os.statvfs`.
+        stat: None for `os.statvfs`.
         limits: value of each resource limit, negative if unlimited; None for those of this process.
     """
     try:
@@ -142,10 +146,6 @@ class ReadState(Enum):
     IN_FLIGHT = "PROC"
     DONE = "DONE"
     FAILED = "ERR"
-
-
-_LOCAL = "NIXL_INIT_AGENT"
-_BACKEND = "UCX"
 
 
 class Agent:
@@ -191,8 +191,7 @@ class Agent:
     def metadata(self) -> bytes:
         """Return the metadata that lets another agent read this agent's memory. Send it to peers only.
 
-        Raises:
-            ConfigError: the installed NIXL writes a format that peers cannot validate before they load it.
+        Raise ConfigError if the installed NIXL writes a format that peers cannot validate.
         """
         metadata = bytes(self._nixl.get_agent_metadata())
         try:
@@ -207,9 +206,7 @@ class Agent:
     def add_peer(self, metadata: bytes) -> str:
         """Load the metadata of another agent and return that agent's name.
 
-        Raises:
-            TransferError: NIXL cannot use the metadata, for example because the peer cannot be reached.
-            ProtocolError: the data is not valid NIXL metadata.
+        Raise TransferError if NIXL cannot use it, and ProtocolError if it is not valid NIXL metadata.
         """
         # NIXL aborts the process on metadata that it cannot use, so it gets nothing unparsed.
         sealed = parse_metadata(metadata).sealed
@@ -232,14 +229,14 @@ class Agent:
 
         Args:
             owner: name of the peer that owns the memory; None for this agent.
-            region: one of the owner's registered regions, which gives the list its memory kind and device.
+            region: gives the list its memory kind and device.
             rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length:
                 address of the first, length in bytes, distance in bytes from the start of one to the next,
                 and their number. The descriptors are numbered from 0, row after row.
         """
         table = np.empty((len(rows), 5), np.uint64)
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
-        return self._nixl.prep_xfer_dlist(owner or _LOCAL, table, region.memory)
+        return self._nixl.prep_xfer_dlist(owner or "NIXL_INIT_AGENT", table, region.memory)
 
     def read(
         self,
@@ -251,8 +248,8 @@ class Agent:
         """Create a READ, and return its handle. `post` starts it.
 
         Args:
-            local_indices, remote_indices: descriptors of the prepared lists `local` and `remote`, int32 of
-                shape (n,). Those at the same position have the same length.
+            local_indices, remote_indices: descriptors of the prepared lists, int32 of shape (n,), in pairs of
+                the same length.
         """
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
@@ -280,7 +277,7 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory and end the agent, so that no peer can read the memory any more. Idempotent.
+        """Deregister all memory and end the agent: no peer can read the memory any more. Idempotent.
 
         No READ from or into this memory may be in flight.
         """
@@ -291,17 +288,7 @@ class Agent:
         self._nixl = None
 
 
-VARIABLE = "UCX_NET_DEVICES"
-PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
-# UCX's settings of TCP connections: connect in the background, and repeat an unanswered request 3 times. With
-# 3, Linux 6.18 gave up after 20 s; with its default, not within two minutes. So the blocks of a load that
-# waits for a connection are free again before its deadline (`load_timeout_seconds`, 30 s by default).
-CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
-_INFINIBAND = Path("/sys/class/infiniband")
-_lock = threading.Lock()
-
-
-def devices_for(host: str, infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
+def devices_for(host: str, infiniband: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
     """Return the network devices to which UCX is restricted; empty for no restriction.
 
     For a loopback address, these are the loopback devices; for any other, the devices that have it, and all
@@ -331,12 +318,14 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
     A value that the operator has set in the environment is kept.
     """
     with _lock:
-        if (given := os.environ.get(VARIABLE)) is not None:
-            logger.info("UCX listens on the devices of %s=%s, whatever host says (%s)", VARIABLE, given, host)
-        if ports is not None and (given := os.environ.get(PORTS_VARIABLE)) is not None:
-            logger.info(
-                "UCX listens on ports of %s=%s, whatever ports says (%s)", PORTS_VARIABLE, given, ports
-            )
+        for name, where, setting, value in (
+            (VARIABLE, "the devices", "host", host),
+            (PORTS_VARIABLE, "ports", "ports", ports),
+        ):
+            if value is not None and (given := os.environ.get(name)) is not None:
+                logger.info(
+                    "UCX listens on %s of %s=%s, whatever %s says (%s)", where, name, given, setting, value
+                )
         chosen = ucx_environment(host, ports)
         # UCX reads its settings when an agent is created, and only from the environment.
         os.environ.update(chosen)
@@ -350,14 +339,10 @@ def restrict_ucx_to(host: str, ports: PortRange | None = None) -> Iterator[None]
 def ucx_environment(host: str, ports: PortRange | None = None) -> dict[str, str]:
     """Return the environment variables that restrict UCX to devices and ports, and its waits (`CONNECTIONS`).
 
-    A variable without a restriction, or that the operator has set, is left out.
+    Variables that the operator has set are left out.
     """
-    devices = devices_for(host)
-    wanted = {
-        VARIABLE: ",".join(devices),
-        PORTS_VARIABLE: "" if ports is None else str(ports),
-        **CONNECTIONS,
-    }
+    devices, range_text = ",".join(devices_for(host)), "" if ports is None else str(ports)
+    wanted = {VARIABLE: devices, PORTS_VARIABLE: range_text, **CONNECTIONS}
     return {name: value for name, value in wanted.items() if value and name not in os.environ}
 
 

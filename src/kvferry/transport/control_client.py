@@ -1,12 +1,8 @@
 """The consumer's end of the control channel: one thread for all peers.
 
-The engine's thread calls `ControlClient.look_up` in every step that needs a peer. The call never blocks. It
-returns `Pending` while the handshake with the peer is under way. Handshakes with several peers run
-concurrently (`handshake`).
-
-The client redeems a ticket as soon as the request arrives, in parallel with the handshake if the producer is
-new. It sends heartbeats for claimed leases, so that they do not expire while the request waits in the
-engine's queue.
+The engine's thread never waits for it. Handshakes with several peers run concurrently (`handshake`). A ticket
+is redeemed as soon as the request arrives, in parallel with the handshake if the producer is new. Heartbeats
+keep claimed leases from expiring while the request waits in the engine's queue.
 """
 
 from __future__ import annotations
@@ -25,6 +21,8 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.common.units import counted
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers
 from kvferry.transport.handshake import (
+    GONE,
+    GONE_SECONDS,
     MAX_HANDSHAKES,
     MAX_REMEMBERED,
     Address,
@@ -55,7 +53,6 @@ from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
 
-
 MAX_UNRESOLVED = 4096  # maximum number of commands that wait for a peer's name to be resolved
 
 # A peer's address and the message to send to it; None instead of a message starts a handshake.
@@ -81,8 +78,7 @@ class _Peer:
 class ControlClient:
     """A thread that talks to the control channels of all peers that an engine reads KV from.
 
-    It does handshakes, redeems tickets, sends heartbeats for leases, and asks peers for earlier turns of
-    conversations.
+    It does handshakes, redeems tickets, sends heartbeats for leases, and asks for earlier turns.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class ControlClient:
 
         Args:
             check: raises Incompatible if this engine cannot read from a peer's ranks. The thread calls it.
-            peers: machines that the engine may connect to.
             handshake_seconds: timeout of a handshake, and of redeeming a ticket.
             heartbeat_seconds: time between two heartbeats to the same peer.
             meets: peers with which the thread does handshakes before anything is asked of them. It calls
@@ -149,8 +144,7 @@ class ControlClient:
         """Return the status of a peer, and start a handshake if a new one is needed (`Handshakes.status`).
 
         Args:
-            incarnation: run of the peer that the caller expects; None for any. The result may be about
-                another.
+            incarnation: run that the caller expects; None for any. The result may be about another.
         """
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
@@ -174,13 +168,7 @@ class ControlClient:
     ) -> int:
         """Ask a producer to redeem a ticket, again and again until the reply covers all tokens.
 
-        Args:
-            tokens, content: number of tokens whose KV was offered, and digests of as many of this engine's
-                prompt.
-            foreseen: True if the producer may learn of the ticket later than this engine.
-
-        Returns:
-            Number of the redemption, for `redemption` and `end_redemption`.
+        The arguments are those of `Redemptions.begin`. Return the redemption's number.
         """
         self._questions.note_ticket(address)
         message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
@@ -210,13 +198,10 @@ class ControlClient:
         self._queue_command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for earlier turns of the conversation that a prompt continues.
+        """Ask peers for earlier turns; return the query's number, or None if no peer is asked.
 
         Args:
             peers: incarnation of each peer, by address. Those that recently failed to reply are not asked.
-
-        Returns:
-            Number of the query, for `turns` and `drop_question`; None if no peer is asked.
         """
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
@@ -266,10 +251,7 @@ class ControlClient:
 
     def _run_once(self, heard: list[tuple[Address, bool]]) -> None:
         for address, is_event in heard:
-            if is_event:
-                self._take_event(address)
-            else:
-                self._receive(address)
+            (self._take_event if is_event else self._receive)(address)
         unresolved, self._unresolved = self._unresolved, []
         self._unnamed.clear()
         for command in unresolved:
@@ -339,7 +321,13 @@ class ControlClient:
             # A name may be resolved at any moment. So commands that follow a waiting command wait too.
             place = None if address in self._unnamed else self._names.resolve(address[0])
             if place is None:
-                self._wait_for_name((address, message))
+                if len(self._unresolved) >= self._max_unresolved:
+                    raise AddressNotAllowed(
+                        f"{self._max_unresolved} messages already wait for names of peers; see whether the "
+                        "name server answers"
+                    )
+                self._unresolved.append((address, message))
+                self._unnamed.add(address)
                 return
             # A socket whose handshake failed may never connect again: ZeroMQ gives up for good if the other
             # side does not speak its protocol.
@@ -361,21 +349,16 @@ class ControlClient:
             self._close(address)  # opened for this message only, which is still sent
 
     def _greet(self, address: Address, *, again: bool = False) -> None:
-        """Begin a connection with a handshake and the redemptions that the peer has not answered.
-
-        Args:
-            again: True if ZeroMQ has opened the connection again.
-        """
+        """Begin a connection, `again` if ZeroMQ has reopened it, with a handshake and open redemptions."""
         self._send(address, self._handshakes.open(address, again=again))
         # Replies to these over an earlier connection are lost.
         for question in self._redemptions.unanswered(address):
             self._send(address, question)
 
     def _take_event(self, address: Address) -> None:
-        """Take a connection event of a peer. A peer to which no connection can be opened is Unusable."""
         peer = self._peers[address]
         if not peer.socket.is_up():
-            self._handshakes.refuse_unreachable(address)
+            self._handshakes.refuse(address, GONE, gone=True, seconds=GONE_SECONDS)
         elif peer.connected:
             self._greet(address, again=True)  # another run of the engine may have the port now
         else:
@@ -390,15 +373,6 @@ class ControlClient:
         self._poller.remove((address, True))
         peer.socket.close(self._linger_milliseconds)
         return peer.held
-
-    def _wait_for_name(self, command: _Command) -> None:
-        if len(self._unresolved) >= self._max_unresolved:
-            raise AddressNotAllowed(
-                f"{self._max_unresolved} messages already wait for names of peers; see whether the name "
-                "server answers"
-            )
-        self._unresolved.append(command)
-        self._unnamed.add(command[0])
 
     def _check_and_resolve(self, address: Address, ranks: tuple[RankCard, ...]) -> tuple[RankCard, ...]:
         self._check_ranks(ranks)

@@ -1,11 +1,9 @@
 """The producer's end of the control channel: one thread, one ROUTER socket.
 
 The thread answers handshakes from constant data, redemptions from a `TicketBook`, and queries for earlier
-turns from a `TurnIndex`.
-
-Heartbeats and releases become events for the engine's thread, because leases belong to that thread. An event
-names only leases that are held, and only leases that the sender has claimed, or that keep an earlier turn. A
-message that cannot be decoded is counted and dropped without a reply.
+turns from a `TurnIndex`. Heartbeats and releases become events for the engine's thread, because leases belong
+to that thread. An event names only leases that are held, and that the sender has claimed or that keep an
+earlier turn. A message that cannot be decoded is counted and dropped without a reply.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ from kvferry.transport.messages import (
     Ranks,
     Refused,
     Release,
-    Reply,
-    Request,
     compare_facts,
     decode_request,
     encode,
@@ -51,8 +47,13 @@ from kvferry.transport.resolver import ResolveName
 from kvferry.transport.sockets import DelayMonitor
 from kvferry.transport.turns import TurnIndex
 
+logger = logging.getLogger(__name__)
+
 MAX_PER_SENDER = 256
 MAX_MESSAGES = 8192
+_POLL_SECONDS = 0.2
+_MOST_KEEPERS = 64
+_REASON_CHARACTERS = 2000
 
 _Message = TypeVar("_Message")
 
@@ -71,10 +72,6 @@ class FairQueue(Generic[_Message]):
         self._of: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 
-    @property
-    def senders(self) -> int:
-        return len(self._of)
-
     def __len__(self) -> int:
         return len(self._waiting)
 
@@ -83,7 +80,7 @@ class FairQueue(Generic[_Message]):
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message and return True. If a limit is reached, drop the message and return False.
+        """Append a message and return True; or drop it and return False, if a limit is reached.
 
         Args:
             force: True to ignore the limits, for messages that are sent only once and whose number is limited
@@ -113,12 +110,6 @@ class FairQueue(Generic[_Message]):
             self._of.clear()
 
 
-logger = logging.getLogger(__name__)
-_POLL_SECONDS = 0.2
-_MOST_KEEPERS = 64
-_REASON_CHARACTERS = 2000
-
-
 @dataclass(frozen=True, slots=True)
 class ProducerCard:
     """Description of an engine that offers KV, for handshakes."""
@@ -126,14 +117,8 @@ class ProducerCard:
     facts: Facts
     ranks: tuple[RankCard, ...]
 
-    def answer(self, message: Request) -> Reply | None:
-        """Return the reply to Hello or AskRanks; None for any other message.
-
-        The reply is Refused if the consumer differs in the protocol version, or in a setting on which the
-        meaning of KV bytes depends.
-        """
-        if not isinstance(message, Hello | AskRanks):
-            return None
+    def answer(self, message: Hello | AskRanks) -> Accepted | Ranks | Refused:
+        """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
         # The consumer prints these sentences, so "there" is the producer.
         if found := _differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
             return make_refusal(found)
@@ -168,8 +153,6 @@ class ControlServer:
         events: events about leases, oldest first. The server's thread appends them, and the engine's thread
             removes them. The number of queued events caused by one consumer is limited.
         rejected: number of messages dropped because they could not be decoded.
-        tickets: tickets that consumers can redeem.
-        turns: earlier turns whose KV this engine keeps.
     """
 
     def __init__(
@@ -181,15 +164,10 @@ class ControlServer:
         peers: AllowedPeers = ANY_PEER,
         resolve: ResolveName | None = None,
     ) -> None:
-        """Bind the socket, and start the thread that answers consumers.
+        """Bind the socket, and start the thread. The arguments are those of `Listener`.
 
         Args:
-            port: 0 for any free port, or a range for a free port of it.
             peers: machines that may connect. An address on any other machine does not appear in `keepers`.
-            resolve: resolves the names in `peers`; None for the system's resolver.
-
-        Raises:
-            ConfigError: the address cannot be bound.
         """
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.rejected = 0
@@ -220,10 +198,7 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Incarnations of the consumers that keep earlier turns, by the address that answers `AskTurn`.
-
-        Only those with the most recent handshakes, up to a fixed number.
-        """
+        """Incarnations of the latest consumers that keep turns, by the address that answers `AskTurn`."""
         return self._keepers.copy()
 
     @property
@@ -244,31 +219,29 @@ class ControlServer:
                 continue
             try:
                 self._serve()
+            except ProtocolError as error:
+                self.rejected += 1
+                self._log.say("dropped", f"control channel: dropped a message: {error}")
             except Exception as error:  # noqa: BLE001 - one message must not end the channel for all peers
                 self._log.say(type(error).__name__, "control channel: an unexpected error", error)
         self._listener.close()
 
     def _serve(self) -> None:
-        try:
-            sender, data = self._listener.receive()
-            self._handle_request(sender, decode_request(data))
-        except ProtocolError as error:
-            self.rejected += 1
-            self._log.say("dropped", f"control channel: dropped a message: {error}")
-
-    def _handle_request(self, sender: bytes, message: Request) -> None:
+        sender, data = self._listener.receive()
+        message = decode_request(data)
         if isinstance(message, Redeem):
             self._redeem(sender, message)
         elif isinstance(message, Heartbeat | Release):
             self._handle_lease_message(sender, message)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
-        elif reply := self._card.answer(message):
+        else:
+            reply = self._card.answer(message)
             if isinstance(message, Hello):
                 self._on_hello(message, reply)
             self._listener.send(sender, encode(reply))
 
-    def _on_hello(self, message: Hello, reply: Reply) -> None:
+    def _on_hello(self, message: Hello, reply: Accepted | Ranks | Refused) -> None:
         if not isinstance(reply, Refused):
             self._add_keeper(message.facts)
             return

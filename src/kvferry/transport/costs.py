@@ -1,8 +1,8 @@
-"""Measure how fast a peer's memory can be read, before the first KV is read from it.
+"""Settings of a worker's transfers, and the file with the measured costs of this machine.
 
-The transport chooses by itself how it carries a READ, and does not say how. On a machine without RDMA it may
-carry GPU memory over TCP, many times slower than the machine's memory. So each lane times a few READs of each
-rank of a new peer. The fastest counts, because other work on the machine only makes READs slower.
+``kvferry doctor --calibrate`` writes the file. Everything that plans transfers reads it. Its format is JSON:
+
+{"version": 1, "made": "2026-01-31T12:00:00+00:00", "machine": {...}, "costs": {"ask_seconds": ..., ...}}
 """
 
 from __future__ import annotations
@@ -11,151 +11,19 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import expanded, replace_file, user_cache
-from kvferry.geometry import Region
-from kvferry.planning.strategy import Costs
-from kvferry.transport.agent import ReadState
-from kvferry.transport.staging import Allocation, LaneResources
+from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
+from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
+from kvferry.transport.security import Keys, random_keys
 
 logger = logging.getLogger(__name__)
-
-# Size of the smallest timed READ. The transfer takes many times as long as its start.
-LEAST_BYTES = 1 << 20
-
-ROUNDS = 5  # Number of READs. The first also connects, and does not count.
-
-SPINS = 1000  # number of times that a READ is polled without a pause, which takes about 1 ms
-
-PATIENCE_SECONDS = 1.0  # maximum seconds that orders wait for the measurement
-
-# Factor up to which the calibrated cost is kept: a few READs on a busy machine tell no more. Measured on two
-# busy cores: READs over TCP were 11 to 122 times slower than calibrated, others 4 to 7 times.
-NEAR = 8.0
-
-_LEAST = 1e-12  # seconds per byte, less than any memory needs
-
-
-class ReadSpeed:
-    """Times READs of one rank of a peer, step by step. Only the lane's thread uses it.
-
-        NEW ─advance─▶ READING ─done, ROUNDS times─▶ ENDED
-         └─no memory─────┴─failed──────────────────▶ ENDED, and nothing is known
-
-    Attributes:
-        costs: costs of transfers from this rank: those of the machine, with the measured cost of a byte if
-            that differs by more than `NEAR`.
-        bytes_per_second: 0 until it is measured.
-    """
-
-    def __init__(self, lane: LaneResources, owner: str, memory: Region, size: int) -> None:
-        """Do nothing yet; `advance` starts the READs.
-
-        Args:
-            owner: NIXL's name of the rank.
-            memory: memory of the rank to read.
-            size: bytes of each READ, if both memories have as many; none is made of fewer than `LEAST_BYTES`.
-        """
-        self.costs, self.bytes_per_second = lane.settings.costs, 0.0
-        self._agent, self._landing, self._clock = lane.agent, lane.landing, lane.clock
-        self._owner, self._memory, self._began = owner, memory, lane.clock()
-        self._bytes = min(memory.length, lane.landing.largest_image, size)
-        self._ended = self._bytes < LEAST_BYTES
-        self._read_seconds: list[float] = []
-        self._taken: Allocation | None = None
-        self._lists: list[Any] = []
-        self._handle: Any = None
-        self._started = 0.0
-
-    @property
-    def in_flight(self) -> bool:
-        """True while a READ is in flight: the peer must stay connected."""
-        return self._handle is not None
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
-    def pending(self) -> bool:
-        return not self._ended and self._clock() - self._began < PATIENCE_SECONDS
-
-    def advance(self) -> None:
-        """Start the next READ, or take the time of one that has ended.
-
-        A READ that was just started is polled `SPINS` times. Otherwise the call does not wait.
-        """
-        if self._handle is not None:
-            self._take_time()
-            return
-        if self._ended:
-            return
-        try:
-            self._start()
-        except Exception as error:  # noqa: BLE001 - what reads KV from this peer will fail, and say why
-            logger.debug("the speed of reads cannot be measured: %s", error)
-            if self._handle is None:
-                self.close()
-        # On a busy machine, a thread that sleeps wakes up long after a fast READ has ended.
-        for _ in range(SPINS):
-            if self._handle is None:
-                break
-            self._take_time()
-
-    def close(self) -> None:
-        """Give back the memory and the lists. No READ may be in flight. Idempotent."""
-        for each in self._lists:
-            self._agent.release_list(each)
-        if self._taken is not None:
-            self._landing.free(self._taken)
-        self._lists, self._taken, self._ended = [], None, True
-
-    def _start(self) -> None:
-        if self._taken is None:
-            self._taken = self._landing.allocate(1, self._bytes)
-        if self._taken is None:  # reads hold the memory, and they matter more
-            self.close()
-            return
-        if not self._lists:
-            here = self._landing.region.address + self._taken.position * self._bytes
-            self._lists = [self._list(None, replace(self._landing.region, address=here))]
-            self._lists.append(self._list(self._owner, self._memory))
-        local, remote = self._lists
-        index = np.zeros(1, np.int32)
-        self._started = self._clock()
-        self._handle = self._agent.read(local, index, remote, index)
-        self._agent.post(self._handle)
-
-    def _list(self, owner: str | None, region: Region) -> Any:
-        return self._agent.prepare(owner, region, np.array([[region.address, self._bytes, self._bytes, 1]]))
-
-    def _take_time(self) -> None:
-        state = self._agent.state(self._handle)
-        if state is ReadState.IN_FLIGHT:
-            return
-        seconds = self._clock() - self._started
-        self._agent.release(self._handle)
-        self._handle = None
-        if state is ReadState.DONE:
-            self._read_seconds.append(seconds / self._bytes)
-        if len(self._read_seconds) == ROUNDS:
-            self._conclude()
-        if len(self._read_seconds) == ROUNDS or state is ReadState.FAILED:
-            self.close()
-
-    def _conclude(self) -> None:
-        byte = max(min(self._read_seconds[1:]), _LEAST)
-        self.bytes_per_second = 1 / byte
-        if not 1 / NEAR <= byte / max(self.costs.read_byte_seconds, _LEAST) <= NEAR:
-            self.costs = replace(self.costs, read_byte_seconds=byte)
-
 
 VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -186,13 +54,8 @@ def load_costs(path: str | None = None) -> Costs:
 
     Args:
         path: None for the default file, if there is one.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
     """
-    if path is not None:
-        return read_costs(expanded(path))
-    found = find_default_costs()
+    found = find_default_costs() if path is None else expanded(path)
     return Costs() if found is None else read_costs(found)
 
 
@@ -206,11 +69,7 @@ def find_default_costs() -> Path | None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read a file that `write_costs` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a valid costs file of the current version.
-    """
+    """Read a file that `write_costs` wrote. Raise ConfigError if it is none of this version."""
     remedy = "write it anew with `kvferry doctor --calibrate`"
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -236,11 +95,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any]) -> None:
-    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write measured costs, made at a time in ISO 8601. Replace an existing file atomically."""
     held = CostsFile(VERSION, made, dict(machine), {name: getattr(costs, name) for name in Costs.__slots__})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,3 +103,32 @@ def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any])
     except OSError as error:
         said = os.strerror(error.errno or 0)
         raise ConfigError(f"costs: cannot write {path}: {said}; let this user write there") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Settings of a worker's KV transfers, the same for all peers.
+
+    Attributes:
+        strategy: None to choose the cheapest for each read, by `costs`.
+        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
+            measurement.
+        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
+            read from another, and peers of the same machine may map the third.
+        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
+        keys, peers: of the gather channel.
+        ports: ports that the gather channel and UCX may listen on; None for any.
+        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
+    """
+
+    strategy: Strategy | None = None
+    costs: Costs = field(default_factory=Costs)
+    timed_read_bytes: int = 2 << 20
+    staging_bytes: int = 64 << 20
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    keys: Keys = field(default_factory=random_keys)
+    peers: AllowedPeers = ANY_PEER
+    ports: PortRange | None = None
+    lanes: int = 2
+    lane_bytes: int = LANE_BYTES

@@ -21,7 +21,8 @@ from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport import security
 from kvferry.transport.addresses import zmq_endpoint
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import PROTOCOL, as_protocol_error
+from kvferry.transport.messages import PROTOCOL, as_protocol_error, encode
+from kvferry.transport.redeem import Count, HalfWord
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
@@ -30,9 +31,10 @@ MAX_STRIDED_COPIES = 1 << 14
 MAX_LOOPS = 32
 MAX_CELLS = 1 << 20
 _MOST_BYTES = 1 << 40
-_NAMED = 8
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_HalfWord = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_NAMED = 8  # number of offsets that an error names
+# Maximum number of messages queued for a rank that does not read them; sending more fails.
+_QUEUED = 10_000
+
 _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 
 
@@ -42,13 +44,12 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         src_stride, src_blocks: bytes from one block of the source's KV cache to the next, and their number.
         image_stride: bytes from one image to the next.
-        parts: strided copies from a block to an image. In each part, `nests` are the copies of the cell at
-            offset 0, and `at` has the offset of each cell in its block, which is added to the source
-            addresses.
+        parts: strided copies from a block to an image. In each, `nests` copy the cell at offset 0, and `at`
+            has the offset of each cell in its block, which is added to the source addresses.
     """
 
     src_stride: _Stride
-    src_blocks: _Count
+    src_blocks: Count
     image_stride: _Stride
     parts: tuple[PoolCopies, ...]
 
@@ -60,7 +61,7 @@ class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
 class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     """Message without reply: replaces the routes to which the reader's `Gather` messages refer by index."""
 
-    protocol: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    protocol: Count
     routes: list[GatherRoute]
 
 
@@ -71,18 +72,17 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
         segment: id of the request, repeated in the reply.
         route: index in `AnnounceRoutes.routes`.
         slot, generation: word of the lease on the blocks, and its low half while the lease is valid.
-        blocks: block of each cell, packed as int32 in native byte order. The cells are consecutive in the
-            order of tokens.
+        blocks: block of each cell, packed as int32 in native byte order, in the order of tokens.
         cell: index of the first cell within its block.
         shared: True to pack into the memory file that the reader has mapped.
     """
 
-    segment: _Count = msgspec.field(name="chunk")
-    route: _Count
-    slot: _Count
-    generation: _HalfWord
+    segment: Count = msgspec.field(name="chunk")
+    route: Count
+    slot: Count
+    generation: HalfWord
     blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
-    cell: _Count
+    cell: Count
     shared: bool = False
 
     def ids(self) -> Int64s:
@@ -93,7 +93,7 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Message without reply: the reader no longer needs a segment."""
 
-    segment: _Count = msgspec.field(name="chunk")
+    segment: Count = msgspec.field(name="chunk")
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
@@ -105,20 +105,19 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
         generation: low half of the word while the images are valid.
     """
 
-    segment: _Count = msgspec.field(name="chunk")
-    position: _Count
-    word: _Count
-    generation: _HalfWord
+    segment: Count = msgspec.field(name="chunk")
+    position: Count
+    word: Count
+    generation: HalfWord
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     """Reply: the cells of a segment will not be packed.
 
-    Attributes:
-        unknown: True if the server does not know the reader's routes. The reader must announce them again.
+    If `unknown`, the server does not know the reader's routes, and the reader must announce them again.
     """
 
-    segment: _Count = msgspec.field(name="chunk")
+    segment: Count = msgspec.field(name="chunk")
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
     unknown: bool = False
 
@@ -126,14 +125,8 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
 Request: TypeAlias = AnnounceRoutes | Gather | Done
 Reply: TypeAlias = Gathered | NotGathered
 
-_encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-
-
-def encode(message: Request | Reply) -> bytes:
-    """Encode a message of the gather channel as MessagePack."""
-    return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
@@ -142,7 +135,7 @@ def decode_request(data: bytes) -> Request:
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
         _check(message)
-    if isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
+    elif isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
         raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
     return message
 
@@ -176,8 +169,7 @@ def _check_route(route: GatherRoute) -> None:
     if not (route.parts and route.src_blocks) or stride % ALIGNMENT:
         raise ProtocolError(
             f"a route of {len(route.parts)} planes and {route.src_blocks} blocks, packed cells every "
-            f"{stride} bytes; "
-            f"expected one or more of each, and cells at multiples of {ALIGNMENT} bytes"
+            f"{stride} bytes; expected one or more of each, and cells at multiples of {ALIGNMENT} bytes"
         )
     for part in route.parts:
         # Whether a copy reads inside the pool is checked where the pool is known, in `AddressSpace`.
@@ -200,20 +192,16 @@ def _check_copy(copy: StridedCopy, stride: int) -> None:
     regular = all(loop.count > 1 and loop.src >= 0 and loop.dst >= 0 for loop in copy.loops)
     if copy.run < 1 or len(copy.loops) > MAX_LOOPS or not regular:
         raise ProtocolError(
-            f"a strided copy of runs of {copy.run} bytes in loops {copy.loops[: MAX_LOOPS + 1]}; "
-            "expected runs of 1 "
-            f"byte or more in at most {MAX_LOOPS} loops, each with 2 rounds or more and no negative stride"
+            f"a strided copy of runs of {copy.run} bytes in loops {copy.loops[: MAX_LOOPS + 1]}; expected "
+            f"runs of 1 byte or more in at most {MAX_LOOPS} loops, each with 2 rounds or more and no "
+            "negative stride"
         )
     high = copy.dst + sum((loop.count - 1) * loop.dst for loop in copy.loops) + copy.run
     if copy.dst < 0 or high > stride:
         raise ProtocolError(
-            f"a strided copy writes bytes [{copy.dst}, {high}) of a packed cell; expected them in [0, "
-            f"{stride})"
+            f"a strided copy writes bytes [{copy.dst}, {high}) of a packed cell; expected them in "
+            f"[0, {stride})"
         )
-
-
-# Maximum number of messages queued for a rank that does not read them; sending more fails.
-_QUEUED = 10_000
 
 
 class GatherClient:
@@ -236,8 +224,7 @@ class GatherClient:
         """Connect to the rank in the background, and announce the routes.
 
         Args:
-            host: IP address of the rank's gather channel.
-            routes: `ask` takes an index into this sequence.
+            host: IP address.
         """
         self.silent_until = 0.0
         self.socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
@@ -247,8 +234,8 @@ class GatherClient:
         security.secure_client(self.socket, keys)
         self.socket.connect(zmq_endpoint(self.socket, host, port))
         self._introduction = AnnounceRoutes(PROTOCOL, list(routes))
-        self._introductions = 0
-        self._announce_routes()
+        self._introductions = 1
+        self._send(self._introduction)
         self._numbers = itertools.count(1)
         self._wanted: dict[int, int] = {}  # segment to number of announcements when it was requested
         self._answers: dict[int, Gathered | NotGathered] = {}
@@ -267,25 +254,16 @@ class GatherClient:
         """Ask the rank to pack cells, and return the id of the segment, for `answer` and `done`.
 
         Args:
-            route: index in the constructor's argument `routes`.
+            route: index of a route that the constructor got.
             lease: word of the lease on the source blocks.
-            blocks: source block of each cell, int64 of shape (n,). The cells are consecutive in the order of
-                tokens.
+            blocks: source block of each cell, int64 of shape (n,), in the order of tokens.
             cell: index of the first cell within its block.
             shared: True to pack the cells into the rank's memory file, which this worker has mapped.
         """
         segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
         self._wanted[segment] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
-        request = Gather(
-            segment=segment,
-            route=route,
-            slot=lease.slot,
-            generation=lease.generation,
-            blocks=ids,
-            cell=cell,
-            shared=shared,
-        )
+        request = Gather(segment, route, lease.slot, lease.generation, ids, cell, shared)
         # The queue is full: the rank has not read for long, and the cells go another way.
         if not self._send(request):
             self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")
@@ -322,11 +300,8 @@ class GatherClient:
             # them again, but only once for several such replies.
             unknown = isinstance(reply, NotGathered) and reply.unknown
             if unknown and self._wanted[reply.segment] == self._introductions:
-                self._announce_routes()
-
-    def _announce_routes(self) -> None:
-        self._introductions += 1
-        self._send(self._introduction)
+                self._introductions += 1
+                self._send(self._introduction)
 
     def _send(self, message: AnnounceRoutes | Gather | Done) -> bool:
         try:

@@ -30,6 +30,7 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.device_stream import enter_stream
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
@@ -39,11 +40,11 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
     decode_request,
-    encode,
 )
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
-from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea, TransferSettings
+from kvferry.transport.messages import encode
+from kvferry.transport.staging import UNIT_BYTES, Allocation, StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,11 @@ class GatherLimits:
 
 @dataclass(slots=True)
 class _Reader:
-    """A peer's worker that has announced its routes.
-
-    Attributes:
-        routes: announced routes, each with the copies that pack it.
-        allocations: staging memory of each segment, by id.
-        cells: number of cell offsets in the routes.
-    """
+    """A peer's worker that has announced routes, with the copies that pack them and its segments' memory."""
 
     routes: list[tuple[GatherRoute, StagingCopies]]
+    cells: int
     allocations: dict[int, _HeldAllocation] = field(default_factory=dict)
-    cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,6 @@ class GatherServer:
     """A thread that packs cells into staging memory at the request of readers.
 
     Attributes:
-        port: port that the server listens on.
         area: staging area that readers read from. Each unit has a word, and that of an allocation's first
             unit changes before the memory is used again.
     """
@@ -139,9 +133,6 @@ class GatherServer:
             settings: host, ports, key and peers of the channel.
             make_copies: prepares the copies of a route, with the arguments of `StagingCopies`.
             shared: staging area in host memory that readers of the same machine map; None if there is none.
-
-        Raises:
-            ConfigError: the address cannot be bound.
         """
         self.area, self._shared = area, shared
         self._limits, self._make_copies = limits or GatherLimits(), make_copies
@@ -151,10 +142,8 @@ class GatherServer:
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()
         self._waiting: deque[_Waiting] = deque()
         self._swept = clock()
-        host, port = settings.host, settings.ports or 0
-        self._listener = Listener(
-            "gather channel", host, port, settings.keys, MAX_REQUEST_BYTES, peers=settings.peers
-        )
+        host, port, keys, peers = settings.host, settings.ports or 0, settings.keys, settings.peers
+        self._listener = Listener("gather channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
         self._log = LimitedLog(logger)
         self._stop = threading.Event()
@@ -194,7 +183,12 @@ class GatherServer:
         if isinstance(message, AnnounceRoutes):
             self._set_routes(sender, message)
         elif isinstance(message, Done):
-            self._handle_done(sender, message.segment)
+            reader, segment = self._readers.get(sender), message.segment
+            if reader is not None and (held := reader.allocations.pop(segment, None)):
+                self._free(held)
+            self._waiting = deque(
+                one for one in self._waiting if one.sender != sender or one.message.segment != segment
+            )
         else:
             self._ask(sender, message)
 
@@ -206,7 +200,7 @@ class GatherServer:
         if known := self._readers.pop(sender, None):
             self._free_all(known)
         cells = sum(len(part.at) for route in message.routes for part in route.parts)
-        self._readers[sender] = _Reader(routes, cells=cells)
+        self._readers[sender] = _Reader(routes, cells)
         # The reader that has just come is kept, however many cells it has.
         while len(self._readers) > 1 and (
             len(self._readers) > self._limits.readers
@@ -243,8 +237,7 @@ class GatherServer:
     def _gather(self, sender: bytes, message: Gather) -> bool:
         """Pack the cells of a request, or refuse it, and send the reply.
 
-        Returns:
-            False, without a reply, if not enough staging memory is free now.
+        Return False, without a reply, if not enough staging memory is free now.
         """
         reader = self._readers.get(sender)
         if reader is None:
@@ -275,7 +268,6 @@ class GatherServer:
     def _copy(
         self, message: Gather, images: StagedImages, copies: StagingCopies, allocation: Allocation
     ) -> str | None:
-        """Copy the cells of a request into staging memory; return why it failed, or None."""
         try:
             blocks = message.ids()
             copies.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
@@ -310,12 +302,6 @@ class GatherServer:
     def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
         self._listener.send(sender, encode(reply))
 
-    def _handle_done(self, sender: bytes, segment: int) -> None:
-        reader = self._readers.get(sender)
-        if reader is not None and (held := reader.allocations.pop(segment, None)):
-            self._free(held)
-        self._waiting = deque(w for w in self._waiting if w.sender != sender or w.message.segment != segment)
-
     def _expire(self) -> None:
         """Free images that readers did not release in time. Refuse requests that have waited too long."""
         now = self._clock()
@@ -333,7 +319,6 @@ class GatherServer:
     def _free_all(self, reader: _Reader) -> None:
         for held in reader.allocations.values():
             self._free(held)
-        reader.allocations.clear()
 
     def _free(self, held: _HeldAllocation) -> None:
         # The word is raised first: a reader that is too late must not find it unchanged.

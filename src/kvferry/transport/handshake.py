@@ -1,7 +1,7 @@
 """The state of the handshakes with peers. This module opens no sockets.
 
-    (unknown) ─start→ LOOKING ─ranks arrive→ KNOWN
-                         └─refused, silent or malformed→ REFUSED ─after a while→ (unknown)
+    (unknown) ─start→ Pending ─ranks arrive→ PeerInfo
+                         └─refused, silent or malformed→ Unusable ─after a while→ (unknown)
 
 Requests name the addresses of peers, so a client can make the engine contact any number of addresses.
 Therefore the number of concurrent handshakes is limited. While there are many, silent peers time out early.
@@ -13,7 +13,6 @@ The engine's thread uses `status`, `is_full`, `start` and `forget`. The thread w
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -80,8 +79,7 @@ class PeerInfo:
 class Unusable:
     """Status of a peer: this engine cannot read from it.
 
-    Attributes:
-        gone: True if the peer cannot be reached or has not answered in time.
+    If `gone`, the peer cannot be reached or has not answered in time.
     """
 
     reason: str
@@ -110,7 +108,7 @@ class Handshakes:
         facts: Facts,
         check: Callable[[Address, tuple[RankCard, ...]], tuple[RankCard, ...]],
         patience_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """Create an empty collection.
 
@@ -123,7 +121,6 @@ class Handshakes:
         self._answers: dict[Address, PeerStatus] = {}
         self._refused_until: dict[Address, float] = {}
         self._asked_anew: dict[Address, float] = {}
-        self._looking: dict[Address, None] = {}
         self._known_since: dict[Address, float] = {}
         self._closable: list[Address] = []
         self._log = LimitedLog(logger, clock=clock)
@@ -150,17 +147,15 @@ class Handshakes:
 
     @property
     def is_full(self) -> bool:
-        return len(self._looking) >= MAX_HANDSHAKES
+        return sum(isinstance(one, Pending) for one in list(self._answers.values())) >= MAX_HANDSHAKES
 
     def start(self, address: Address) -> Pending:
         """Set the status of a peer to Pending. Then `open` must be called, and its message sent."""
-        self._looking[address] = None
         answer = self._answers[address] = Pending()
         return answer
 
     def forget(self, address: Address) -> None:
         """Forget the status of a peer, so that its next use starts a new handshake."""
-        self._looking.pop(address, None)
         self._answers.pop(address, None)
 
     # -- the thread that has the sockets ------------------------------------------------------------------
@@ -172,8 +167,7 @@ class Handshakes:
     def open(self, address: Address, *, again: bool = False) -> Hello:
         """Start the timeout of a handshake, and return the first message to send.
 
-        Args:
-            again: True if the connection was opened again. The timeout of a handshake under way goes on.
+        If the connection was opened `again`, the timeout of a handshake under way goes on.
         """
         running = self._running.get(address) if again else None
         self._running[address] = _Handshake(self._clock() if running is None else running.began)
@@ -197,11 +191,9 @@ class Handshakes:
         self, address: Address, reason: str, *, gone: bool = False, seconds: float = REFUSAL_SECONDS
     ) -> None:
         """Set the status of a peer to Unusable for a number of seconds, and log the reason."""
-        reason = shown(reason, _REASON_CHARACTERS)
-        host, port = address
+        reason, (host, port) = shown(reason, _REASON_CHARACTERS), address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._running.pop(address, None)
-        self._looking.pop(address, None)
         self._answers[address] = Unusable(reason, gone)
         # A peer may have both times, of different handshakes. Only a status of this kind is forgotten.
         oldest = _store_limited(self._refused_until, address, self._clock() + seconds)
@@ -226,12 +218,6 @@ class Handshakes:
                     gone=True,
                 )
 
-    def refuse_unreachable(self, address: Address) -> None:
-        self.refuse(address, GONE, gone=True, seconds=GONE_SECONDS)
-
-    def is_refused(self, address: Address) -> bool:
-        return isinstance(self._answers.get(address), Unusable)
-
     def _patience(self, handshake: _Handshake) -> float:
         # Addresses that clients make up never answer. They must not keep others from being asked.
         if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
@@ -246,7 +232,7 @@ class Handshakes:
     def forget_refusals(self) -> None:
         for address in [one for one in self._refused_until if self._refusal_is_over(one)]:
             del self._refused_until[address]
-            if self.is_refused(address):
+            if isinstance(self._answers.get(address), Unusable):
                 self._answers.pop(address, None)
 
     def _take(self, address: Address, handshake: _Handshake, reply: Reply) -> AskRanks | None:
@@ -258,28 +244,23 @@ class Handshakes:
             handshake.facts = reply.facts
             return AskRanks(PROTOCOL, self._facts)
         elif isinstance(reply, Ranks):
-            self._learn(address, handshake.facts, tuple(reply.ranks))
+            if handshake.facts is None or not reply.ranks:
+                raise ProtocolError(
+                    "the peer sent its ranks before its facts, or sent none; expected facts, then one rank "
+                    "or more"
+                )
+            self._learn(address, PeerInfo(handshake.facts, self._check(address, tuple(reply.ranks))))
         return None
 
-    def _learn(self, address: Address, facts: Facts | None, ranks: tuple[RankCard, ...]) -> None:
-        if facts is None or not ranks:
-            raise ProtocolError(
-                "the peer sent its ranks before its facts, or sent none; expected facts, then one rank "
-                "or more"
-            )
-        ranks = self._check(address, ranks)
+    def _learn(self, address: Address, peer: PeerInfo) -> None:
         del self._running[address]
-        self._looking.pop(address, None)
-        self._answers[address] = PeerInfo(facts, ranks)
+        self._answers[address] = peer
         oldest = _store_limited(self._known_since, address, self._clock())
         if oldest is not None and isinstance(self._answers.get(oldest), PeerInfo):
             self._answers.pop(oldest, None)
+        name, software = shown(peer.facts.engine_id), shown(peer.facts.software)
         logger.info(
-            "peer %s (%s) at %s:%d: %s known",
-            shown(facts.engine_id),
-            shown(facts.software),
-            *address,
-            counted(len(ranks), "rank"),
+            "peer %s (%s) at %s:%d: %s known", name, software, *address, counted(len(peer.ranks), "rank")
         )
 
     def _refusal_is_over(self, address: Address) -> bool:

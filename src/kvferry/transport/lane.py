@@ -23,22 +23,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import zmq
 
-from kvferry.geometry import RankGeometry, Region
+from kvferry.geometry import RankGeometry
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lane_connections import MAX_SOURCES, ConnectedPeer, LaneConnections, log_unexpected
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.packed_read import PackedRead
 from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
+from kvferry.transport.staging import LaneResources, StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +53,15 @@ _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
 # Maximum seconds between polls while the lane only waits for sources to gather.
 _LONGEST_WAIT = 1e-3
 
-
 # Creates a NIXL agent, with the arguments of `Agent`.
 MakeAgent: TypeAlias = Callable[..., Agent]
 
 
-@dataclass(frozen=True, slots=True)
-class _Connect:
-    """A command to connect a peer, or to disconnect it if `cards` is None."""
+class Connect(NamedTuple):
+    """A command to connect a peer, or to disconnect it if `cards` is None.
+
+    Orders after a connect wait until the peer is connected. Orders before a disconnect are still executed.
+    """
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -73,29 +76,32 @@ class _Read:
             read, one for the lease word of each rank of the peer.
         handles: READs in flight, without those of images: first of cells, later of lease words.
         packed: reads of images in progress, one per route.
-        words: True once the lease words are being read.
         peer_lost: True if the transport failed.
-        data_done: time at which all KV had arrived; 0 before.
+        data_done: time at which all KV had arrived, and the lease words began to be read; 0 before.
     """
 
     order: ReadOrder
     peer: ConnectedPeer
     landing: int
     plan: ReadPlan
+    started: float
     handles: list[Any] = field(default_factory=list)
     packed: list[PackedRead] = field(default_factory=list)
-    words: bool = False
     failure: str | None = None
     peer_lost: bool = False
-    started: float = 0.0
     data_done: float = 0.0
 
 
 class Lane:
     """A thread that reads KV from peers into this worker's KV cache, with a NIXL agent of its own.
 
-    The engine's thread calls the public methods. They queue commands and orders, which the lane's thread
-    executes, and return at once, except `wait_ready` and `join`.
+    The engine's thread calls the public methods, which return at once, except `join`.
+
+    Attributes:
+        ready: ends when the lane has created its NIXL agent and registered its memory. It raises ConfigError
+            if NIXL is missing, cannot start on this machine, or has no UCX backend, and NIXL's own exception
+            if the memory cannot be registered.
+        results: results of orders. The lane appends them, and the engine's thread removes them.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Lane:
         validator: MetadataValidator,
         in_flight: int,
         on_result: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """Start the thread.
 
@@ -120,65 +126,40 @@ class Lane:
             on_result: function that the thread calls when `results` has a new result.
             clock: seconds, for timeouts, pauses and the speed of READs.
         """
+        self.ready: Future[None] = Future()
+        self.results: deque[ReadResult] = deque()
         self._on_result, self._validator = on_result, validator
         own_words = in_flight * MAX_SOURCES
         self._free_landings = list(range(0, own_words, MAX_SOURCES))
-        self._queue: deque[ReadOrder | _Connect] = deque()
+        self._queue: deque[ReadOrder | Connect] = deque()
         self._held: deque[ReadOrder] = deque()
-        self._results: deque[ReadResult] = deque()
         self._reads: list[_Read] = []
         self._measuring: list[ConnectedPeer] = []
         self._pending = 0
         self._wake = threading.Event()
         self._stop = False
-        self._ready = threading.Event()
-        self._fault: BaseException | None = None
 
         def start() -> LaneResources:
             enter_stream(geometry.regions[0])
             words = np.zeros(own_words + MAX_SEGMENTS, np.uint64)
             # Nobody reads from this agent, so it needs no progress thread, which would slow down its READs.
             agent = make_agent(name, progress=False)
-            images = [landing.region] if landing.units else []
-            own = Region(int(words.ctypes.data), words.nbytes)
-            agent.register([*geometry.regions, *images, own])
             free_words = list(range(own_words, len(words)))
-            return LaneResources(agent, geometry, landing, words, zmq.Context(), free_words, settings, clock)
+            lane = LaneResources(agent, geometry, landing, words, zmq.Context(), free_words, settings, clock)
+            images = [landing.region] if landing.units else []
+            agent.register([*geometry.regions, *images, lane.words_region])
+            return lane
 
         self._thread = threading.Thread(
             target=self._run, args=(start,), name=f"kvferry-transfer {name}", daemon=True
         )
         self._thread.start()
 
-    def wait_ready(self) -> None:
-        """Block until the lane has created its NIXL agent and registered its memory.
-
-        Raises:
-            ConfigError: NIXL is missing, cannot start on this machine, or has no UCX backend. If NIXL cannot
-                register the memory, NIXL's own exception is raised.
-        """
-        self._ready.wait()
-        if self._fault is not None:
-            raise self._fault
-
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
-        """Connect a peer. Orders for it may be submitted at once: they wait until it is connected."""
-        self._queue.append(_Connect(peer, tuple(cards)))
+    def submit(self, command: ReadOrder | Connect) -> None:
+        self._queue.append(command)
         self._wake.set()
-
-    def disconnect(self, peer: str) -> None:
-        """Disconnect a peer when no read uses it any more. Orders that are submitted later fail."""
-        self._queue.append(_Connect(peer, None))
-        self._wake.set()
-
-    def submit(self, order: ReadOrder) -> None:
-        self._queue.append(order)
-        self._wake.set()
-
-    def results(self) -> list[ReadResult]:
-        return [self._results.popleft() for _ in range(len(self._results))]
 
     def stop(self) -> None:
         """Tell the lane's thread to end after the reads in progress."""
@@ -195,11 +176,9 @@ class Lane:
     def _run(self, start: Callable[[], LaneResources]) -> None:
         try:
             self._lane = start()
-        except BaseException as error:  # noqa: BLE001 - `wait_ready` raises it
-            self._fault = error
+        except BaseException as error:  # noqa: BLE001 - `ready` raises it
+            self.ready.set_exception(error)
             return
-        finally:
-            self._ready.set()
         self._links = LaneConnections(
             self._make_peer,
             lambda cards: self._validator.validate(cards, self._wake.set),
@@ -209,6 +188,7 @@ class Lane:
             ],
             self._lane.clock,
         )
+        self.ready.set_result(None)
         nap = _SHORTEST_NAP
         # NIXL cannot cancel a READ, so the lane lives until none is in flight, also none that is timed.
         while not (self._stop and not self._reads and not any(p.measuring for p in self._measuring)):
@@ -234,13 +214,13 @@ class Lane:
             # Held orders came before the queued ones, and go back in front of them in their order.
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
-        while self._queue and (self._free_landings or isinstance(self._queue[0], _Connect)):
+        while self._queue and (self._free_landings or isinstance(self._queue[0], Connect)):
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
                 read = self._start(command)
                 # Posting may have completed the READ. Then read the lease words at once, too.
-                if read is not None and self._progress([read]) and read.words:
+                if read is not None and self._progress([read]) and read.data_done:
                     self._progress([read])
             elif command.cards is not None:
                 self._links.connect(command.peer, command.cards)
@@ -265,11 +245,7 @@ class Lane:
         return peer
 
     def _start(self, order: ReadOrder) -> _Read | None:
-        """Plan an order, start to read its KV, and return the read.
-
-        Return None if the order is held, because its peer is being validated or measured, or if it has failed
-        already.
-        """
+        """Plan an order and start to read its KV. Return None if it is held or has failed already."""
         peer = self._links.get(order.peer)
         if isinstance(peer, str):
             self._deliver(ReadResult(order.key, peer, peer_lost=True))
@@ -284,18 +260,19 @@ class Lane:
             self._deliver(ReadResult(order.key, str(error)))
             return None
         try:
-            # Before the READ is posted: it fills some of these bytes.
-            plan.clear()
+            # The read does not fill these blocks completely, and stale bytes may be NaN. They are zeroed
+            # before the READ is posted: it fills some of these bytes.
+            for copies, blocks in plan.clears:
+                copies.clear(blocks)
         except Exception as error:
             logger.exception("lane: blocks cannot be cleared")
             self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}"))
             return None
-        read = _Read(order, peer, self._free_landings.pop(), plan, started=time.perf_counter())
+        read = _Read(order, peer, self._free_landings.pop(), plan, time.perf_counter())
         self._reads.append(read)
-        for rank in plan.ranks:
-            source = rank.source
-            read.packed += [PackedRead(self._lane, source, part, order.lease) for part in rank.packed]
-            if (direct := rank.direct) is not None:
+        for source, direct, packed in plan.ranks:
+            read.packed += [PackedRead(self._lane, source, part, order.lease) for part in packed]
+            if direct is not None:
                 self._post(read, local=source.local, here=direct.dst, remote=source.remote, there=direct.src)
         return read
 
@@ -339,11 +316,7 @@ class Lane:
         return moved
 
     def _advance(self, read: _Read) -> bool:
-        """Take the next step of a read if that is possible now; return whether a step was taken.
-
-        When all KV has arrived, start to read the lease words. When they have arrived, or the read has failed
-        and no READ is in flight, deliver the result.
-        """
+        """Take the next step of a read if that is possible now; return whether a step was taken."""
         agent, moved = self._lane.agent, False
         for packed in read.packed:
             if read.failure is not None:
@@ -360,7 +333,7 @@ class Lane:
             agent.release(handle)
         read.handles.clear()
         read.packed.clear()
-        if read.failure is None and not read.words:
+        if read.failure is None and not read.data_done:
             self._read_words(read)
         else:
             self._end(read)
@@ -370,7 +343,7 @@ class Lane:
         """Start to read the lease word of every rank that KV was read from. All KV must have arrived."""
         # The word is read second: descriptors inside one READ are unordered, so a word read with the data
         # proves nothing.
-        read.words, read.data_done = True, time.perf_counter()
+        read.data_done = time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, rank in enumerate(read.plan.ranks):
             source = rank.source
@@ -389,19 +362,11 @@ class Lane:
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
-        self._deliver(
-            ReadResult(
-                key=read.order.key,
-                failure=read.failure,
-                plan=read.plan,
-                transfer_seconds=done - read.started,
-                check_seconds=now - done,
-                peer_lost=read.peer_lost,
-            )
-        )
+        seconds = done - read.started, now - done
+        self._deliver(ReadResult(read.order.key, read.failure, read.plan, *seconds, read.peer_lost))
 
     def _deliver(self, result: ReadResult) -> None:
-        self._results.append(result)
+        self.results.append(result)
         self._on_result()
 
     def _check_words(self, read: _Read) -> None:

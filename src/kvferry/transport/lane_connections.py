@@ -1,4 +1,4 @@
-"""The connections of a lane to its peers.
+"""A lane's connections to its peers, with all that is prepared to plan and execute reads from each.
 
     ASKED ─passed─▶ UP ─the transport fails─▶ DOWN ─an order after a pause─▶ ASKED
       └─refused, or no connection can be made─▶ DOWN, for a longer pause each time
@@ -11,6 +11,7 @@ no other connection to that peer, because the transport identifies a peer by its
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,28 +25,23 @@ from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.geometry import Region
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import DescriptorIndices
+from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
-from kvferry.planning.strategy import Strategy
+from kvferry.planning.strategy import Strategy, choose_method
 from kvferry.planning.template import Route, absent_layers, build_templates
-from kvferry.transport.costs import ReadSpeed
 from kvferry.transport.gather_client import GatherClient
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
-from kvferry.transport.read_plan import (
-    PackedCells,
-    RankRead,
-    ReadOrder,
-    ReadPlan,
-    SourceRank,
-    slowest,
-    sum_counts,
-)
+from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, add_counts
+from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import LaneResources, MappedArea
 
+logger = logging.getLogger(__name__)
+
 MAX_SOURCES = 256  # maximum number of ranks of a peer
+_LONGEST_SECONDS = 60.0
 
 
 class ConnectedPeer:
@@ -53,14 +49,10 @@ class ConnectedPeer:
 
     Attributes:
         sources: all ranks of the peer, also those without KV for this rank, in the order of its cards.
-        src_groups: number of KV cache groups of the peer.
     """
 
     def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
         """Load the peer's transport metadata, and prepare to read from its ranks.
-
-        Args:
-            cards: descriptions of all ranks of the peer.
 
         Raises:
             Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
@@ -73,7 +65,6 @@ class ConnectedPeer:
         self._lane = lane
         templates = build_templates([card.geometry for card in cards], lane.geometry)
         self._absent = page_clearings(absent_layers(templates, lane.geometry))
-        self.src_groups = len(cards[0].geometry.groups)
         # Each step adds what undoes it, so that a peer that cannot be connected leaves nothing behind.
         with ExitStack() as made:
             self.sources = tuple(
@@ -91,54 +82,50 @@ class ConnectedPeer:
         """
         started = time.perf_counter()
         self._check(order)
-        own = self._lane.geometry
+        groups = self._lane.geometry.groups
         pinned = order.strategy or self._lane.settings.strategy
-        by_group = [0] * len(own.groups)
-        strategies: list[dict[Strategy, None]] = [{} for _ in by_group]
-        ranks, counts = [], []
-        clears = self._absent_layer_clearings(order)
-        number = 0
+        by_group = [0] * len(groups)
+        strategies: list[dict[Strategy, None]] = [{} for _ in groups]
+        ranks, counts = list[RankRead](), TransferCounts(0, 0, 0, 0)
+        clears = list[tuple[StagingCopies, Int64s]]()
+        if order.share.number == 0:  # one lane is enough
+            # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
+            for at, copies in self._absent:
+                blocks = unwritten_blocks_needed(groups[at], order.span, order.dst_tables[at])
+                clears.append((copies, blocks))
+        number = itertools.count()
         for source in self.sources:
             direct, packed = list[DescriptorIndices](), list[PackedCells]()
             for prepared in source.routes:
                 route = prepared.route
-                group = own.groups[route.dst_group]
-                dst_table = order.dst_tables[route.dst_group]
-                cells = select_cells(
-                    route,
-                    group,
-                    span=order.span,
-                    src_table=order.src_tables[route.src_group],
-                    dst_table=dst_table,
-                )
-                cells = order.share.select(cells, route.cell_bytes, number)
-                number += 1
+                at, src_table = route.dst_group, order.src_tables[route.src_group]
+                dst_table = order.dst_tables[at]
+                cells = select_cells(route, groups[at], order.span, src_table, dst_table)
+                cells = order.share.select(cells, route.cell_bytes, next(number))
                 if not len(cells):
                     continue
-                method = prepared.choose(len(cells), source.speed.costs, pinned)
+                methods = [each.method for each in prepared.methods]
+                method = prepared.methods[choose_method(methods, len(cells), source.speed.costs, pinned)]
                 counted = method.counts(route, cells)
-                by_group[route.dst_group] += counted.bytes
-                strategies[route.dst_group][method.method.strategy] = None
-                counts.append(counted)
+                counts = add_counts(counts, counted)
+                by_group[at] += counted.bytes
+                strategies[at][method.method.strategy] = None
                 if method.method.image is None:
-                    direct.append(prepared.direct_indices(cells))
+                    direct.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedCells(prepared, method, cells))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
-                left = partly_written_blocks(route, group, order.span, dst_table)
+                left = partly_written_blocks(route, groups[at], order.span, dst_table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if direct or packed:
-                ranks.append(RankRead(source, _join_indices(direct), tuple(packed)))
+                ranks.append(RankRead(source, _join_indices(direct), packed))
+        sources = [rank.source for rank in ranks]
+        slowest = min(filter(None, [one.speed.bytes_per_second for one in sources]), default=0.0)
+        not_shared = next(filter(None, [one.not_shared for one in sources]), "")
+        names, seconds = tuple(map("+".join, strategies)), time.perf_counter() - started
         return ReadPlan(
-            ranks=tuple(ranks),
-            clears=tuple(clears),
-            bytes_by_group=tuple(by_group),
-            strategy_by_group=tuple("+".join(found) for found in strategies),
-            counts=sum_counts(counts),
-            seconds=time.perf_counter() - started,
-            bytes_per_second=slowest(rank.source.speed.bytes_per_second for rank in ranks),
-            not_shared=next((rank.source.not_shared for rank in ranks if rank.source.not_shared), ""),
+            tuple(ranks), tuple(clears), tuple(by_group), names, counts, seconds, slowest, not_shared
         )
 
     @property
@@ -174,7 +161,6 @@ class ConnectedPeer:
         preparation = RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
         for route in routes:
             preparation.add(route)
-        src, dst = preparation.src, preparation.dst
         client = None
         if preparation.gathers and there is not None:
             client = GatherClient(
@@ -189,48 +175,23 @@ class ConnectedPeer:
             made.callback(lane.agent.release_list, handle)
             return handle
 
-        words = Region(card.words_address, card.words * WORD_BYTES)
-        memory = card.geometry.regions[0]
+        src, dst, memory = preparation.src, preparation.dst, card.geometry.regions[0]
         local = listed(None, geometry.regions[0], dst.table()) if dst.entries else None
         remote = listed(name, memory, src.table()) if src.entries else None
+        words = Region(card.words_address, card.words * WORD_BYTES)
         local_words = listed(None, lane.words_region, _word_rows(lane.words_region))
         remote_words = listed(name, words, _word_rows(words))
         speed = ReadSpeed(lane, name, memory, lane.settings.timed_read_bytes if src.entries else 0)
         made.callback(speed.close)
-        return SourceRank(
-            card=card,
-            agent=name,
-            routes=tuple(preparation.routes),
-            local=local,
-            remote=remote,
-            local_words=local_words,
-            remote_words=remote_words,
-            client=client,
-            speed=speed,
-            not_shared=not_shared,
-        )
-
-    def _absent_layer_clearings(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s]]:
-        """List the blocks to zero in draft layers that this rank has and the peer lacks, with the copies.
-
-        No read fills these layers, and the old content of the blocks may be NaN.
-        """
-        if order.share.number:  # one lane is enough
-            return []
-        found = []
-        for number, copies in self._absent:
-            group = self._lane.geometry.groups[number]
-            table = order.dst_tables[number]
-            ids = unwritten_blocks_needed(group, order.span, table)
-            found.append((copies, ids))
-        return found
+        lists = local, remote, local_words, remote_words
+        return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
 
     def _check(self, order: ReadOrder) -> None:
-        groups = len(self._lane.geometry.groups)
-        if len(order.src_tables) != self.src_groups or len(order.dst_tables) != groups:
+        theirs, ours = len(self.sources[0].card.geometry.groups), len(self._lane.geometry.groups)
+        if len(order.src_tables) != theirs or len(order.dst_tables) != ours:
             raise TransferError(
                 f"block tables for {len(order.src_tables)} and {len(order.dst_tables)} groups, "
-                f"the engines have {self.src_groups} and {groups}"
+                f"the engines have {theirs} and {ours}"
             )
         fewest = min(source.card.leases for source in self.sources)
         if not 0 <= order.lease.slot < fewest:
@@ -257,11 +218,6 @@ def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | Non
     return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
 
 
-logger = logging.getLogger(__name__)
-
-_LONGEST_SECONDS = 60.0
-
-
 def pause_seconds(failures: int) -> float:
     """Return the seconds to wait before a retry, after a number of failures in succession.
 
@@ -272,7 +228,7 @@ def pause_seconds(failures: int) -> float:
 
 
 @dataclass(slots=True)
-class _PeerConnection:
+class _Link:
     """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is.
 
     Attributes:
@@ -281,6 +237,7 @@ class _PeerConnection:
         retry_at: time before which the peer is not connected again.
     """
 
+    name: str
     cards: tuple[RankCard, ...]
     peer: ConnectedPeer | None = None
     verdict: ValidationResult | None = None
@@ -300,7 +257,7 @@ class LaneConnections:
         make: Callable[[tuple[RankCard, ...]], ConnectedPeer],
         validate: Callable[[tuple[RankCard, ...]], ValidationResult],
         in_use: Callable[[], Collection[ConnectedPeer]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """Create an empty collection.
 
@@ -309,11 +266,11 @@ class LaneConnections:
             validate: starts to validate the metadata of a peer's ranks, and returns at once.
             in_use: returns the connections that reads in progress use.
         """
-        self._make, self._vet, self._in_use, self._clock = make, validate, in_use, clock
-        self._links: dict[str, _PeerConnection] = {}
+        self._make, self._validate, self._in_use, self._clock = make, validate, in_use, clock
+        self._links: dict[str, _Link] = {}
         # Those in state ASKED and UP, so that polls and reads do not search all peers.
-        self._asked: dict[str, _PeerConnection] = {}
-        self._up: dict[ConnectedPeer, _PeerConnection] = {}
+        self._asked: dict[str, _Link] = {}
+        self._up: dict[ConnectedPeer, _Link] = {}
         self._leaving: list[tuple[str, ConnectedPeer]] = []
 
     def connect(self, name: str, cards: tuple[RankCard, ...]) -> None:
@@ -321,17 +278,16 @@ class LaneConnections:
         link = self._links.get(name)
         if link is None or link.peer is None:
             self._asked.pop(name, None)
-            link = self._links[name] = _PeerConnection(cards)
-            self._ask(name, link)
-            self._apply_verdict(name, link)
+            link = self._links[name] = _Link(name, cards)
+            self._ask(link)
+            self._apply_verdict(link)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer. Its connection is closed when no read uses it any more."""
         link = self._links.pop(name, None)
         self._asked.pop(name, None)
         if link is not None and link.peer is not None:
-            del self._up[link.peer]
-            self._leaving.append((name, link.peer))
+            self._leave(link.peer)
 
     def get(self, name: str) -> ConnectedPeer | str | None:
         """Return the connection to a peer; None while it is being validated, or why there is none.
@@ -342,25 +298,23 @@ class LaneConnections:
         if link is None:
             return f"peer {name} is not connected"
         if link.peer is None and link.verdict is None and self._clock() >= link.retry_at:
-            self._ask(name, link)
-        self._apply_verdict(name, link)
+            self._ask(link)
+        self._apply_verdict(link)
         if link.verdict is not None:
             return None
         return link.reason if link.peer is None else link.peer
 
     def process_verdicts(self) -> bool:
         """Connect peers whose metadata has passed, mark refused ones as failed; return whether any was."""
-        settled = [self._apply_verdict(name, link) for name, link in list(self._asked.items())]
+        settled = [self._apply_verdict(link) for link in list(self._asked.values())]
         return any(settled)
 
     def mark_failed(self, peer: ConnectedPeer, reason: str) -> None:
         """Record that a connection failed. `get` returns the reason until the pause is over."""
-        for name, link in self._links.items():
-            if link.peer is peer:
-                link.peer = None
-                del self._up[peer]
-                self._leaving.append((name, peer))
-                self._mark_down(link, reason)
+        if peer in self._up:
+            link = self._leave(peer)
+            link.peer = None
+            self._mark_down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
         """Record that a read from a peer has succeeded, which ends its failures in succession."""
@@ -378,23 +332,27 @@ class LaneConnections:
                 logger.exception("lane: an error while closing the connection to %s", entry[0])
 
     def __iter__(self) -> Iterator[ConnectedPeer]:
-        yield from (peer for _, peer in self._leaving)
-        yield from (link.peer for link in self._links.values() if link.peer is not None)
+        return iter([*(peer for _, peer in self._leaving), *self._up])
 
-    def _ask(self, name: str, link: _PeerConnection) -> None:
+    def _leave(self, peer: ConnectedPeer) -> _Link:
+        link = self._up.pop(peer)
+        self._leaving.append((link.name, peer))
+        return link
+
+    def _ask(self, link: _Link) -> None:
         self.close_unused()
         # The transport identifies a peer by its name, so it can have only one connection to it.
-        if any(name == leaving for leaving, _ in self._leaving):
-            link.reason = f"peer {name} cannot be read from: reads of its last connection are in flight"
+        if any(link.name == leaving for leaving, _ in self._leaving):
+            link.reason = f"peer {link.name} cannot be read from: reads of its last connection are in flight"
             return
-        link.verdict = self._vet(link.cards)
-        self._asked[name] = link
+        link.verdict = self._validate(link.cards)
+        self._asked[link.name] = link
 
-    def _apply_verdict(self, name: str, link: _PeerConnection) -> bool:
+    def _apply_verdict(self, link: _Link) -> bool:
         if link.verdict is None or (refusal := link.verdict.reason) is None:
             return False
         link.verdict = None
-        self._asked.pop(name, None)
+        self._asked.pop(link.name, None)
         try:
             if refusal:
                 raise TransferError(refusal)
@@ -402,10 +360,10 @@ class LaneConnections:
             self._up[link.peer] = link
         except Exception as error:  # noqa: BLE001 - only this peer is DOWN
             log_unexpected(error)
-            self._mark_down(link, f"peer {name} cannot be read from: {error}")
+            self._mark_down(link, f"peer {link.name} cannot be read from: {error}")
         return True
 
-    def _mark_down(self, link: _PeerConnection, reason: str) -> None:
+    def _mark_down(self, link: _Link, reason: str) -> None:
         link.reason, link.failures = reason, link.failures + 1
         link.retry_at = self._clock() + pause_seconds(link.failures)
 

@@ -40,7 +40,7 @@ class LeaseWord:
 
     Attributes:
         slot: index of the word, the same on every worker.
-        generation: low half of the word on every worker while the lease is valid.
+        generation: low half of the word on every worker.
         incarnation: run of the engine that granted the lease.
     """
 
@@ -63,7 +63,7 @@ class LeaseWords:
 
     Attributes:
         incarnation: random number that identifies this run of the worker, the high half of every word.
-        array: the words, uint64 of shape (n,). The index of a word is its slot.
+        array: the words by slot, uint64 of shape (n,).
     """
 
     def __init__(self, incarnation: int, slots: int) -> None:
@@ -85,7 +85,7 @@ class LeaseWords:
     def add(self, count: int) -> int:
         """Append words that protect other memory, and return the index of the first.
 
-        Call this method before `array` is registered with the transport: the words move to a new array.
+        Call this before `array` is registered with the transport: the words move to a new array.
         """
         first = len(self.array)
         self.array = np.concatenate([self.array, np.full(count, self.incarnation << 32, np.uint64)])
@@ -96,7 +96,7 @@ class LeaseWords:
         self.array[:] = 0  # an incarnation is never 0
 
     def end(self, slots: Iterable[int]) -> None:
-        """Raise words, which ends their leases. Call this method before the leases' blocks are freed."""
+        """Raise words, which ends their leases. Call this before the leases' blocks are freed."""
         for slot in slots:
             word = int(self.array[slot])
             self.array[slot] = (word & ~(_GENERATIONS - 1)) | ((word + 1) % _GENERATIONS)
@@ -154,8 +154,7 @@ class LeaseBook:
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
         """Grant a lease on the blocks of a request, for a number of seconds, or the default duration.
 
-        Raises:
-            TransferError: all slots are in use, so the blocks cannot be offered.
+        Raise TransferError if all slots are in use.
         """
         if not self._free:
             raise TransferError(
@@ -182,10 +181,10 @@ class LeaseBook:
 
     def extend(self, names: Iterable[str]) -> list[str]:
         """Claim leases, and extend each to the default duration from now, at least; return those held."""
-        known = [name for name in names if name in self._held]
+        known, expires = [name for name in names if name in self._held], self._clock() + self.seconds
         for name in known:
             held = self._held[name]
-            held.expires = max(held.expires, self._clock() + self.seconds)
+            held.expires = max(held.expires, expires)
             self._unclaimed.pop(name, None)
         return known
 
@@ -195,15 +194,13 @@ class LeaseBook:
     def unclaimed(self, seconds: float) -> list[str]:
         """Return the names of the unclaimed leases that are at least `seconds` old, oldest first."""
         latest = self._clock() - seconds
-        old = takewhile(lambda one: one[1].granted <= latest, self._unclaimed.items())
-        return [name for name, _ in old]
+        return list(takewhile(lambda name: self._unclaimed[name].granted <= latest, self._unclaimed))
 
     def end(self, names: Iterable[str]) -> dict[str, int]:
-        """End leases. Unknown and ended ones are ignored.
+        """End leases, and return the slot of each by name. Unknown and ended ones are ignored.
 
-        Returns:
-            Slot of each lease, by name. All workers must raise these words. Then the caller must call `ended`
-            for each name, and keep the blocks until then.
+        All workers must raise these words. Then the caller must call `ended` for each name, and keep the
+        blocks until then.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         for name in ending:
@@ -231,11 +228,9 @@ class LeaseBook:
 
     def ended(self, name: str) -> None:
         """Free the slot of a lease whose word all workers have raised. Its blocks may now be freed."""
-        slot = self._ending.pop(name, None)
-        if slot is None:
-            return
-        self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
-        self._free.append(slot)
+        if (slot := self._ending.pop(name, None)) is not None:
+            self._generations[slot] = (self._generations[slot] + 1) % _GENERATIONS
+            self._free.append(slot)
 
     def _note_due(self, name: str, held: _HeldLease) -> None:
         held.due = held.expires

@@ -29,17 +29,32 @@ MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 2.0
 
 BACKLOG = 128
-_SHARE_OF_DESCRIPTORS = 4
 _EVENT = struct.Struct("=Hi")
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of asm-generic/socket.h
 # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC of zmq.h: the first message of a client cannot be decrypted.
 _OTHER_KEY = 0x11000001
+_OTHER_KEY_TEXT = (
+    "a client was turned away because it has another key; if it is an engine of yours, give both the same "
+    "secret_file (kvferry doctor prints the fingerprint of a key)"
+)
+
+_VERSION = b"1.0"  # of ZAP, by which ZeroMQ asks whether to admit a client
+# Number of frames in a ZAP request: version, id, domain, address, routing id, mechanism, CURVE key.
+_FRAMES = 7
+# ZAP status code of a temporary error: ZeroMQ closes the connection, and the client connects again.
+_TRY_AGAIN = b"300"
+
+# Errors of ports that this process cannot have: another process has them, or they are below 1024.
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+# Maximum number of queued messages from a peer, and of queued replies to it. ZeroMQ holds back further
+# messages, and drops further replies.
+_QUEUED = 64
 
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
 
-class ConnectionLimiter:
+class _ConnectionLimiter:
     """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
     Attributes:
@@ -49,32 +64,18 @@ class ConnectionLimiter:
     """
 
     def __init__(
-        self,
-        listener: zmq.Socket[Any],
-        max_connections: int | None = None,
-        handshake_seconds: float = HANDSHAKE_SECONDS,
+        self, listener: zmq.Socket[Any], max_connections: int | None, handshake_seconds: float
     ) -> None:
-        """Start to monitor a ZeroMQ socket that is not bound yet.
-
-        Args:
-            max_connections: None for a quarter of the process's limit of file descriptors, at most
-                `MAX_CONNECTIONS`.
-            handshake_seconds: timeout for a client to authenticate.
-        """
+        """Start to monitor a ZeroMQ socket that is not bound yet. The other arguments are `Listener`'s."""
         self.open, self.paused = 0, False
-        self._listener, self._most = listener, max_connections or _limit()
+        self._listener, self._most = listener, max_connections or _default_limit()
         self._log = LimitedLog(logger)
         self._accepting: socket.socket | None = None
         listener.handshake_ivl = int(handshake_seconds * 1000)
         listener.backlog = BACKLOG
         told = f"inproc://connections-{id(self)}"
-        listener.monitor(
-            told,
-            zmq.EVENT_LISTENING
-            | zmq.EVENT_ACCEPTED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-        )
+        ends = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        listener.monitor(told, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | ends)
         self.events: zmq.Socket[Any] = listener.context.socket(zmq.PAIR)
         self.events.rcvhwm = 1  # in addition to the 1000 events that the other end queues
         self.events.connect(told)
@@ -86,13 +87,16 @@ class ConnectionLimiter:
             if event == zmq.EVENT_LISTENING:
                 self._accepting = socket.socket(fileno=os.dup(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._on_failed_handshake(value)
+                # Others are port scanners and the like. ZeroMQ hides the client's address.
+                if value == _OTHER_KEY:
+                    self._log.say("key", _OTHER_KEY_TEXT)
             else:
                 self.open += 1 if event == zmq.EVENT_ACCEPTED else -1
             if not self.paused and self.open >= self._most:
                 self._pause()
         if self.paused and self.open <= self._most * 3 // 4:
-            self._resume()
+            self._filter(_DETACH_FILTER, 0)
+            self.paused = False
 
     def close(self) -> None:
         """Stop monitoring. Call this method before the listener's socket is closed."""
@@ -116,15 +120,6 @@ class ConnectionLimiter:
         event, value = _EVENT.unpack(frames[0])
         return event, value
 
-    def _on_failed_handshake(self, cause: int) -> None:
-        # Others are port scanners and the like. ZeroMQ hides the client's address.
-        if cause == _OTHER_KEY:
-            self._log.say(
-                "key",
-                "a client was turned away because it has another key; if it is an engine of yours, give both "
-                "the same secret_file (kvferry doctor prints the fingerprint of a key)",
-            )
-
     def _pause(self) -> None:
         self._log.say(
             "crowded",
@@ -133,10 +128,6 @@ class ConnectionLimiter:
         )
         self._filter(_ATTACH_FILTER, _PROGRAM)
         self.paused = True
-
-    def _resume(self) -> None:
-        self._filter(_DETACH_FILTER, 0)
-        self.paused = False
 
     def _filter(self, option: int, value: bytes | int) -> None:
         if self._accepting is None:
@@ -152,19 +143,12 @@ class ConnectionLimiter:
             )
 
 
-def _limit() -> int:
+def _default_limit() -> int:
+    """Return a quarter of the process's limit of file descriptors, at most `MAX_CONNECTIONS`."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, descriptors // _SHARE_OF_DESCRIPTORS))
-
-
-_VERSION = b"1.0"
-# Number of frames in a ZAP request: version, id, domain, address, routing id, mechanism, CURVE key.
-_FRAMES = 7
-
-# ZAP status code of a temporary error: ZeroMQ closes the connection, and the client connects again.
-_TRY_AGAIN = b"300"
+    return max(1, min(MAX_CONNECTIONS, descriptors // 4))
 
 
 class Authenticator:
@@ -178,10 +162,7 @@ class Authenticator:
     ) -> None:
         """Bind the socket on which ZeroMQ asks about new clients, and start the thread that answers.
 
-        Args:
-            context: ZeroMQ context of the listener; only one listener may use it.
-            keys: key pair that a client must have.
-            resolve: resolves the names in `peers`; None for the system's resolver.
+        No other listener may use the ZeroMQ context.
         """
         self._public, self._names = z85.decode(keys.public), PeerResolver(peers, resolve=resolve)
         self._log = LimitedLog(logger)
@@ -234,21 +215,10 @@ class Authenticator:
         return b"400", b"not among the peers"
 
 
-# Errors of ports that this process cannot have: another process has them, or they are below 1024.
-_TAKEN = (errno.EADDRINUSE, errno.EACCES)
-# Maximum number of queued messages from a peer, and of queued replies to it. ZeroMQ holds back further
-# messages, and drops further replies.
-_QUEUED = 64
-
-
 class Listener:
     """A listening ZeroMQ socket that receives messages from peers and sends replies.
 
     One thread at a time may use the socket; any thread may call `interrupt`.
-
-    Attributes:
-        port: port that the socket listens on.
-        connections: counts and limits the open connections.
     """
 
     def __init__(
@@ -263,18 +233,15 @@ class Listener:
         resolve: ResolveName | None = None,
         handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
-        """Create and bind the socket.
+        """Create and bind the socket, or raise ConfigError if the address cannot be bound.
 
         Args:
             channel: name of the channel in error messages.
             port: 0 for any free port, or a range for a free port of it.
             max_message_bytes: a peer that sends a longer message is disconnected.
-            max_connections: None for the default of `ConnectionLimiter`.
+            max_connections: None for a limit by that of the process's file descriptors.
             resolve: resolves the names in `peers`; None for the system's resolver.
             handshake_seconds: timeout for a client to authenticate.
-
-        Raises:
-            ConfigError: the address cannot be bound.
         """
         self._lock, self._closed = threading.Lock(), False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -286,15 +253,19 @@ class Listener:
         self._socket.maxmsgsize = max_message_bytes
         self._socket.rcvhwm = self._socket.sndhwm = _QUEUED
         security.secure_server(self._socket, keys)
-        self.connections = ConnectionLimiter(self._socket, max_connections, handshake_seconds)
+        self.connections = _ConnectionLimiter(self._socket, max_connections, handshake_seconds)
         try:
             self._bind(host, port)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
-                f"{channel}: cannot listen on {host}{_port_text(port)}: "
-                f"{zmq.strerror(error.errno or 0)}; set {_remedy(error, port)}"
-            ) from error
+            why = zmq.strerror(error.errno or 0)
+            place, remedy = f" port {port}" if port else "", "another port, or 0 for any free one"
+            if isinstance(port, PortRange):
+                place = f", any port of {port}"
+                remedy = "ports to another range, with free ports from 1024 on"
+            if error.errno not in _TAKEN:
+                remedy = "host to an address of this machine"
+            raise ConfigError(f"{channel}: cannot listen on {host}{place}: {why}; set {remedy}") from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.connections.events, zmq.POLLIN)
@@ -348,17 +319,3 @@ class Listener:
         self._socket.close()
         self._door.close()  # last: clients of an open listener need it
         self._context.term()
-
-
-def _port_text(port: int | PortRange) -> str:
-    if isinstance(port, PortRange):
-        return f", any port of {port}"
-    return f" port {port}" if port else ""
-
-
-def _remedy(error: zmq.ZMQError, port: int | PortRange) -> str:
-    if error.errno in _TAKEN:
-        if isinstance(port, PortRange):
-            return "ports to another range, with free ports from 1024 on"
-        return "another port, or 0 for any free one"
-    return "host to an address of this machine"

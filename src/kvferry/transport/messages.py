@@ -30,7 +30,16 @@ from kvferry.common.errors import GeometryError, ProtocolError
 from kvferry.common.text import shown
 from kvferry.geometry import Layer, RankGeometry, Region
 from kvferry.memory.shared_memory import SharedFile
-from kvferry.transport.redeem import Grant, Incarnation, NotRedeemed, Redeem, Redeemed, Ticket, Unchanged
+from kvferry.transport.redeem import (
+    Count,
+    Grant,
+    HalfWord,
+    NotRedeemed,
+    Redeem,
+    Redeemed,
+    Ticket,
+    Unchanged,
+)
 
 MAX_NAME = 1024
 MAX_GROUPS = 256
@@ -48,10 +57,7 @@ _MEMORIES = ("DRAM", "VRAM")
 def check_ranks(cards: Sequence[RankCard]) -> None:
     """Check that a peer's rank descriptions are in bounds, and that the ranks form one engine.
 
-    Raises:
-        ProtocolError: a value, such as a size or an address, is out of bounds; a rank is missing or described
-            twice; or the ranks differ in their parallel sizes or KV cache groups.
-        GeometryError: the geometry of a rank is inconsistent.
+    Raise ProtocolError, or GeometryError if the geometry of a rank is inconsistent.
     """
     for card in cards:
         for what, count, most in _sizes(card.geometry):
@@ -153,16 +159,13 @@ MAX_NAMED = 12  # maximum number of differing settings of a group that a compari
 # so a peer must not claim more.
 _Words = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_HalfWord = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
-_Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Incarnation = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 Tickets: TypeAlias = Annotated[list[Ticket], msgspec.Meta(max_length=MAX_TICKETS)]
 
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=16 * MAX_SENTENCE)]
-_Protocol = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 EngineId: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -186,7 +189,7 @@ class Facts(msgspec.Struct, frozen=True):
     """
 
     engine_id: EngineId
-    incarnation: _Word
+    incarnation: HalfWord
     software: Annotated[str, msgspec.Meta(max_length=1024)]
     must_agree: Annotated[dict[_Text, Fact], msgspec.Meta(max_length=MAX_FACTS)]
     keeps_turns: tuple[Host, Port] | None = None
@@ -195,7 +198,7 @@ class Facts(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Request: opens a handshake with a producer."""
 
-    protocol: _Protocol
+    protocol: Count
     facts: Facts
 
 
@@ -214,7 +217,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
     """Request for the descriptions of all ranks. It repeats `Hello`, because the producer keeps no state."""
 
-    protocol: _Protocol
+    protocol: Count
     facts: Facts
 
 
@@ -249,7 +252,7 @@ class RankCard(msgspec.Struct, frozen=True):
     agent: Annotated[bytes, msgspec.Meta(max_length=MAX_AGENT_BYTES)]
     words_address: _Address
     words: _Words
-    incarnation: _HalfWord
+    incarnation: _Incarnation
     outgoing: Outgoing | None = None
 
     @property
@@ -267,14 +270,14 @@ class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Message without reply: extends leases that the consumer has claimed, or that keep an earlier turn."""
 
-    consumer: Incarnation
+    consumer: HalfWord
     tickets: Tickets
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """Message without reply: ends the consumer's claims on leases."""
 
-    consumer: Incarnation
+    consumer: HalfWord
     tickets: Tickets
 
 
@@ -303,16 +306,13 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """
 
     engine_id: EngineId
-    incarnation: Incarnation
+    incarnation: HalfWord
     ticket: Ticket
     grant: Grant
-    tokens: _Count
-    min_prefix_tokens: _Count = msgspec.field(name="least")
-    chunks: _Count
-    next_tokens: Annotated[list[_Word], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")
-
-    def found(self, chunks: int, next_tokens: list[int]) -> KeptTurn:
-        return msgspec.structs.replace(self, chunks=chunks, next_tokens=next_tokens)
+    tokens: Count
+    min_prefix_tokens: Count = msgspec.field(name="least")
+    chunks: Count
+    next_tokens: Annotated[list[HalfWord], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")
 
 
 class Turns(msgspec.Struct, frozen=True, tag="turns"):
@@ -346,8 +346,8 @@ def as_protocol_error(what: str) -> Iterator[None]:
         raise ProtocolError(f"not {what}: {shown(str(error), 500)}") from error
 
 
-def encode(message: Request | Reply) -> bytes:
-    """Encode a message of the control channel as MessagePack."""
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a message of the control or gather channel as MessagePack."""
     return _encoder.encode(message)
 
 
@@ -361,8 +361,7 @@ def decode_request(data: bytes) -> Request:
 def decode_reply(data: bytes) -> Reply:
     """Decode a producer's reply, and check the ranks that it describes.
 
-    Raises:
-        ProtocolError: the reply cannot be decoded, a value is out of bounds, or ranks contradict each other.
+    Raise ProtocolError if it cannot be decoded, a value is out of bounds, or ranks contradict each other.
     """
     with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)

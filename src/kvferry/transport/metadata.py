@@ -59,11 +59,7 @@ class Metadata:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """Parse the transport metadata of a peer's NIXL agent.
-
-    Raises:
-        ProtocolError: the data is not valid NIXL metadata, or exceeds a limit.
-    """
+    """Parse an agent's transport metadata. Raise ProtocolError if it is invalid, or exceeds a limit."""
     if len(data) > MAX_AGENT_BYTES:
         raise ProtocolError(f"{len(data)} bytes of transport metadata, at most {MAX_AGENT_BYTES}")
     items = _ItemReader(data)
@@ -86,10 +82,9 @@ def parse_metadata(data: bytes) -> Metadata:
 
 
 def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's transport metadata, and check that it covers all memory in the worker's description.
+    """Parse a worker's transport metadata. Raise ProtocolError if it is invalid.
 
-    Raises:
-        ProtocolError: the metadata is invalid, or does not cover all memory.
+    It is also invalid if it does not cover all memory in the worker's description.
     """
     metadata = parse_metadata(card.agent)
     claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
@@ -130,10 +125,7 @@ def _section(items: _ItemReader) -> Iterator[Region]:
 
 
 def _check_key(key: bytes) -> None:
-    """Check a packed key of UCX, because UCX reads it without checks.
-
-    The key must have a known memory type and all parts that its bit map lists.
-    """
+    """Check that a key of UCX, which reads it unchecked, has a known type and all parts of its bit map."""
     if len(key) < _KEY_HEAD or key[_KEY_HEAD - 1] >= _MEMORY_TYPES:
         raise ProtocolError(
             f"transport metadata holds a key of an unknown memory type; expected 0 to {_MEMORY_TYPES - 1}"

@@ -59,8 +59,7 @@ _POLL_SECONDS = 2e-4
 class _TrialRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to load a worker's metadata and read from its memory.
 
-    Attributes:
-        words_address: the child reads this word. Its high half must be the incarnation.
+    The child also reads the word at `words_address`. Its high half must be the incarnation.
     """
 
     agent: bytes
@@ -85,10 +84,7 @@ class MetadataSandbox:
 
         Args:
             host, ports: the child's UCX uses only devices with this address, and these ports (None for any).
-            start: starts the process, with the arguments of `subprocess.Popen`.
-
-        Raises:
-            OSError: the process cannot be started.
+            start: starts the process, with the arguments of `subprocess.Popen`. It may raise OSError.
         """
         self._clock = clock
         ours, theirs = socket.socketpair()

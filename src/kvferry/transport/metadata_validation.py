@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.messages import RankCard
@@ -40,9 +40,7 @@ MAX_TRIALS = 64
 class ValidationResult:
     """The result of validating a peer's transport metadata. The validator's thread fills it in.
 
-    Attributes:
-        reason: None until the validation has ended; then why the peer is refused, or an empty text if its
-            metadata has passed.
+    `reason` is None until the validation has ended, and empty if the metadata has passed.
     """
 
     reason: str | None = None
@@ -52,20 +50,12 @@ class MetadataValidator(Protocol):
     """Decides whether peers' transport metadata may be loaded."""
 
     def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate the metadata of all ranks of a peer in another thread, and return at once.
-
-        Args:
-            wake: function that the other thread calls when the validation has ended.
-        """
+        """Start to validate all ranks of a peer in another thread, which calls `wake` at the end."""
 
     def warm_up(self) -> None:
         """Prepare for the first validation, so that the first peer does not wait for the preparation."""
 
     def close(self) -> None: ...
-
-
-# Ranks of a peer, the result to fill in, and a function to call then. Without ranks, the child starts.
-_Request: TypeAlias = tuple[tuple[RankCard, ...], ValidationResult, Callable[[], None]]
 
 
 class SandboxValidator:
@@ -91,7 +81,10 @@ class SandboxValidator:
         self._trials = 0
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        # Ranks of a peer (none to start the child), the result to fill in, and a function to call then.
+        self._requests: queue.SimpleQueue[
+            tuple[tuple[RankCard, ...], ValidationResult, Callable[[], None]] | None
+        ] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
@@ -129,8 +122,9 @@ class SandboxValidator:
         except ProtocolError as error:
             return str(error)
         # Before waiting: a new child may take longer to start than a refusal is remembered.
-        if reason := next(filter(None, (self._remembered_refusal(_digest(card)) for card in cards)), ""):
-            return reason
+        for card in cards:
+            if reason := self._remembered_refusal(_digest(card)):
+                return reason
         if reason := self._ensure_ready():
             return reason
         deadline = self._clock() + self._try_seconds

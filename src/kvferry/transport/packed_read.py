@@ -29,7 +29,6 @@ from kvferry.planning.select import Cells
 from kvferry.transport.agent import ReadState
 from kvferry.transport.gather_client import GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.prepared_routes import PreparedMethod
 from kvferry.transport.read_plan import PackedCells, SourceRank
 from kvferry.transport.staging import Allocation, LaneResources, MappedArea, StagingArea
 
@@ -78,18 +77,10 @@ class _Segment:
     direct: bool = False
 
 
-def segments_of(method: PreparedMethod, cells: Cells) -> list[Cells]:
-    """Split cells into the segments of a method, in the same order. The last may be shorter."""
-    per_segment = method.segment_cells(len(cells))
-    return [cells[at : at + per_segment] for at in range(0, len(cells), per_segment)]
-
-
 class PackedRead:
     """A read of cells that move as images. Only the lane's thread uses it.
 
-    Attributes:
-        failure: None if the read has not failed.
-        peer_lost: True if the transport failed, so the peer may be gone.
+    If it has failed, `failure` says why. If `peer_lost`, the transport failed, so the peer may be gone.
     """
 
     def __init__(self, lane: LaneResources, source: SourceRank, part: PackedCells, lease: LeaseWord) -> None:
@@ -104,7 +95,7 @@ class PackedRead:
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock
         self._source, self._lease = source, lease
         self._route, self._method = part.route, part.method
-        self._rest = segments_of(part.method, part.cells)[::-1]
+        self._rest = part.method.segments(part.cells)[::-1]
         self._segments: list[_Segment] = []
 
     @property
@@ -183,12 +174,10 @@ class PackedRead:
         elif self._client.is_silent(self._clock()):
             self._read_unpacked(segment, "it has not answered lately")
         else:
+            cells, shared = segment.cells, self._method.shared is not None
+            first = int(cells.number[0]) % self._route.route.src_cells
             segment.number = self._client.ask(
-                self._method.announced_route,
-                self._lease,
-                segment.cells.src_block,
-                self._route.src_cell(segment.cells),
-                shared=self._method.shared is not None,
+                self._method.announced_route, self._lease, cells.src_block, first, shared=shared
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -197,12 +186,14 @@ class PackedRead:
         if self.failure is not None:
             self._remove_segment(segment)
             return True
-        answer = self._client.answer(segment.number)
+        answer, card = self._client.answer(segment.number), self._source.card
         if isinstance(answer, Gathered):
-            if not self._is_sound(segment, answer):
-                self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
-            else:
+            # The peer may name any image and any word, also those of leases.
+            inside = answer.position + len(segment.cells) <= self._method.src.blocks
+            if inside and card.leases <= answer.word < card.words:
                 segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
+            else:
+                self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
         elif answer is not None:
             self._read_unpacked(segment, answer.reason)
         elif self._clock() - segment.since > ASK_SECONDS:
@@ -212,18 +203,13 @@ class PackedRead:
             return False
         return True
 
-    def _is_sound(self, segment: _Segment, answer: Gathered) -> bool:
-        # The peer may name any image and any word, also those of leases.
-        inside = answer.position + len(segment.cells) <= self._method.src.blocks
-        return inside and self._source.card.leases <= answer.word < self._source.card.words
-
     def _read_unpacked(self, segment: _Segment, reason: str) -> None:
-        if self._route.direct is None:  # it would need too many descriptors
+        if (method := self._route.direct) is None:  # it would need too many descriptors
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
         self._free_segment(segment)
         segment.direct = True
-        self._post(segment, self._route.direct_indices(segment.cells))
+        self._post(segment, method.indices(segment.cells, 0, 0))
 
     def _read(self, segment: _Segment) -> bool:
         if self.failure is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from kvferry.planning.strategy import (
     Costs,
     Strategy,
     TransferMethod,
-    choose_method,
     segment_bytes,
     transfer_methods,
 )
@@ -70,13 +68,13 @@ class _Descriptors:
         return len(self.table) * self.count
 
 
-# Groups of runs: address and length of each run for the cell at offset 0 of block 0, int64 of shape (n,), and
-# the offset of each cell in its block.
-_Runs: TypeAlias = Iterable[tuple[Int64s, Int64s, Offsets]]
+def _descriptors(runs: Iterable[tuple[Int64s, Int64s, Offsets]], stride: int, count: int) -> _Descriptors:
+    """Return the descriptors of runs that are repeated in `count` blocks or images, every `stride` bytes.
 
-
-def _descriptors(runs: _Runs, stride: int, count: int) -> _Descriptors:
-    """Return the descriptors of runs that are repeated in `count` blocks or images, every `stride` bytes."""
+    Args:
+        runs: address and length of runs for the cell at offset 0 of block 0, int64 of shape (n,), and the
+            offset of each cell in its block.
+    """
     tables, cells = [np.empty((0, 4), np.int64)], 1
     for address, length, at in runs:
         table = np.empty((len(address), len(at), 4), np.int64)
@@ -85,9 +83,6 @@ def _descriptors(runs: _Runs, stride: int, count: int) -> _Descriptors:
         tables.append(table.reshape(-1, 4))
         cells = len(at)
     return _Descriptors(np.concatenate(tables), count, cells)
-
-
-_Prepared: TypeAlias = tuple[TransferMethod, _Descriptors, _Descriptors]
 
 
 class _DescriptorList:
@@ -100,8 +95,7 @@ class _DescriptorList:
     def add(self, descriptors: _Descriptors) -> PreparedEntries:
         """Append the descriptors of one method, and return where they are.
 
-        Raises:
-            TransferError: the list would have more than the maximum number of descriptors.
+        Raise TransferError if the list gets too long.
         """
         base = self.entries
         self.entries += descriptors.entries
@@ -138,13 +132,17 @@ class PreparedMethod:
     def stride(self) -> int:
         return self.method.image.stride if self.method.image else 0
 
-    def segment_cells(self, cells: int) -> int:
-        areas = [self.src.blocks] if self.announced_route >= 0 else []
-        areas += [self.dst.blocks] if self.scatter is not None else []
-        size = segment_bytes(cells * self.stride) if self.announced_route >= 0 else FETCHED_SEGMENT_BYTES
-        wanted = size // self.stride
+    def segments(self, cells: Cells) -> list[Cells]:
+        """Split cells into segments of equal size, in the same order. The last may be shorter."""
+        size, areas = FETCHED_SEGMENT_BYTES, list[int]()
+        if self.announced_route >= 0:
+            size = segment_bytes(len(cells) * self.stride)
+            areas.append(self.src.blocks)
+        if self.scatter is not None:
+            areas.append(self.dst.blocks)
         # A quarter of each staging area, so that several segments can be in progress at a time.
-        return max(1, min(wanted, *(room // 4 for room in areas)))
+        each = max(1, min(size // self.stride, *(room // 4 for room in areas)))
+        return [cells[at : at + each] for at in range(0, len(cells), each)]
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
         """Return the descriptors of these cells, as indices into the prepared lists.
@@ -180,8 +178,7 @@ class PreparedMethod:
 class PreparedRoute:
     """A route with all methods that can move it, the direct one first, if there is one.
 
-    Attributes:
-        clearing: copies that zero those bytes of a block that the route writes.
+    `clearing` zeroes those bytes of a block that the route writes.
     """
 
     route: Route
@@ -191,24 +188,8 @@ class PreparedRoute:
     @property
     def direct(self) -> PreparedMethod | None:
         """The method that reads cells straight into blocks; None if the route has none."""
-        return next((p for p in self.methods if p.method.strategy is Strategy.DIRECT), None)
-
-    def direct_indices(self, cells: Cells) -> DescriptorIndices:
-        assert self.direct is not None  # noqa: S101 - callers check that it exists
-        return self.direct.indices(cells, 0, 0)
-
-    def src_cell(self, cells: Cells) -> int:
-        """Return the index, within its source block, of the first of these cells."""
-        return int(cells.number[0]) % self.route.src_cells
-
-    def choose(self, cells: int, costs: Costs, strategy: Strategy | None) -> PreparedMethod:
-        """Return the method that is expected to move a number of cells fastest.
-
-        Args:
-            strategy: strategy that the method must have, if the route has one; None for any.
-        """
-        methods = [prepared.method for prepared in self.methods]
-        return self.methods[choose_method(methods, cells, costs, strategy)]
+        first = self.methods[0]
+        return first if first.method.strategy is Strategy.DIRECT else None
 
 
 class RoutePreparation:
@@ -237,28 +218,28 @@ class RoutePreparation:
             max_strided_copies: maximum number of strided copies in the announced routes.
             shared: outgoing file of the peer's rank, mapped here; None if it cannot be mapped.
         """
-        self._shared = shared
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
         self.src, self.dst = _DescriptorList(max_descriptors), _DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []
         self.routes: list[PreparedRoute] = []
         self._space = AddressSpace(own_geometry.regions)
-        self._landing, self._card, self._costs = landing, card, costs
-        self._region_starts = [region.address for region in card.geometry.regions]
+        self._landing, self._card, self._costs, self._shared = landing, card, costs, shared
 
     def add(self, route: Route) -> None:
         """Prepare a route. Raise TransferError if no method can move it, or the lists would be too long."""
-        found = transfer_methods(
-            route,
-            self._costs,
-            self._landing.largest_image,
-            self._region_starts,
-            shared=self._shared is not None,
-        )
+        starts = [region.address for region in self._card.geometry.regions]
+        shared = self._shared is not None
+        found = transfer_methods(route, self._costs, self._landing.largest_image, starts, shared=shared)
         possible = [
             (method, *self._both_sides(route, method)) for method in found if self._is_possible(method)
         ]
-        made = [self._prepare_method(route, *prepared) for prepared in self._drop_largest(possible)]
+        # The methods with the most descriptors are dropped until the others fit in the lists.
+        while len(possible) > 1 and any(
+            so_far.entries + sum(sides[number].entries for _, *sides in possible) > self._max_descriptors
+            for number, so_far in enumerate((self.src, self.dst))
+        ):
+            del possible[max(range(len(possible)), key=lambda i: max(s.entries for s in possible[i][1:]))]
+        made = [self._prepare_method(route, *prepared) for prepared in possible]
         if not made:
             raise TransferError(
                 f"cells of {route.cell_bytes} bytes in {route.run_count} runs can only move staged, and the "
@@ -271,27 +252,11 @@ class RoutePreparation:
             return True
         # The source refuses an announcement that exceeds its limits, with all routes in it.
         parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
-        few = (
-            sum(len(part.nests) for part in parts) <= self._max_strided_copies
-            and sum(len(p.at) for p in parts) <= MAX_CELLS
-        )
-        there = self._card.outgoing
+        copies, cells = sum(len(part.nests) for part in parts), sum(len(part.at) for part in parts)
         # A quarter of its area, as of ours, so that several segments can be in progress.
+        there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
-        return there is not None and method.image.stride <= room and few
-
-    def _drop_largest(self, found: list[_Prepared]) -> list[_Prepared]:
-        """Drop methods, those with the most descriptors first, until the others fit in the lists.
-
-        One method is always kept, even if its descriptors do not fit.
-        """
-        while len(found) > 1 and any(
-            so_far.entries + sum(sides[number].entries for _, *sides in found) > self._max_descriptors
-            for number, so_far in enumerate((self.src, self.dst))
-        ):
-            most = max(range(len(found)), key=lambda i: max(side.entries for side in found[i][1:]))
-            found = found[:most] + found[most + 1 :]
-        return found
+        return method.image.stride <= room and copies <= self._max_strided_copies and cells <= MAX_CELLS
 
     def _both_sides(self, route: Route, method: TransferMethod) -> tuple[_Descriptors, _Descriptors]:
         """Return the method's descriptors in the source's memory and in this rank's memory."""
@@ -361,11 +326,9 @@ def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
 
 
 def page_clearings(rank: RankGeometry) -> tuple[tuple[int, StagingCopies], ...]:
-    """Return copies that zero all bytes of given blocks, for each KV cache group of a rank.
+    """Return pairs: index of a KV cache group, copies that zero the bytes of some of its layers in blocks.
 
-    Returns:
-        One or more (index of the group, copies) for each group. Each zeroes the bytes of some layers.
-        Together those of a group cover all its layers.
+    Together those of a group cover all its layers.
     """
     space = AddressSpace(rank.regions)
     # A rank's template against itself covers all fields of its pages.

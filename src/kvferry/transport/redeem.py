@@ -33,17 +33,26 @@ MAX_REASON = 2048
 MAX_GROUPS = 1024
 # Maximum number of blocks in a grant. The limit bounds the lists that the engine's thread builds.
 MAX_BLOCKS = 1 << 22
+# Maximum number of consumers of a ticket, because a client with the key can invent consumers.
+MAX_CONSUMERS: Final = 256
+
+UNKNOWN: Final = (
+    "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
+    "the ticket is not of this engine"
+)
+RELEASED: Final = "this engine has redeemed the ticket before, and released it"
+CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more may"
 
 # A random id that names a lease in messages and cannot be guessed.
 Ticket: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
-Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-# A random number that identifies one run of an engine.
-Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# A half of a lease word: the incarnation, a random number that identifies one run of an engine, or a counter.
+HalfWord: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 _ID: Final = np.dtype("<u4")
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
 _Digest = Annotated[str, msgspec.Meta(max_length=32)]
 
 
@@ -97,13 +106,12 @@ class Grant(msgspec.Struct, frozen=True):
     """Permission to read a producer's blocks: block tables, and the word of the lease that protects them.
 
     Attributes:
-        slot: index of the lease's word on every worker.
-        generation: low half of the word while the lease is valid.
+        slot, generation: as in `LeaseWord`.
         tables: block ids of each KV cache group in the order of the tokens, packed as uint32.
     """
 
-    slot: _Count
-    generation: _Word
+    slot: Count
+    generation: HalfWord
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     # A list of thousands of numbers is slow to decode, so ids are packed and checked here.
@@ -128,7 +136,7 @@ class Grant(msgspec.Struct, frozen=True):
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word of the lease, given the incarnation in the reply that contains this grant."""
+        """Return the word of the lease of an engine with this incarnation."""
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
@@ -141,12 +149,12 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
         known_tokens: number of tokens that the last reply covered; 0 in the first request.
     """
 
-    number: Number
-    consumer: Incarnation
+    number: _Number
+    consumer: HalfWord
     ticket: Ticket
-    tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
+    tokens: _Tokens
     content: PromptContent
-    known_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] = 0
+    known_tokens: Count = 0
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
@@ -160,53 +168,34 @@ class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
             its offer says it.
     """
 
-    number: Number
-    incarnation: Incarnation
+    number: _Number
+    incarnation: HalfWord
     grant: Grant
-    tokens: Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
-    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] | None = None
+    tokens: _Tokens
+    cached_tokens: Count | None = None
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     """Reply: the ticket is accepted, but its blocks hold no more tokens than the consumer knows of."""
 
-    number: Number
-    incarnation: Incarnation
+    number: _Number
+    incarnation: HalfWord
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
-    """Reply: the ticket is not accepted. The producer's state is unchanged.
+    """Reply: the ticket is not accepted. The producer's state is unchanged. It may not know the ticket."""
 
-    Attributes:
-        unknown: True if the producer does not know the ticket.
-    """
-
-    number: Number
-    incarnation: Incarnation
+    number: _Number
+    incarnation: HalfWord
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     unknown: bool = False
 
 
-UNKNOWN: Final = (
-    "it does not know the ticket: its lease has ended (released, or not claimed within lease_seconds), or "
-    "the ticket is not of this engine"
-)
-RELEASED: Final = "this engine has redeemed the ticket before, and released it"
-# Maximum number of consumers of a ticket, because a client with the key can invent consumers.
-MAX_CONSUMERS: Final = 256
-
-CROWDED: Final = f"{MAX_CONSUMERS} engines have redeemed the ticket, and no more may"
-
-
 @dataclass(slots=True)
 class _OpenTicket:
-    """A ticket whose lease has not ended.
+    """A ticket whose lease has not ended. The first fields are the arguments of `TicketBook.publish`.
 
     Attributes:
-        lease: name of the lease in this engine.
-        tokens, content: number of tokens whose KV the blocks hold in the end, and digests of them.
-        ready: number of tokens whose KV the blocks hold already.
-        cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
         claimed, released: incarnations of consumers that have redeemed the ticket, or released it since.
     """
 
@@ -215,7 +204,7 @@ class _OpenTicket:
     content: PromptContent
     grant: Grant
     ready: int
-    cached_tokens: int | None = None
+    cached_tokens: int | None
     claimed: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
 
@@ -266,19 +255,16 @@ class TicketBook:
         """Add a ticket, which consumers can redeem from now on.
 
         Args:
+            lease: name of the lease in this engine.
             tokens, content: number of tokens whose KV the leased blocks hold in the end, and digests of them.
             ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
             cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
-
-        Raises:
-            ValueError: the book has this ticket already.
         """
         with self._lock:
             if ticket in self._open:
                 raise ValueError("the ticket names another lease already")
-            self._open[ticket] = _OpenTicket(
-                lease, tokens, content, grant, tokens if ready is None else ready, cached_tokens
-            )
+            ready = tokens if ready is None else ready
+            self._open[ticket] = _OpenTicket(lease, tokens, content, grant, ready, cached_tokens)
             self._tickets[lease] = ticket
 
     def advance(self, lease: str, grant: Grant, ready: int) -> None:

@@ -12,7 +12,6 @@ the producer knows it. It is growing until the producer's first grant.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -33,7 +32,7 @@ _PAUSE_SHARE = 0.125
 
 
 @dataclass(slots=True)
-class _PendingRedemption:
+class _Redemption:
     """A request, from `begin` until `end` of `Redemptions`. Times are seconds of its clock.
 
     Attributes:
@@ -68,16 +67,13 @@ class _PendingRedemption:
 class Redemptions:
     """A consumer's requests to redeem tickets, with the replies.
 
-    The engine's thread begins, polls and ends redemptions. The thread of the control channel stores the
-    replies.
+    The engine's thread begins, polls and ends redemptions. The control channel's thread stores the replies.
     """
 
-    def __init__(
-        self, consumer: int, patience_seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
-        self._asked: dict[int, _PendingRedemption] = {}
+        self._asked: dict[int, _Redemption] = {}
         self._heard = threading.Condition()
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -93,9 +89,9 @@ class Redemptions:
             foreseen: True if the producer may learn of the ticket later, because its request for the prompt
                 may arrive after this one.
         """
-        message = Redeem(next(self._numbers), self._consumer, ticket, tokens, content)
-        self._asked[message.number] = _PendingRedemption(
-            address, message, self._clock() + self._patience_seconds, foreseen, self._clock()
+        message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
+        self._asked[message.number] = _Redemption(
+            address, message, now + self._patience_seconds, foreseen, now
         )
         return message
 
@@ -126,10 +122,9 @@ class Redemptions:
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | Unchanged | NotRedeemed) -> bytes | None:
-        """Store a producer's reply. A reply of another peer, to an ended request or to none is ignored.
+        """Store a producer's reply, and return the ticket if the producer has accepted it.
 
-        Returns:
-            The ticket if the reply was stored and the producer accepted the ticket; otherwise None.
+        A reply of another peer, to an ended request or to none is ignored.
         """
         asked = self._asked.get(answer.number)
         if asked is None or asked.address != address or not asked.asked:
@@ -179,5 +174,5 @@ class Redemptions:
     def deadlines(self) -> list[float]:
         return [one.again for one in self._paused()]
 
-    def _paused(self) -> list[_PendingRedemption]:
+    def _paused(self) -> list[_Redemption]:
         return [one for one in list(self._asked.values()) if not one.asked and one.grows]

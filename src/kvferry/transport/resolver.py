@@ -96,15 +96,20 @@ class PeerResolver:
     def resolve(self, host: str) -> str | None:
         """Return the IP address at which to connect to a host; None while its name is being resolved.
 
-        Raises:
-            AddressNotAllowed: the engine may not connect to the host, or the host has no address.
+        Raise AddressNotAllowed if the engine may not connect to the host, or the host has no address.
         """
         address = parse_host(host)
         if address is None:
             return self._resolve_name(host)
         admitted = self.is_allowed(address)
         if admitted is False:
-            raise AddressNotAllowed(self._refusal(address))
+            why = "is none of the peers that this engine's configuration allows; list it in peers"
+            if self._peers.loopback_only:
+                why = (
+                    "is another machine, and this engine listens on loopback; set host to an address that "
+                    "others reach, or list it in peers"
+                )
+            raise AddressNotAllowed(f"{address} {why}")
         return str(address) if admitted else None
 
     def resolve_gathering(self, card: RankCard, address: tuple[str, int], log: LimitedLog) -> RankCard:
@@ -149,14 +154,15 @@ class PeerResolver:
             self._on_answer = lambda: None
 
     def _resolve_name(self, host: str) -> str | None:
-        if not self._peers.lists(host):
+        name = normalize_name(host)
+        if name not in self._names:
             raise AddressNotAllowed(
                 "it is a name that this engine's peers setting does not list, so it is not resolved; list it "
                 "there, or let the peer advertise its address (advertise_host)"
             )
         with self._lock:
-            entry = self._names[normalize_name(host)]
-            self._ask(normalize_name(host), entry, FRESH_SECONDS)
+            entry = self._names[name]
+            self._ask(name, entry, FRESH_SECONDS)
             if self._current(entry).addresses:
                 return str(entry.addresses[0])
             if self._is_pending(entry):
@@ -164,14 +170,6 @@ class PeerResolver:
             raise AddressNotAllowed(
                 f"its name has no address: {entry.failure or 'the name server does not answer'}"
             )
-
-    def _refusal(self, address: IP) -> str:
-        if self._peers.loopback_only:
-            return (
-                f"{address} is another machine, and this engine listens on loopback; set host to an address "
-                "that others reach, or list it in peers"
-            )
-        return f"{address} is none of the peers that this engine's configuration allows; list it in peers"
 
     # -- with the lock ------------------------------------------------------------------------------------
 

@@ -26,6 +26,11 @@ from kvferry.common.files import create_private_file
 from kvferry.common.machine import has_posix, pwd, require_posix
 
 SECRET_BYTES = 32  # size in bytes of the secrets that kvferry creates
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 1 << 16
+KEY_NAME = "key"  # name of the file with the machine's key
+_REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
+_NAME_ONE = "name a readable file with the secret (kvferry keygen FILE makes one)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +81,8 @@ def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
     )  # fmt: skip
 
 
-KEY_NAME = "key"  # name of the file with the machine's key
-
-REMEDY = "set secret_file to a file with the engines' secret (kvferry keygen FILE makes one)"
-
-MIN_SECRET_BYTES = 16
-MAX_SECRET_BYTES = 1 << 16
-
-
 @dataclass(frozen=True, slots=True)
-class KeyLocation:
+class _KeyLocation:
     """The location of the file with an engine's secret: the setting ``secret_file``, or the machine's key."""
 
     path: Path
@@ -95,20 +92,17 @@ class KeyLocation:
         return f"secret_file {self.path}" if self.configured else f"this machine's key {self.path}"
 
 
-def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> KeyLocation:
+def key_location(secret_file: str | None, environment: Mapping[str, str] = os.environ) -> _KeyLocation:
     """Return the location of the file with an engine's secret. The file may not exist yet.
 
     Args:
         secret_file: None for the machine's key, in the user's state directory.
-
-    Raises:
-        ConfigError: `secret_file` is None, and the user has no state directory.
     """
     if secret_file is not None:
-        return KeyLocation(Path(secret_file), configured=True)
+        return _KeyLocation(Path(secret_file), configured=True)
     for name, below in (("XDG_STATE_HOME", ""), ("HOME", ".local/state")):
         if os.path.isabs(environment.get(name, "")):  # noqa: PTH117 - an empty text is no path
-            return KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), configured=False)
+            return _KeyLocation(Path(environment[name], below, "kvferry", KEY_NAME), configured=False)
     require_posix("this machine's key")
     try:
         home = pwd.getpwuid(os.geteuid()).pw_dir
@@ -117,9 +111,9 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
     if not home:
         raise ConfigError(
             "no secret_file is set, and there is no place for a key of this machine: HOME and XDG_STATE_HOME "
-            f"are not set, and user {os.geteuid()} has no home directory; {REMEDY}"
+            f"are not set, and user {os.geteuid()} has no home directory; {_REMEDY}"
         )
-    return KeyLocation(Path(home, ".local/state/kvferry", KEY_NAME), configured=False)
+    return _KeyLocation(Path(home, ".local/state/kvferry", KEY_NAME), configured=False)
 
 
 def read_keys(secret_file: str | None) -> Keys:
@@ -135,46 +129,41 @@ def read_keys(secret_file: str | None) -> Keys:
     place = key_location(secret_file)
     if place.configured:
         return derive_keys(_given_secret(place))
-    with private_directory(place.path.parent, make=True) as directory:
+    with _private_directory(place.path.parent, make=True) as directory:
         if not _exists(directory):
-            make_key(place.path.parent, directory)
+            _make_key(place.path.parent, directory)
         return derive_keys(_machine_secret(place, directory))
 
 
 def existing_keys(secret_file: str | None) -> Keys | None:
-    """Read an engine's secret from its file, and derive the key pair from it. Create no file.
+    """Return the key pair as `read_keys`, but create no file.
 
     Returns:
         None if `secret_file` is None and there is no machine's key: not yet, or not on this system.
-
-    Raises:
-        ConfigError: the file cannot be read, is accessible to other users, or holds no valid secret.
     """
-    if secret_file is None and not has_posix():
+    if secret_file is not None:
+        return read_keys(secret_file)
+    if not has_posix():
         return None
-    place = key_location(secret_file)
-    if place.configured:
-        return derive_keys(_given_secret(place))
+    place = key_location(None)
     try:
-        with private_directory(place.path.parent, make=False) as directory:
+        with _private_directory(place.path.parent, make=False) as directory:
             return derive_keys(_machine_secret(place, directory)) if _exists(directory) else None
     except FileNotFoundError:
         return None
 
 
-def _given_secret(place: KeyLocation) -> bytes:
+def _given_secret(place: _KeyLocation) -> bytes:
     require_posix(f"checking who may read {place.path}")
     try:
         descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(
-            f"{place}: {_why(error)}; name a readable file with the secret (kvferry keygen FILE makes one)"
-        ) from error
+        raise ConfigError(f"{place}: {_why(error)}; {_NAME_ONE}") from error
     # Kubernetes mounts secrets as symbolic links to files of root that the group may read.
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXO, owners=(os.geteuid(), 0))
 
 
-def _machine_secret(place: KeyLocation, directory: int) -> bytes:
+def _machine_secret(place: _KeyLocation, directory: int) -> bytes:
     try:
         descriptor = os.open(
             KEY_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
@@ -182,11 +171,11 @@ def _machine_secret(place: KeyLocation, directory: int) -> bytes:
     except OSError as error:
         found = os.stat(KEY_NAME, dir_fd=directory, follow_symlinks=False)
         what = "it is a symbolic link" if stat.S_ISLNK(found.st_mode) else _why(error)
-        raise ConfigError(f"{place}: {what}; remove it, or {REMEDY}") from error
+        raise ConfigError(f"{place}: {what}; remove it, or {_REMEDY}") from error
     return _secret_in(descriptor, place, closed_to=stat.S_IRWXG | stat.S_IRWXO, owners=(os.geteuid(),))
 
 
-def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
+def _secret_in(descriptor: int, place: _KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
     """Check an open file, return the secret in it, and close the file.
 
     Args:
@@ -201,7 +190,7 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
         if found.st_uid not in owners:
             raise ConfigError(
                 f"{place} belongs to user {found.st_uid}, expected {os.geteuid()}; "
-                f"chown it to {os.geteuid()}, or {REMEDY}"
+                f"chown it to {os.geteuid()}, or {_REMEDY}"
             )
         if found.st_mode & closed_to:
             raise ConfigError(
@@ -211,9 +200,7 @@ def _secret_in(descriptor: int, place: KeyLocation, closed_to: int, owners: tupl
             )
         text = os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError(
-            f"{place}: {_why(error)}; name a readable file with the secret (kvferry keygen FILE makes one)"
-        ) from error
+        raise ConfigError(f"{place}: {_why(error)}; {_NAME_ONE}") from error
     finally:
         os.close(descriptor)
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
@@ -244,11 +231,7 @@ def new_secret() -> str:
 
 
 def write_secret(path: Path) -> None:
-    """Create a file with a new random secret, which only its owner can read.
-
-    Raises:
-        ConfigError: the file exists, or cannot be written, or this system cannot close it to other users.
-    """
+    """Create a file with a new random secret, which only its owner can read, or raise ConfigError."""
     require_posix(f"closing {path} to other users")
     try:
         create_private_file(path, new_secret())
@@ -263,13 +246,10 @@ def write_secret(path: Path) -> None:
 
 
 @contextmanager
-def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
+def _private_directory(folder: Path, *, make: bool) -> Iterator[int]:
     """Open the directory of the machine's key, which only this user may use, and yield its descriptor.
 
-    Raises:
-        ConfigError: it cannot be created (if `make`) or opened, belongs to another user, or is accessible to
-            others.
-        FileNotFoundError: the directory does not exist and `make` is false.
+    Raise FileNotFoundError if it does not exist and is not to be made.
     """
     require_posix(f"closing {folder} to other users")
     try:
@@ -295,12 +275,16 @@ def private_directory(folder: Path, *, make: bool) -> Iterator[int]:
         os.close(descriptor)
 
 
-def make_key(folder: Path, directory: int) -> None:
+def _make_key(folder: Path, directory: int) -> None:
     """Create the machine's key, or raise ConfigError. Another engine may create it at the same time."""
     name = f".{KEY_NAME}-{secrets.token_hex(8)}"
     try:
         try:
-            _write_new(name, directory)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses symbolic links
+            with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
+                file.write(new_secret())
+                file.flush()
+                os.fsync(file.fileno())
             # A link, and not a rename, which would replace the key that another engine has just read.
             with suppress(FileExistsError):
                 os.link(name, KEY_NAME, src_dir_fd=directory, dst_dir_fd=directory)
@@ -312,15 +296,7 @@ def make_key(folder: Path, directory: int) -> None:
         raise _unusable(folder, _why(error)) from error
 
 
-def _write_new(name: str, directory: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses symbolic links
-    with os.fdopen(os.open(name, flags, 0o600, dir_fd=directory), "w", encoding="ascii") as file:
-        file.write(new_secret())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _unusable(folder: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"no secret_file is set, and {folder} cannot hold the key of this user's engines: {why}; {REMEDY}"
+        f"no secret_file is set, and {folder} cannot hold the key of this user's engines: {why}; {_REMEDY}"
     )

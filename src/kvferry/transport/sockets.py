@@ -1,4 +1,4 @@
-"""Wait for messages on many ZeroMQ sockets, in a time that does not grow with their number.
+"""Sockets of control channels, and a wait for many ZeroMQ sockets whose cost does not grow with them.
 
 `zmq.Poller` asks each socket in each call. Here, epoll waits for the file descriptors of all sockets
 (``ZMQ_FD``). Such a descriptor only says that something about its socket may have changed, and sending a
@@ -21,6 +21,14 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.transport import security
 from kvferry.transport.addresses import zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+
+logger = logging.getLogger(__name__)
+
+# Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
+SOCKETS = 3
+
+LATE_SECONDS = 1.0
+_QUIET_SECONDS = 60.0
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -83,10 +91,6 @@ class SocketPoller(Generic[Name]):
         return [name for name in names if int(self._sockets[name].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
 
 
-# Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
-SOCKETS = 3
-
-
 class ControlSocket:
     """A socket that is connected to the control channel of one peer. Not thread-safe.
 
@@ -134,11 +138,7 @@ class ControlSocket:
         """Send a request, block until the reply arrives, and return it.
 
         Args:
-            deadline: seconds of `time.monotonic`.
-
-        Raises:
-            TimeoutError: no reply arrived by the deadline.
-            ProtocolError: the reply cannot be decoded.
+            deadline: seconds of `time.monotonic`, after which TimeoutError is raised.
         """
         self.send(message)
         if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
@@ -151,12 +151,6 @@ class ControlSocket:
             self.raw.disable_monitor()
             events.close()
         self.raw.close(linger=linger_milliseconds)
-
-
-logger = logging.getLogger(__name__)
-
-LATE_SECONDS = 1.0
-_QUIET_SECONDS = 60.0
 
 
 class DelayMonitor:

@@ -1,9 +1,9 @@
-"""Staging memory, which holds images during a transfer.
+"""Staging memory, which holds images during a transfer, and the settings and resources of a worker's lanes.
 
 A worker has two areas that are registered with the transport. It gathers cells for other workers into the
 *outgoing* area. It reads images into the *landing* area before it scatters them into blocks. A third area is
-host memory that workers of the same machine map (`shared_area`). Areas are allocated in units of
-`UNIT_BYTES`. An `Allocation` holds the images of one segment.
+host memory that workers of the same machine map (`OutgoingFile`). Areas are allocated in units of
+`UNIT_BYTES`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagedImages
 from kvferry.memory.device_copy import HostRegistration
 from kvferry.memory.shared_memory import SharedFile, map_shared
-from kvferry.planning.strategy import LANE_BYTES, Costs, Strategy
-from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
 from kvferry.transport.agent import Agent
-from kvferry.transport.security import Keys, random_keys
+from kvferry.transport.costs import TransferSettings
+
+logger = logging.getLogger(__name__)
 
 UNIT_BYTES = 1 << 20
 _ALIGNMENT = 4096
@@ -38,7 +38,7 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A contiguous range of a staging area that holds images.
+    """A contiguous range of a staging area that holds the images of one segment.
 
     Attributes:
         unit: index of the first unit of `UNIT_BYTES`.
@@ -52,12 +52,7 @@ class Allocation:
 
 
 class StagingArea:
-    """Memory that holds images during a transfer. Thread-safe.
-
-    Attributes:
-        device: torch device of the memory.
-        units: number of units of `UNIT_BYTES`; 0 if the area is empty.
-    """
+    """Memory that holds images during a transfer, in `units` of `UNIT_BYTES`. Thread-safe."""
 
     def __init__(self, size: int, like: Region, memory: torch.Tensor | None = None) -> None:
         """Allocate the memory.
@@ -81,7 +76,7 @@ class StagingArea:
 
     @property
     def largest_image(self) -> int:
-        """Size in bytes of the largest image that may use the area: a quarter, so that several fit."""
+        """Bytes of the largest image that may use the area: a quarter, so that several fit."""
         return self.units * UNIT_BYTES // 4
 
     @property
@@ -110,53 +105,14 @@ class StagingArea:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """Settings of a worker's KV transfers, the same for all peers.
-
-    Attributes:
-        strategy: None to choose the cheapest for each read, by `costs`.
-        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
-            measurement.
-        staging_bytes: size of each of the three staging areas; 0 for none. The worker reads into one, peers
-            read from another, and peers of the same machine may map the third.
-        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
-        keys, peers: of the gather channel.
-        ports: ports that the gather channel and UCX may listen on; None for any.
-        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
-    """
-
-    strategy: Strategy | None = None
-    costs: Costs = field(default_factory=Costs)
-    timed_read_bytes: int = 2 << 20
-    staging_bytes: int = 64 << 20
-    host: str = "127.0.0.1"
-    advertise_host: str = "127.0.0.1"
-    keys: Keys = field(default_factory=random_keys)
-    peers: AllowedPeers = ANY_PEER
-    ports: PortRange | None = None
-    lanes: int = 2
-    lane_bytes: int = LANE_BYTES
-
-
-logger = logging.getLogger(__name__)
-
-_HOST = Region(0, 1)
-
-
 class OutgoingFile:
-    """A memory file into which this worker gathers cells.
-
-    Attributes:
-        file: what a reader needs to map the memory.
-        area: the memory as a staging area.
-    """
+    """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
 
     def __init__(self, size: int, like: Region) -> None:
         """Create and map the file. No memory is allocated until it is used, except by CUDA.
 
         Args:
-            size: multiple of `staging.UNIT_BYTES`.
+            size: multiple of `UNIT_BYTES`.
             like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
 
         Raises:
@@ -169,7 +125,7 @@ class OutgoingFile:
         except BaseException:
             os.close(self.file.fd)
             raise
-        self.area = StagingArea(size, _HOST, self._memory.tensor)
+        self.area = StagingArea(size, Region(0, 1), self._memory.tensor)
 
     def close(self) -> None:
         """Let no further reader map the file. Readers that have mapped it keep its memory."""
@@ -181,14 +137,10 @@ class MappedArea:
     """The outgoing file of another worker, mapped to be read."""
 
     def __init__(self, file: SharedFile, like: Region) -> None:
-        """Map the file.
+        """Map the file. Register it with CUDA if `like`, a region of this worker's KV cache, is on a GPU.
 
-        Args:
-            like: region of this worker's KV cache. If it is on a GPU, the memory is registered with CUDA.
-
-        Raises:
-            TransferError: it cannot be opened or mapped here. Its owner may run on another machine, or have
-                ended.
+        Raise TransferError if it cannot be opened or mapped here. Its owner may run on another machine, or
+        have ended.
         """
         writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
         fd = file.open(writable=writable)
@@ -238,13 +190,11 @@ class LaneResources:
     """The agent, memory and settings of a lane. Only the lane's thread uses them.
 
     Attributes:
-        agent: NIXL agent of the lane.
         geometry: KV cache of this rank.
         landing: staging area into which images are read. All lanes share it.
         words: memory into which words of peers are read, uint64 of shape (n,). The lane registers it.
         context: ZeroMQ context of the gather channels.
         free_words: indices of the elements of `words` that packed reads may take. Mutated by them.
-        clock: current time in seconds.
     """
 
     agent: Agent

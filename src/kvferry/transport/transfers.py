@@ -20,17 +20,22 @@ from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import on_device
 from kvferry.memory.shared_memory import request_huge_pages
 from kvferry.transport.agent import Agent, restrict_ucx_to
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.lane import Lane, MakeAgent
+from kvferry.transport.lane import Connect, Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
-from kvferry.transport.read_plan import WHOLE_ORDER, ReadOrder, ReadResult, Share, join_results
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings, make_outgoing_file
+from kvferry.transport.read_plan import ReadOrder, ReadResult, Share
+from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 256
 
 
-class ExportedMemory:
+class _ExportedMemory:
     """The memory of a worker that peers can read, and the server that gathers for them.
 
     Attributes:
@@ -46,10 +51,6 @@ class ExportedMemory:
             words: lease words of this worker. Words that protect the staging area are appended.
             settings: without a staging area, no server is started.
             agent: NIXL agent that nothing else uses. `close` closes it.
-
-        Raises:
-            ConfigError: `settings.host` cannot be bound, or the installed NIXL writes transport metadata that
-                peers cannot validate.
         """
         self._agent = agent
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
@@ -59,33 +60,22 @@ class ExportedMemory:
         first_word = words.add(outgoing.units)
         if shared is not None:
             words.add(shared.area.units)
-        areas = [outgoing.region] if outgoing.units else []
         for region in geometry.regions:
             request_huge_pages(region, touched=True)
+        areas = [outgoing.region] if size else []
         for region in areas:
             request_huge_pages(region, touched=False)
         agent.register([*geometry.regions, *areas, Region(words.address, words.array.nbytes)])
         self._gatherer: GatherServer | None = None
         offered = None
-        if outgoing.units:
-            area = shared.area if shared else None
+        if size:
+            area, file = (None, None) if shared is None else (shared.area, shared.file)
             self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=area)
-            region = outgoing.region
-            offered = Outgoing(
-                host=settings.advertise_host,
-                port=self._gatherer.port,
-                address=region.address,
-                bytes=region.length,
-                words=len(words.array) - first_word,
-                file=shared.file if shared else None,
-            )
+            host, port, region = settings.advertise_host, self._gatherer.port, outgoing.region
+            own_words = len(words.array) - first_word
+            offered = Outgoing(host, port, region.address, region.length, own_words, file)
         self.card = RankCard(
-            geometry=geometry,
-            agent=agent.metadata(),
-            words_address=words.address,
-            words=len(words.array),
-            incarnation=words.incarnation,
-            outgoing=offered,
+            geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
 
     def close(self) -> None:
@@ -96,11 +86,6 @@ class ExportedMemory:
             self._shared.close()
             self._shared = None
         self._agent.close()
-
-
-logger = logging.getLogger(__name__)
-
-MAX_IN_FLIGHT = 256
 
 
 class Transfers:
@@ -144,8 +129,8 @@ class Transfers:
         self.words = words
         self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
-        # Of each order: how many lanes have a share of it, and the results of those that are done.
-        self._parts: dict[str, tuple[int, list[ReadResult]]] = {}
+        # Of each order: how many lanes have not done their share of it, and the result of those that have.
+        self._orders: dict[str, tuple[int, ReadResult | None]] = {}
         self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region, touched=False)
@@ -155,31 +140,22 @@ class Transfers:
             restrict_ucx_to(settings.host, settings.ports),
             on_device(geometry.regions[0]),
         ):
-            self._exposed = ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
+            self._exposed = _ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
             self._validator = validator or SandboxValidator(
                 partial(MetadataSandbox, settings.host, settings.ports)
             )
             started.callback(self._validator.close)
+            shared = geometry, landing, settings, make_agent
             self._lanes = [
-                Lane(
-                    f"{name}/reads-{number}",
-                    geometry=geometry,
-                    landing=landing,
-                    settings=settings,
-                    make_agent=make_agent,
-                    validator=self._validator,
-                    in_flight=in_flight,
-                    on_result=on_result,
-                    clock=clock,
-                )
+                Lane(f"{name}/reads-{number}", *shared, self._validator, in_flight, on_result, clock)
                 for number in range(settings.lanes)
             ]
             for lane in self._lanes:
                 started.callback(lane.stop)
             # All have been started before the first is waited for, so that they start concurrently.
             for lane in self._lanes:
-                lane.wait_ready()
+                lane.ready.result()
             started.pop_all()
         self.card: RankCard = self._exposed.card
 
@@ -190,15 +166,15 @@ class Transfers:
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Start to connect a peer on all lanes. Orders to read from it may be submitted at once."""
         for lane in self._lanes:
-            lane.connect(peer, cards)
+            lane.submit(Connect(peer, tuple(cards)))
 
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer when the reads from it have ended. Later orders to read from the peer fail."""
         for lane in self._lanes:
-            lane.disconnect(peer)
+            lane.submit(Connect(peer, None))
 
     def submit(self, *orders: ReadOrder) -> None:
-        """Queue all orders of a step. Their attribute `share` is ignored."""
+        """Queue all orders of a step. Each is for the whole of its span."""
         lanes = len(self._lanes)
         tokens = [order.span.ends - order.span.begins for order in orders]
         given = [0] * lanes
@@ -209,21 +185,25 @@ class Transfers:
                 # A small order goes as a whole to the lane that has the fewest tokens so far.
                 *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
                 given[lane] += size
-                self._parts[order.key] = 1, []
-                self._lanes[lane].submit(replace(order, share=WHOLE_ORDER))
+                self._orders[order.key] = 1, None
+                self._lanes[lane].submit(order)
             else:
-                self._parts[order.key] = lanes, []
+                self._orders[order.key] = lanes, None
                 for number, one in enumerate(self._lanes):
                     one.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
 
     def results(self) -> list[ReadResult]:
         done = []
-        for result in itertools.chain.from_iterable(lane.results() for lane in self._lanes):
-            lanes, parts = self._parts[result.key]
-            parts.append(result)
-            if len(parts) == lanes:
-                del self._parts[result.key]
-                done.append(join_results(parts))
+        for lane in self._lanes:
+            while lane.results:
+                result = lane.results.popleft()
+                lanes, before = self._orders.pop(result.key)
+                if before is not None:
+                    result = before.joined(result)
+                if lanes > 1:
+                    self._orders[result.key] = lanes - 1, result
+                else:
+                    done.append(result)
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
+from msgspec import structs
+
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import MAX_TURNS, AskTurn, KeptTurn, Turns
 
@@ -88,18 +90,15 @@ class TurnIndex:
         return len(self._turns)
 
     def publish(self, content: TurnContent, kept: KeptTurn, lease: str) -> None:
-        """Add a turn. `KeptTurn.found` sets what depends on the query.
-
-        Args:
-            lease: name of the turn's lease in this engine.
-        """
+        """Add a turn of a lease, named as in this engine. `find` sets the fields that depend on the query."""
         self._turns[kept.ticket] = content, kept, lease
         for number, key in enumerate(content.keys):
             self._by_key.setdefault((number, key), {})[kept.ticket] = None
 
     def withdraw(self, ticket: bytes) -> None:
-        content, _, _ = self._turns.pop(ticket, (None, None, None))
-        for number, key in enumerate(content.keys if content is not None else ()):
+        if (turn := self._turns.pop(ticket, None)) is None:
+            return
+        for number, key in enumerate(turn[0].keys):
             tickets = self._by_key.get((number, key), {})
             tickets.pop(ticket, None)
             if not tickets:
@@ -117,7 +116,7 @@ class TurnIndex:
             tickets = list(self._by_key.get((last, question.keys[last]), ()))
             turns = [turn for ticket in reversed(tickets) if (turn := self._turns.get(ticket)) is not None]
             found = [
-                kept.found(last + 1, list(content.tokens_after(last + 1)))
+                structs.replace(kept, chunks=last + 1, next_tokens=list(content.tokens_after(last + 1)))
                 for content, kept, _ in turns[:MAX_TURNS]
                 if content.chunk_tokens == question.chunk_tokens
             ]
@@ -169,7 +168,11 @@ class TurnQueries:
         now, number = self._clock(), next(self._numbers)
         for gone in self._silent.keys() - peers.keys():
             self._silent.pop(gone, None)
-        asked = {one: run for one, run in peers.items() if not self._is_paused(one, run, now)}
+        asked = {
+            one: run
+            for one, run in peers.items()
+            if (pause := self._silent.get(one)) is None or pause.run != run or now >= pause.until
+        }
         self._open[number] = _TurnQuery(asked, now)
         return number, list(asked)
 
@@ -200,10 +203,6 @@ class TurnQueries:
 
     def drop(self, number: int) -> None:
         self._open.pop(number, None)
-
-    def _is_paused(self, address: Address, run: int, now: float) -> bool:
-        silence = self._silent.get(address)
-        return silence is not None and silence.run == run and now < silence.until
 
     def _next_pause(self, address: Address, run: int, asked: float, now: float) -> _Silence:
         before = self._silent.get(address)

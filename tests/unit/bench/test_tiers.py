@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.errors import ConfigError, TransferError
-from kvferry.tools.bench import movers as raw_files, tiers, tiers as tiers_report
+from kvferry.tools.bench import file_tier, tiers, tiers as tiers_report
 from kvferry.tools.bench.host_tier import tier_cases, verify_copies
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.tools.bench.storage_chunks import RandomChunks, load_mover, open_queue, store_all
@@ -27,7 +27,7 @@ def quiet(_: str) -> None:
 
 @pytest.mark.parametrize("has_fio", [False, True])
 def test_all_tiers_are_measured_once_through(tmp_path: Path, monkeypatch, has_fio: bool) -> None:
-    if has_fio and not raw_files.has_fio():
+    if has_fio and not file_tier.has_fio():
         pytest.skip("there is no fio here")
     monkeypatch.setattr("kvferry.tools.bench.file_tier.has_fio", lambda: has_fio)
     folders = [tmp_path / name for name in ("files", "objects")]

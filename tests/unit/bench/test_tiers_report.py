@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvferry.common.text import Report
 from kvferry.tools.bench import tiers as tiers_report
-from kvferry.tools.bench.tier_cases import TierCase, measure_cases
+from kvferry.tools.bench.rounds import TierCase, measure_cases
 from kvferry.tools.bench.tiers import MeasuredTiers
 from kvferry.tools.measuring.rounds import Spread
 from support.bench_results import tier_speed, tiers

@@ -1,6 +1,7 @@
 """Reports of several workers become one."""
 
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -8,7 +9,7 @@ from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.loads import Loads
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts, join_results
+from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 
@@ -44,7 +45,7 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
         ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0, speed, why)
         for speed, why in ((3e8, ""), (2e8, "another user"), (0.0, ""))
     ]
-    lanes = join_results([ReadResult("a", None, plan, 1.0, 0.1) for plan in plans])
+    lanes = reduce(ReadResult.joined, [ReadResult("a", None, plan, 1.0, 0.1) for plan in plans])
     loads = Loads(Clock())
     loads.begin(made_up_load("a", LoadSpan(0, 4, 5), []))
     loads.add(only_read("a"))
@@ -69,10 +70,9 @@ def test_one_failure_is_a_failure_of_all(late, lost):
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_lost_peer_is_reported_by_any_lane(lost):
     plan = ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0)
-    whole = join_results(
-        [ReadResult("a", None, plan, 1.0, 0.1), ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)]
-    )
-    assert whole.peer_lost is lost
+    one = ReadResult("a", None, plan, 1.0, 0.1)
+    other = ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)
+    assert one.joined(other).peer_lost is lost
 
 
 def test_two_failures_without_bytes_are_one():

@@ -14,7 +14,7 @@ from kvferry.connector.config import ConnectorConfig, Layout
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.compat import model as layouts
 from kvferry.engines.vllm.compat.model import declared_layouts, layers_are_alike, takes_whole_blocks
-from kvferry.geometry.layout import LAYOUTS
+from kvferry.geometry.rank import LAYOUTS
 
 EVERY = list(LAYOUTS)
 

@@ -18,7 +18,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.events import EventStream
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.tiers.store_orders import Progress
+from kvferry.connector.tiers.storing import Progress
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.geometry import GroupKind
 from support.engine_info import made_up

@@ -10,7 +10,6 @@ import pytest
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind, Layer
 from kvferry.geometry.layout import (
-    LAYOUTS,
     EngineShape,
     GroupShape,
     group_layers,
@@ -19,6 +18,7 @@ from kvferry.geometry.layout import (
     layer_name,
     split_stages,
 )
+from kvferry.geometry.rank import LAYOUTS
 from kvferry.geometry.store import LayerCache, StoredField
 from support.models import COMPACT, SPLITS, attention, model, state
 
@@ -274,7 +274,9 @@ def test_strides_and_fields_describe_the_same_bytes(layout, kernels):
         for j, layer in enumerate(group.layers):
             for block in range(5):
                 assert where.page(j, block) == layer.address + block * layer.block_stride
-                said = [[where.at(j, block, head, token) for token in range(4)] for head in range(2)]
+                kernel, head, token = where.strides[1:4]
+                inside = [(t // where.counts[3] * kernel) + t % where.counts[3] * token for t in range(4)]
+                said = [[where.page(j, block) + h * head + at for at in inside] for h in range(2)]
                 found = addresses_of(layer, block, "k", ("head", "token", "content"))
                 assert (found[..., 0] == said).all()
                 assert (np.diff(found) == 2 * where.strides[4]).all()

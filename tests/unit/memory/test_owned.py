@@ -8,7 +8,8 @@ import torch
 
 from kvferry.common.errors import GeometryError, SilentCopy
 from kvferry.geometry import GroupKind, Layer, RankGeometry
-from kvferry.geometry.layout import LAYOUTS, EngineShape
+from kvferry.geometry.layout import EngineShape
+from kvferry.geometry.rank import LAYOUTS
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.planning.select import LoadSpan, select_cells
@@ -111,7 +112,7 @@ def test_a_page_map_finds_what_a_view_wrote(layout):
         view[3, 1, 2, 0] = 100 + value
     (where,) = cache.maps
     for slot in range(3):
-        at = where.at(slot, 3, head=1, token=2) - cache.buffer.data_ptr()
+        at = where.page(slot, 3) + where.strides[2] + 2 * where.strides[3] - cache.buffer.data_ptr()
         assert cache.buffer[at : at + 2].view(torch.int16).item() == 100 + slot
 
 

@@ -17,7 +17,7 @@ from kvferry.tools.cli.traces import described
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
-from kvferry.tools.replay.model import NO_PREFIX_CACHE, served_model
+from kvferry.tools.replay.settings import NO_PREFIX_CACHE, served_model
 from kvferry.tools.replay.simulation import Simulation
 from support.configs import DENSE
 

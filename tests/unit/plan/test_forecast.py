@@ -10,8 +10,7 @@ from kvferry.common.errors import GeometryError
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.tools.plan.blocks import group_counts
-from kvferry.tools.plan.cost import Pricing, limit_bandwidth
-from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth
 from kvferry.tools.plan.side import EngineSide, block_tokens
 
 DIRECT = Pricing(Costs(), Strategy.DIRECT)

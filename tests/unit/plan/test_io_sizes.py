@@ -9,9 +9,8 @@ import pytest
 
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
-from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import find_config
-from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.side import EngineSide
 
 KIB, MIB = 1 << 10, 1 << 20

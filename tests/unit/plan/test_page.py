@@ -10,9 +10,8 @@ import pytest
 
 from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
-from kvferry.tools.plan.cost import Pricing
 from kvferry.tools.plan.find import find_config
-from kvferry.tools.plan.forecast import forecast
+from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.page import picture
 from kvferry.tools.plan.page.draw import (
     WIDTH,
@@ -176,7 +175,7 @@ def test_a_pipeline_rank_without_these_layers_has_no_lane():
 
 
 def test_strips_are_the_pages_memory():
-    rank = setting(EngineSide(layout="LHBNC")).srcs[0]
+    rank = setting(EngineSide(layout="LHBNC")).src.ranks[0]
     found = strips(rank.groups[0], [1], 2)
     # Heads are outside of blocks: a stretch per head and block.
     assert [strip.length for strip in found] == [PAGE // 4] * 8

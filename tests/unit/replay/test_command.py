@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.tools.cli.main import app
-from kvferry.tools.replay.model import ASSUMED_KV_CACHE
+from kvferry.tools.replay.settings import ASSUMED_KV_CACHE
 from support.command_line import run_command_in_terminal
 from support.configs import DENSE
 from support.terminal import Terminal

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 
 from hypothesis import given, strategies as st
 
-from kvferry.tools.replay.content import keys_of
+from kvferry.tools.replay.content import keys_of_each
 from kvferry.tools.replay.curve import StackDistances, hit_rate_curve
-from kvferry.tools.replay.lookup import UNLIMITED
-from kvferry.tools.replay.model import BlockPool
-from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.settings import UNLIMITED, BlockPool, ReplaySettings, TierSetting
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.engine_pairs import Turn, conversations, small_model, trace_request
@@ -31,7 +29,7 @@ class PlainLRU:
 
     def serve(self, request: TraceRequest, local: int) -> int:
         """Return how many tokens of the prompt are found, of which the engine has the first."""
-        names, prompt = keys_of(request, CHUNK, 1), request.prompt_tokens
+        names, prompt = keys_of_each([request], CHUNK, 1)[0], request.prompt_tokens
         whole, tail = prompt // CHUNK, names.tail(prompt) if prompt % CHUNK else []
         keys = [*names.whole[0][:whole], *tail]
         found = next((n for n, key in enumerate(keys) if key not in self._chunks), len(keys))
@@ -57,7 +55,9 @@ def rates(
     )
     for number, turn in enumerate(turns):
         request = trace_request(turn, unit)
-        distances.add(request, keys_of(request, CHUNK, 1), share(turn, tenths), counted=number >= skip)
+        distances.add(
+            request, keys_of_each([request], CHUNK, 1)[0], share(turn, tenths), counted=number >= skip
+        )
     return [point.hit_rate for point in distances.points()]
 
 
@@ -93,7 +93,7 @@ def test_curve_equals_simulations_of_each_capacity_with_the_engines_own_prefix_c
         simulation.run(requests)
         return simulation
 
-    points = hit_rate_curve(iter([requests]), replayed(UNLIMITED))
+    points = hit_rate_curve(lambda _: requests, replayed(UNLIMITED))
     fitting = [one for one in points if one.capacity_bytes >= (LONGEST // CHUNK + 2) * GROUP.chunk_bytes]
     assert fitting
     for one in fitting:

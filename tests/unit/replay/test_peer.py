@@ -20,8 +20,7 @@ from kvferry.geometry.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
-from kvferry.tools.replay.model import ServedModel, served_model
-from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+from kvferry.tools.replay.settings import ReplaySettings, ServedModel, parse_tier, served_model
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.open import open_trace
 

@@ -17,14 +17,13 @@ from kvferry.geometry.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.curve import hit_rate_curve
-from kvferry.tools.replay.model import BlockPool, ServedModel, served_model
 from kvferry.tools.replay.page import page
-from kvferry.tools.replay.report import Outcome, as_json
-from kvferry.tools.replay.settings import ReplaySettings, parse_tier
-from kvferry.tools.replay.show import show
+from kvferry.tools.replay.settings import BlockPool, ReplaySettings, ServedModel, parse_tier, served_model
+from kvferry.tools.replay.show import Outcome, as_json, show
 from kvferry.tools.replay.simulation import Simulation, route_named
-from kvferry.tools.replay.trace.base import TraceRequest, chained
+from kvferry.tools.replay.trace.base import TraceRequest
 from support.configs import DENSE
+from support.replayed import chained
 
 UNIT, CHUNK = 512, 256
 RECURRENT = {
@@ -148,9 +147,9 @@ def test_prompts_that_share_little_are_spread_over_engines() -> None:
     system, own = [1], [[100 * n + m for m in range(7)] for n in range(8)]
     route = route_named("prefix", 0)
     requests = [prompt(8 * UNIT, *system, *each) for each in own]
-    assert sorted(route.choose(one, [0] * 4) for one in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(route(one, [0] * 4) for one in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
     longer = [prompt(9 * UNIT, *system, *each, 7) for each in own]
-    assert [route.choose(one, [0] * 4) for one in longer] == [route.choose(one, [0] * 4) for one in requests]
+    assert [route(one, [0] * 4) for one in longer] == [route(one, [0] * 4) for one in requests]
 
 
 def test_a_load_of_a_recurrent_model_ends_at_a_snapshot() -> None:
@@ -179,7 +178,7 @@ def test_the_curve_is_the_hit_rate_of_a_replay_at_each_capacity() -> None:
     replay = simulation()
     replay.run(requests)
     dense = model()
-    for point in hit_rate_curve(iter([requests]), replay):
+    for point in hit_rate_curve(lambda _: requests, replay):
         alone = simulation(f"host={point.capacity_bytes}B", of=dense).run(requests)
         assert alone.hit_rate == pytest.approx(point.hit_rate), point.capacity_bytes
 
@@ -188,7 +187,7 @@ def test_the_outcome_fits_a_terminal_a_page_and_json() -> None:
     replay = simulation("host=1GiB", "file=unlimited", of=model(RECURRENT), prefill_tokens_per_second=1e4)
     requests = [prompt(8 * UNIT, *range(8)), prompt(8 * UNIT, *range(8), at=1.0)]
     replay.run(requests)
-    points = tuple(hit_rate_curve(iter([requests] * 8), replay))
+    points = tuple(hit_rate_curve(lambda _: requests, replay))
     assert len(points) == 8
     found = Outcome(replay, "trace<1>.jsonl", complete=False, curve=points)
     for width in (40, 60, 80, 120):

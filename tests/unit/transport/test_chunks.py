@@ -9,7 +9,6 @@ from kvferry.planning.packed_image import PackedImage
 from kvferry.planning.prepared_lists import PreparedEntries
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Strategy, TransferMethod, Work
-from kvferry.transport.packed_read import segments_of
 from kvferry.transport.prepared_routes import PreparedMethod
 
 STRIDE = 1 << 20
@@ -30,12 +29,12 @@ def _cells(count: int) -> Cells:
     [(64, 64, [16] * 4), (64, 20, [5] * 12 + [4]), (3, 64, [2, 1]), (2, 2, [1, 1])],
 )
 def test_chunks_are_a_quarter_of_what_moves_and_of_the_room(count: int, room: int, sizes: list[int]) -> None:
-    assert [len(chunk) for chunk in segments_of(_way(room), _cells(count))] == sizes
+    assert [len(chunk) for chunk in _way(room).segments(_cells(count))] == sizes
 
 
 def test_together_they_are_all_cells_in_order() -> None:
     cells = _cells(50)
-    chunks = segments_of(_way(64), cells)
+    chunks = _way(64).segments(cells)
     assert np.concatenate([chunk.dst_block for chunk in chunks]).tolist() == cells.dst_block.tolist()
 
 

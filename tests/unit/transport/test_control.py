@@ -929,7 +929,10 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
     keeper.turns.publish(content(600), turn, "turn")
     client = ends.client(clock=Clock())  # no peer is too slow
-    for tokens, found in ((700, [(at, turn.found(2, list(range(512, 600))))]), (200, [])):
+    for tokens, found in (
+        (700, [(at, structs.replace(turn, chunks=2, next_tokens=list(range(512, 600))))]),
+        (200, []),
+    ):
         number = client.ask_turn(asker.keepers, content(tokens))
         assert answered(client, number) == found
     status(client, keeper.port)  # the same channel goes on to serve

@@ -45,10 +45,10 @@ def test_made_up_senders_do_not_make_it_grow():
     for number in range(1000):
         inbox.put(str(number).encode(), number)
     assert len(inbox) == 10
-    assert inbox.senders == 10
+    assert len(inbox._of) == 10
     while inbox:
         inbox.popleft()
-    assert inbox.senders == 0
+    assert len(inbox._of) == 0
 
 
 def test_both_threads_use_it_under_its_lock_alone():

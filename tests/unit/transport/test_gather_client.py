@@ -18,10 +18,9 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
     decode_request,
-    encode,
 )
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, encode
 from kvferry.transport.security import secure_server
 from support.keys import KEYS
 

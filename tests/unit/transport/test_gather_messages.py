@@ -20,9 +20,8 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     decode_reply,
     decode_request,
-    encode,
 )
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, encode
 from support.examples import examples
 
 QUICK = examples(100)

@@ -18,6 +18,7 @@ from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, parse_allowed_peers
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
     AnnounceRoutes,
     Done,
@@ -26,12 +27,11 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
     decode_reply,
-    encode,
 )
 from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.messages import PROTOCOL
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
+from kvferry.transport.messages import PROTOCOL, encode
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.keys import KEYS, OTHER_KEYS
 from support.memory import memory
 from support.waiting import wait_for

@@ -118,13 +118,14 @@ class Table:
         loops = SimpleNamespace(scatter=self._scatter)
         self.method = SimpleNamespace(
             announced_route=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
-            shared=shared, src=PreparedEntries(0, 40), segment_cells=lambda _: per_segment,
+            shared=shared, src=PreparedEntries(0, 40), segments=lambda cells: [
+                cells[at : at + per_segment] for at in range(0, len(cells), per_segment)
+            ],
             indices=self._indices,
         )  # fmt: skip
         route = SimpleNamespace(
-            direct=direct or None,
-            direct_indices=self._direct,
-            src_cell=lambda cells: int(cells.number[0]) % src_cells,
+            direct=SimpleNamespace(indices=self._direct) if direct else None,
+            route=SimpleNamespace(src_cells=src_cells),
         )
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
@@ -139,7 +140,7 @@ class Table:
         self.indices.append((outgoing, landing))
         return DescriptorIndices(np.arange(outgoing, outgoing + len(cells)), np.zeros(len(cells), np.int32))
 
-    def _direct(self, cells):
+    def _direct(self, cells, outgoing, landing):
         return DescriptorIndices(cells.src_block + 1000, cells.dst_block)
 
     def answer(self, reply=None):

@@ -11,8 +11,9 @@ from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.strategy import Costs, Strategy, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
 from kvferry.transport.agent import ReadState
-from kvferry.transport.costs import LEAST_BYTES, PATIENCE_SECONDS, ROUNDS, ReadSpeed
-from kvferry.transport.staging import UNIT_BYTES, LaneResources, StagingArea, TransferSettings
+from kvferry.transport.costs import TransferSettings
+from kvferry.transport.read_speed import LEAST_BYTES, PATIENCE_SECONDS, ROUNDS, ReadSpeed
+from kvferry.transport.staging import UNIT_BYTES, LaneResources, StagingArea
 from support.clock import Clock
 
 COSTS = Costs()

@@ -17,16 +17,17 @@ from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
-from kvferry.transport.costs import PATIENCE_SECONDS, ROUNDS
-from kvferry.transport.gather_client import Gather, encode
+from kvferry.transport.costs import TransferSettings
+from kvferry.transport.gather_client import Gather
 from kvferry.transport.lease import LeaseWord, LeaseWords
-from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import RoutePreparation
 from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
-from kvferry.transport.staging import UNIT_BYTES, StagingArea, TransferSettings
+from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from kvferry.transport.transfers import Transfers
 from support.clock import Clock
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks

@@ -182,7 +182,7 @@ def test_questions_and_answers_travel():
     one = content(range(9))
     question = AskTurn(3, CHUNK, list(one.keys))
     assert decode_request(encode(question)) == question
-    answer = Turns(3, [kept(one).found(2, [8])])
+    answer = Turns(3, [msgspec.structs.replace(kept(one), chunks=2, next_tokens=[8])])
     assert decode_reply(encode(answer)) == decode_numbered(encode(answer)) == answer
     assert decode_numbered(encode(question)) is None
     assert decode_numbered(b"\xff\x00") is None

@@ -1,4 +1,4 @@
-"""The chunk keys of all requests whose KV the tiers may store or load."""
+"""What requests are to the tiers: their chunk keys, and the positions at which they leave snapshots."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from kvferry.connector.content import Adapters, keys_of
 from kvferry.connector.engine import EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, SnapshotsPlaced
 from kvferry.geometry.canonical import CanonicalForm
-from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import widest_group
 from kvferry.planning.retention import (
     bytes_of_snapshots,
     first_snapshot,
@@ -46,8 +44,6 @@ class Prompts:
         """Create an empty collection of chunk keys.
 
         Args:
-            canonical: format in which chunks are stored.
-            adapters: the engine's LoRA adapters.
             beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
             prompts_only: True to compute no keys for generated tokens, because their KV differs from the KV
                 of equal tokens in a prompt.
@@ -60,11 +56,6 @@ class Prompts:
         self._salt_of: dict[str, str] = {}  # cache salt of each known request
         self._salt_epochs: dict[str, str] = {}  # random text before each forgotten salt
 
-    @property
-    def widest_group(self) -> int:
-        """Index, in the storage format, of the KV cache group that needs the most chunks to load a prefix."""
-        return widest_group(self._canonical.groups)
-
     def add(self, request: Request) -> PromptChunks | None:
         """Compute the chunk keys of a new request and return its chunks; None if it has none, or none yet.
 
@@ -72,13 +63,13 @@ class Prompts:
         """
         self._unnamed.pop(request.request_id, None)
         try:
-            keys = self._keys(request)
+            chunks = self.chunks_of(request)
         except Unnameable as error:
             logger.debug("request %s: not cached: %s", shown(request.request_id), error)
             self._unnamed[request.request_id] = error
             return None
         self._salt_of[request.request_id] = request.cache_salt or ""
-        chunks = self._known[request.request_id] = self._chunks_with(keys)
+        self._known[request.request_id] = chunks
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
@@ -87,26 +78,29 @@ class Prompts:
         Computes the keys of the tokens that were generated since the last call. A request loses its keys if
         its content can no longer be identified for certain.
         """
+        name = request.request_id
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
-            self.remove(request.request_id)
-        if self.are_pending(request.request_id):
+            self.remove(name)
+        if self.are_pending(name):
             self.add(request)
-        # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys say.
-        if request.request_id in self._known and not self._adapters.is_current(request.adapter):
-            self.remove(request.request_id)
-            self._unnamed[request.request_id] = Unnameable("its LoRA was replaced in place since it came in")
-        if request.request_id in self._known and any(one.is_ambiguous for one in request.items):
-            self.remove(request.request_id)
-            self._unnamed[request.request_id] = Unnameable("an identifier of its items has stood for another")
-        chunks = self._known.get(request.request_id)
-        if chunks is not None and len(chunks.keys) < request.num_tokens:
-            try:
-                chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
-            except Unnameable as error:
-                self.remove(request.request_id)
-                self._unnamed[request.request_id] = error
-                return None
+        if (chunks := self._known.get(name)) is None:
+            return None
+        try:
+            self._extend(chunks, request)
+        except Unnameable as error:
+            self.remove(name)
+            self._unnamed[name] = error
+            return None
         return chunks
+
+    def _extend(self, chunks: PromptChunks, request: Request) -> None:
+        # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys say.
+        if not self._adapters.is_current(request.adapter):
+            raise Unnameable("its LoRA was replaced in place since it came in")
+        if any(one.is_ambiguous for one in request.items):
+            raise Unnameable("an identifier of its items has stood for another")
+        if len(chunks.keys) < request.num_tokens:
+            chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
 
     def are_pending(self, request_id: str) -> bool:
         """Return True while the digest of a request's LoRA adapter is computed: its keys may become known."""
@@ -127,33 +121,11 @@ class Prompts:
 
         KV of running requests is no longer stored or looked up.
         """
-        self._known.clear()
-        self._salt_of.clear()
-        self._unnamed.clear()
         # The number is random, so that other engines with a shared tier do not find chunks from after the
         # reset, nor this engine those from before. Running requests get no keys: their blocks mix KV from
         # before and after.
-        self._epoch, self._suspended = f"{secrets.token_hex(16)} ", ""
-
-    def forget_salt(self, salt: str) -> None:
-        """Give content under a cache salt new chunk keys from now on, so that its chunks are not found again.
-
-        KV of running requests with the salt is no longer stored or looked up.
-
-        Args:
-            salt: cache salt of the requests; empty for requests without a salt.
-        """
-        self._salt_epochs[salt] = f"{secrets.token_hex(16)} "
-        for name in [name for name, one in self._salt_of.items() if one == salt]:
-            self.remove(name)
-
-    def chunks_of(self, request: Request) -> PromptChunks:
-        """Return the chunks of a prompt that this engine need not have, without remembering it.
-
-        Raises:
-            Unnameable: the content cannot be identified for certain.
-        """
-        return self._chunks_with(self._keys(request))
+        self.suspend("")  # for no reason: keys are computed
+        self._epoch = f"{secrets.token_hex(16)} "
 
     def suspend(self, why: str) -> None:
         """Drop the chunk keys of all requests, and compute no keys until `start_anew` is called.
@@ -166,15 +138,28 @@ class Prompts:
         self._unnamed.clear()
         self._suspended = why
 
-    def _chunks_with(self, keys: ChunkKeys) -> PromptChunks:
-        return PromptChunks(self._canonical.groups, keys, self._beginnings)
+    def forget_salt(self, salt: str) -> None:
+        """Give content under a cache salt new chunk keys from now on, so that its chunks are not found again.
 
-    def _keys(self, request: Request) -> ChunkKeys:
+        KV of running requests with the salt is no longer stored or looked up. The salt is empty for requests
+        without one.
+        """
+        self._salt_epochs[salt] = f"{secrets.token_hex(16)} "
+        for name in [name for name, one in self._salt_of.items() if one == salt]:
+            self.remove(name)
+
+    def chunks_of(self, request: Request) -> PromptChunks:
+        """Return the chunks of a prompt that this engine need not have, without remembering it.
+
+        Raises:
+            Unnameable: the content cannot be identified for certain.
+        """
         if self._suspended:
             raise Unnameable(self._suspended)
-        tokens = list(request.all_token_ids)
         epoch = self._epoch + self._salt_epochs.get(request.cache_salt or "", "")
-        return keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, epoch)
+        tokens = list(request.all_token_ids)
+        keys = keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, epoch)
+        return PromptChunks(self._canonical.groups, keys, self._beginnings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,34 +185,28 @@ class SnapshotRule:
 
         Does nothing for a model without recurrent state. Logs nothing if all prompts are too short.
         """
-        if self.usual:
-            if self._most:
-                (logger.info if self.first else logger.warning)("tiers: %s", self)
-            events.emit(SnapshotsPlaced(self.first, self.state_bytes))
-
-    @property
-    def _most(self) -> int:
-        """Number of positions in the longest prompt, or the number by default if kvferry places none."""
-        return len(snapshot_positions(self.longest, 0, 0, self.first or self.usual, self.interval))
-
-    def __str__(self) -> str:
-        """Return the rule, and its cost in bytes, as text for people."""
+        if not self.usual:
+            return
         first = self.first or self.usual
-        count, each = self._most, format_bytes(self.state_bytes)
-        cost = (
-            f"up to {counted(count, 'more snapshot')} of {each} for a prompt of {self.longest:,} tokens "
-            f"({format_bytes(count * self.state_bytes)})"
-        )
-        if self.first:
-            return (
-                f"for prompts that share a beginning, snapshots of recurrent state at {first:,} tokens, at "
-                f"its doubles, and where prompts depart from each other: {cost}"
+        if count := len(snapshot_positions(self.longest, 0, 0, first, self.interval)):
+            cost = (
+                f"up to {counted(count, 'more snapshot')} of {format_bytes(self.state_bytes)} for a prompt "
+                f"of {self.longest:,} tokens ({format_bytes(count * self.state_bytes)})"
             )
-        return (
-            "first_snapshot_tokens is 0, so a prompt that shares only its beginning with others computes "
-            f"nearly all of it again; leave the setting out to keep snapshots at {first:,} tokens and its "
-            f"doubles: {cost}"
-        )
+            if self.first:
+                logger.info(
+                    "tiers: for prompts that share a beginning, snapshots of recurrent state at %s tokens, "
+                    "at its doubles, and where prompts depart from each other: %s",
+                    f"{first:,}", cost,
+                )  # fmt: skip
+            else:
+                logger.warning(
+                    "tiers: first_snapshot_tokens is 0, so a prompt that shares only its beginning with "
+                    "others computes nearly all of it again; leave the setting out to keep snapshots at %s "
+                    "tokens and its doubles: %s",
+                    f"{first:,}", cost,
+                )  # fmt: skip
+        events.emit(SnapshotsPlaced(self.first, self.state_bytes))
 
 
 def snapshot_rule(
@@ -236,9 +215,6 @@ def snapshot_rule(
     """Return the positions of snapshots in an engine's prompts.
 
     Args:
-        config: the connector's settings.
-        engine: properties of the engine.
-        canonical: format in which chunks are stored.
         snapshot_tokens: distance in tokens between the positions at which snapshots are stored.
     """
     state_bytes, token_bytes = bytes_of_snapshots(canonical)
@@ -258,7 +234,6 @@ class _Places:
     """The positions of one request that no step has reached.
 
     Attributes:
-        request: the request.
         left: positions in tokens, ascending.
         given: position that the request was given last; 0 for none.
     """
@@ -268,11 +243,7 @@ class _Places:
     given: int = 0
 
     def give_next(self, done: int) -> bool:
-        """Give the request its next position. Return False if there is none.
-
-        Args:
-            done: number of tokens that will have been computed when all steps scheduled so far have run.
-        """
+        """Give the request its next position after `done` tokens. Return False if there is none."""
         own = self.request.snapshot_at
         # The engine has set this position by itself: there the request departs from a prompt in its own
         # prefix cache.
@@ -294,7 +265,7 @@ class SnapshotPlaces:
     """
 
     def __init__(self, first: int, interval: int) -> None:
-        """Create the object. It has no requests yet.
+        """Begin without requests.
 
         Args:
             first: first position in tokens, from `planning.retention.first_snapshot`; 0 for no positions.
@@ -307,7 +278,6 @@ class SnapshotPlaces:
         """Give a request that is about to be admitted its first position.
 
         Args:
-            request: the request.
             start: position in tokens at which the engine begins to compute.
             shared: length in tokens of the longest prefix whose attention KV the tiers have.
         """
@@ -317,16 +287,14 @@ class SnapshotPlaces:
         if positions and places.give_next(start):
             self._places[request.request_id] = places
         else:
-            self._places.pop(request.request_id, None)
+            self.forget(request.request_id)
 
     def schedule(self, step: Step) -> None:
         """Give requests their next positions, after a step was scheduled that reaches the current ones."""
         for request_id, places in [*self._places.items()]:
-            if tokens := step.tokens.get(request_id):
-                done = places.request.num_computed_tokens + tokens
-                if not places.give_next(done):
-                    del self._places[request_id]
+            tokens = step.tokens.get(request_id)
+            if tokens and not places.give_next(places.request.num_computed_tokens + tokens):
+                del self._places[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._places.pop(request_id, None)

@@ -25,13 +25,13 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.derive import content_alignment
-from kvferry.planning.coverage import Coverage
+from kvferry.planning.coverage import NO_TIER, Coverage, widest_group
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import HOST, TIERS, GetOutcome
 
-COPIED = "copied"
+_COPIED = "copied"
 """Transfer strategy reported for chunks. Loads from peers report their own strategies."""
 
 _MISSES = {
@@ -40,83 +40,69 @@ _MISSES = {
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
 }
 
+_REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
+
 
 @dataclass(slots=True)
-class CopiedPart:
-    """A part of a load whose chunks ranks copy to KV blocks. Mutable.
-
-    Attributes:
-        slots: host memory of the chunks.
-        report: merged report of the ranks that have copied them; None before the first.
-    """
+class _CopiedPart:
+    """A part of a load whose chunks ranks copy to KV blocks, with their merged report so far."""
 
     slots: Sequence[Slot]
     report: Report | None = None
 
 
-class ChunkFeed:
-    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _ChunkFeed:
+    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part.
 
-    def __init__(
-        self,
-        load: Load,
-        fetch: Fetch,
-        *,
-        reading: Reading,
-        excluded_tiers: set[str],
-        refusals: Refusals,
-        labels: Sequence[str],
-    ) -> None:
-        """Create the feed of a load that begins now.
+    Attributes:
+        reading: reads from the tiers, in which `fetch` was begun.
+        excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
+        labels: label of each KV cache group of the storage format.
+        copying: parts that ranks copy, by key of the order.
+        told: True if the ranks know the end of the load, or need not know it.
+        end: end of the load, for the ranks; None while chunks are read, or wait to be copied.
+        sizes: bytes that ranks have copied, by index of the KV cache group.
+    """
 
-        Args:
-            load: load to order.
-            fetch: reads of the load's chunks into host memory.
-            reading: chunks being read from the tiers, in which the fetch was begun.
-            excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
-            refusals: log of the requests that a tier cannot serve.
-            labels: label of each KV cache group of the storage format.
-        """
-        self._load, self._fetch, self._reading = load, fetch, reading
-        self._excluded_tiers, self._refusals, self._labels = excluded_tiers, refusals, labels
-        self._copying: dict[str, CopiedPart] = {}
-        self._parts, self._told = 0, False
-        self._end: LoadPart | None = None
-        self._sizes, self._miss = Counter[int](), MissReason.FAILED
-
-    @property
-    def fetches(self) -> bool:
-        """True while chunks are read into host memory, or wait there to be copied."""
-        return self._end is None
+    load: Load
+    fetch: Fetch
+    reading: Reading
+    excluded_tiers: set[str]
+    refusals: Refusals
+    labels: Sequence[str]
+    copying: dict[str, _CopiedPart] = field(default_factory=dict)
+    parts: int = 0
+    told: bool = False
+    end: LoadPart | None = None
+    sizes: Counter[int] = field(default_factory=Counter)
+    cause: MissReason = MissReason.FAILED
 
     @property
     def busy(self) -> bool:
         """True until the ranks know the end of the load and have copied all its chunks."""
-        return not self._told or bool(self._copying)
+        return not self.told or bool(self.copying)
 
     @property
     def origin(self) -> str:
-        """Name of the slowest tier from which chunks are read."""
-        return self._reading.origin(self._fetch)
+        return self.reading.origin(self.fetch)
 
     def next_parts(self) -> Sequence[LoadPart]:
         parts = []
-        if self._end is None:
-            if ready := self._fetch.take():
-                pieces = sorted(
-                    (Piece(wanted.group, wanted.number, slot.offset) for wanted, slot in ready),
-                    key=lambda piece: (piece.group, piece.number),
-                )
-                self._parts += 1
-                key = f"{self._load.key}/{self._parts}"
-                self._copying[key] = CopiedPart([slot for _, slot in ready])
-                parts.append(LoadPart(self._load.key, LoadOrder(key, tuple(pieces), first=self._parts == 1)))
-            if self._fetch.over:
-                self._excluded_tiers |= self._fetch.failed
-                self.stop(self._fetch.failure)
-        if self._end is not None:
-            parts.append(self._end)
-            self._told = True
+        if self.end is None:
+            if ready := self.fetch.take():
+                pieces = [Piece(wanted.group, wanted.number, slot.offset) for wanted, slot in ready]
+                pieces.sort(key=lambda piece: (piece.group, piece.number))
+                self.parts += 1
+                key = f"{self.load.key}/{self.parts}"
+                self.copying[key] = _CopiedPart([slot for _, slot in ready])
+                parts.append(LoadPart(self.load.key, LoadOrder(key, tuple(pieces), first=self.parts == 1)))
+            if self.fetch.over:
+                self.excluded_tiers |= self.fetch.failed
+                self.stop(self.fetch.failure)
+        if self.end is not None:
+            parts.append(self.end)
+            self.told = True
         return parts
 
     def stop(self, failure: str | None) -> None:
@@ -125,17 +111,17 @@ class ChunkFeed:
         Args:
             failure: reason why chunks are missing; None if none is.
         """
-        if self._end is None:
-            self._reading.cancel(self._fetch)
-            if self._fetch.miss is not None:
-                self._miss = _MISSES.get(self._fetch.miss, self._miss)
-            self._end = LoadPart(self._load.key, None, last=failure is None, failure=failure)
+        if self.end is None:
+            self.reading.cancel(self.fetch)
+            if self.fetch.miss is not None:
+                self.cause = _MISSES.get(self.fetch.miss, self.cause)
+            self.end = LoadPart(self.load.key, None, last=failure is None, failure=failure)
 
     def drop(self) -> None:
-        """Cancel the load. Chunks that arrive later stay in host memory."""
+        # Chunks that arrive later stay in host memory.
         self.stop("nobody waits for it any more")
 
-    def take_report(self, key: str, report: Report, workers: int) -> CopiedPart | None:
+    def take_report(self, key: str, report: Report, workers: int) -> _CopiedPart | None:
         """Merge a report into that of its part. Return the part, and forget it, if all ranks have copied it.
 
         Args:
@@ -143,35 +129,32 @@ class ChunkFeed:
             report: report of one rank, or merged report of several.
             workers: number of ranks.
         """
-        if (part := self._copying.get(key)) is None:
+        if (part := self.copying.get(key)) is None:
             return None
         part.report = report if part.report is None else part.report.with_other(report)
         if part.report.workers < workers:
             return None
-        self._sizes.update(dict(enumerate(part.report.figures.bytes_by_group)))
-        return self._copying.pop(key)
+        self.sizes.update(dict(enumerate(part.report.figures.bytes_by_group)))
+        return self.copying.pop(key)
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
         return tuple(
-            GroupBytes(self._labels[number], COPIED, size)
-            for number, size in sorted(self._sizes.items())
+            GroupBytes(self.labels[number], _COPIED, size)
+            for number, size in sorted(self.sizes.items())
             if size
         )
 
     def miss(self, report: Report) -> MissReason:
-        return MissReason.DEADLINE if report.late else self._miss
+        return MissReason.DEADLINE if report.late else self.cause
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         if wanted and report.failure is not None:
-            self._refusals.say(self._load.request_id, TIERS, report.failure)
+            self.refusals.say(self.load.request_id, TIERS, report.failure)
             # Before the end, chunks were still awaited: their tiers were too slow. After it, the ranks were.
-            if report.late and self._end is None:
-                self._excluded_tiers |= self._reading.awaited_tiers(self._fetch)
+            if report.late and self.end is None:
+                self.excluded_tiers |= self.reading.awaited_tiers(self.fetch)
         self.stop(report.failure)
-        self._told = True
-
-
-_REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
+        self.told = True
 
 
 @dataclass(slots=True)
@@ -179,13 +162,11 @@ class _TierRequest:
     """The state of a request whose KV the tiers may hold.
 
     Attributes:
-        bidding: excluded sources of the request, and its remaining attempts to load KV.
         excluded_tiers: tiers that are not used again for this request, because a read from them failed or
             missed its deadline.
         coverage: result of the last look-up of the request's chunks; None before the first look-up.
     """
 
-    bidding: Bidding
     excluded_tiers: set[str] = field(default_factory=set)
     coverage: Coverage | None = None
 
@@ -210,25 +191,21 @@ class TierSource:
         """Create the source. It has no requests yet.
 
         Args:
-            cache: chunks in host memory and in the slower tiers.
             prompts: chunk keys of the engine's requests.
             groups: the engine's KV cache groups, as one rank describes them.
-            canonical: format in which chunks are stored.
             refusals: log of the requests that a tier cannot serve.
             workers: number of workers, each of which reports every copy.
             most_loads: maximum number of concurrent loads.
             bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
                 that the source policy can choose a shorter but faster load.
         """
-        self._workers, self._copy_seconds = workers, list[float]()
-        chunk_tokens = canonical.chunk_tokens
-        self._cache, self._prompts, self._groups = cache, prompts, groups
-        self._alignments = tuple(content_alignment(one, chunk_tokens) for one in groups)
-        self._refusals, self._bid_per_tier, self._most_loads = refusals, bid_per_tier, most_loads
-        self._widest_group = prompts.widest_group
+        self._cache, self._prompts, self._groups, self._refusals = cache, prompts, groups, refusals
+        self._workers, self._most_loads, self._bid_per_tier = workers, most_loads, bid_per_tier
+        self._labels, self._widest_group = canonical.labels, widest_group(canonical.groups)
+        self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
-        self._feeds: list[ChunkFeed] = []
-        self._labels = canonical.labels
+        self._feeds: list[_ChunkFeed] = []
+        self._copy_seconds: list[float] = []
 
     @property
     def busy(self) -> bool:
@@ -239,7 +216,7 @@ class TierSource:
         """Compute the chunk keys of a new request. Return False if its content has no certain name."""
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
-        self._requests[request.request_id] = _TierRequest(bidding)
+        self._requests[request.request_id] = _TierRequest()
         return True
 
     def declined(self, request: Request) -> SourceMiss | None:
@@ -264,29 +241,46 @@ class TierSource:
         # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
         # the request is not to wait for the tiers.
         busy = bool(bids) and self._is_busy
+        bids = () if busy else bids
         why_none = partial(self._why_none, request.request_id, chunks, found, busy=busy)
         if found is None:
-            return Answer(() if busy else bids, why_none)
+            return Answer(bids, why_none)
         coverage = found
         return Answer(
-            () if busy else bids,
+            bids,
             why_none,
-            head=lambda alignment: self._bid_for(
+            head=lambda alignment: self._part_bid(
                 coverage, local_tokens, coverage.full_attention_tokens // alignment * alignment
             ),
-            tail=lambda first: self._bid_for(coverage, first, coverage.tokens_after_head(first)),
+            tail=lambda first: self._part_bid(coverage, first, coverage.tokens_after_head(first)),
         )
 
     def _bids(self, request: Request, found: Coverage | None, local_tokens: int) -> Sequence[Bid]:
         if found is None:
-            return self._bid_before_naming(request, local_tokens)
-        ends, slowest = found.longest()
-        bids = [Bid(TIERS, self._parts(found, local_tokens, ends))] if ends > local_tokens else []
-        while self._bid_per_tier and slowest > 0:
+            # A placeholder for all tokens, if the chunk keys are still to come.
+            most = request.num_tokens - 1 - local_tokens
+            if most <= 0 or not self._prompts.are_pending(request.request_id):
+                return ()
+            return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
+        bids: list[Bid] = []
+        slowest = NO_TIER
+        while slowest > 0:
             ends, slowest = found.longest(slowest)
             if ends > local_tokens:
-                bids.append(Bid(TIERS, self._parts(found, local_tokens, ends)))
+                bids.append(self._bid(found, local_tokens, ends))
+            if not self._bid_per_tier:
+                break
         return bids
+
+    def _part_bid(self, found: Coverage, first: int, last: int) -> Bid | None:
+        return None if first >= last or self._is_busy else self._bid(found, first, last)
+
+    def _bid(self, found: Coverage, first: int, last: int) -> Bid:
+        """Return a bid that says how many tokens of the range ``[first, last)`` each tier provides."""
+        # The group that needs the most chunks stands for all.
+        sums = found.tokens_by_tier(self._widest_group, first, last)
+        names = (HOST, *self._cache.tiers)
+        return Bid(TIERS, tuple([PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums)]))
 
     def _why_none(
         self, request_id: str, chunks: PromptChunks | None, found: Coverage | None, *, busy: bool
@@ -296,7 +290,7 @@ class TierSource:
             return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
         if chunks is None or found is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request_id))
-        return miss_of(chunks, found, self._labels, self._cache)
+        return _miss_of(chunks, found, self._labels, self._cache)
 
     @property
     def _is_busy(self) -> bool:
@@ -304,33 +298,25 @@ class TierSource:
 
     @property
     def _under_way(self) -> int:
-        return sum(feed.fetches for feed in self._feeds)
-
-    def _bid_before_naming(self, request: Request, local_tokens: int) -> Sequence[Bid]:
-        """Return a placeholder bid for all tokens, if the chunk keys are still to come."""
-        most = request.num_tokens - 1 - local_tokens
-        if most <= 0 or not self._prompts.are_pending(request.request_id):
-            return ()
-        return (Bid("names of chunks", (PlaceTokens(HOST, most),), looking=True),)
+        return [feed.end for feed in self._feeds].count(None)
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return True: a late load from tiers pins no blocks, because its chunks stay in host memory."""
+        # A late load from tiers pins no blocks, because its chunks stay in host memory.
         return True
 
-    def begin(self, load: Load, request: Request) -> ChunkFeed:
+    def begin(self, load: Load, request: Request) -> _ChunkFeed:
         """Start to fetch the chunks of a load into host memory."""
         chunks, state = self._prompts.get(request), self._requests[load.request_id]
+        reading = self._cache.reading
         if chunks is None or state.coverage is None:
-            fetch = self._cache.reading.fetch(())
+            fetch = reading.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = self._cache.reading.fetch(
-                chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers
-            )
-        feed = ChunkFeed(
-            load,
-            fetch,
-            reading=self._cache.reading,
+            fetch = reading.fetch(chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers)
+        feed = _ChunkFeed(
+            load=load,
+            fetch=fetch,
+            reading=reading,
             excluded_tiers=state.excluded_tiers,
             refusals=self._refusals,
             labels=self._labels,
@@ -340,7 +326,6 @@ class TierSource:
         return feed
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of the content of chunks in tokens, the same for all requests."""
         # A chunk of a windowed group may begin with zeros, because the engine had freed that KV. The valid KV
         # begins at a multiple of the alignment.
         return self._alignments
@@ -351,7 +336,7 @@ class TierSource:
         return taken
 
     def settled(self, request_id: str) -> None:
-        """Do nothing: the tiers keep no lease for a request."""
+        """Do nothing: the tiers keep no lease."""
 
     def finished(self, request_id: str) -> None:
         del self._requests[request_id]
@@ -372,32 +357,14 @@ class TierSource:
         for feed in self._feeds:
             feed.stop("the cache was reset")
 
-    def _bid_for(self, found: Coverage, first: int, last: int) -> Bid | None:
-        if first >= last or self._is_busy:
-            return None
-        return Bid(TIERS, self._parts(found, first, last))
 
-    def _parts(self, found: Coverage, first: int, last: int) -> tuple[PlaceTokens, ...]:
-        """Return the number of tokens that each tier provides of the range ``[first, last)``."""
-        # The group that needs the most chunks stands for all.
-        sums = found.tokens_by_tier(self._widest_group, first, last)
-        names = (HOST, *self._cache.tiers)
-        return tuple(PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums))
-
-
-def miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
+def _miss_of(chunks: PromptChunks, found: Coverage, labels: Sequence[str], cache: ChunkCache) -> SourceMiss:
     """Return why the tiers cannot extend the prefix of a prompt that the engine already has.
 
     EVICTED: all missing chunks (`found.missing`) were evicted recently. STORING: all of them are being copied
     to host memory. SHORT_PROMPT: the prompt is not longer than a chunk. LOCAL: no KV cache group can use a
     longer prefix than the engine has. OTHER_NAMESPACE: a tier has chunks of a model of the same name, but in
     another namespace only. NOT_STORED: none of these.
-
-    Args:
-        chunks: chunk keys of the request.
-        found: result of the look-up of the request's chunks in the tiers.
-        labels: label of each KV cache group in the storage format.
-        cache: host memory and slower tiers, which were searched.
     """
     chunked, lacking = found.chunked, found.missing
     short = SourceMiss(

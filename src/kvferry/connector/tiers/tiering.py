@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, PinnedChunks
 from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
@@ -19,8 +19,8 @@ from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.tiers.events import TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
-from kvferry.connector.tiers.stats import PinnedChunks, TierEvents
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.mover import check_storable
@@ -45,6 +45,13 @@ from kvferry.tiers.storage_tier import StorageSettings
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_SHARE = 10
+"""Divisor of the available memory that gives the default size of the host memory tier."""
+
+_CLOSING_SECONDS = 10.0
+
+NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
+
 
 def open_tiers(
     tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
@@ -55,10 +62,9 @@ def open_tiers(
         tiers: settings of the tiers, the fastest first.
         get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
             it has succeeded.
-        table: table of chunk keys that all tiers share.
 
     Returns:
-        (tier, weight) for each opened tier, the fastest first. The weight is the setting ``load_weight``.
+        (tier, setting ``load_weight``) for each opened tier, the fastest first.
     """
     found: list[tuple[SlowTier, float]] = []
     kinds = Counter[str]()
@@ -76,14 +82,6 @@ def open_tiers(
     return found
 
 
-_DEFAULT_SHARE = 10
-"""Divisor of the available memory that gives the default size of the host memory tier."""
-
-_CLOSING_SECONDS = 10.0
-
-NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
-
-
 class Tiering:
     """Opens the tiers of one engine, stores and loads chunks in every step, and closes the tiers.
 
@@ -93,10 +91,9 @@ class Tiering:
         source: source that offers to load the tiers' chunks for requests.
         weights: weight of each token that is loaded from a tier, by name of the tier, when the source policy
             ``weight`` compares offers.
-        chunk_tokens: number of tokens per chunk.
-        snapshot_tokens: distance in tokens between positions at which windows and snapshots are kept.
-        chunking: number of tokens per chunk, `snapshot_tokens`, and the first position of a snapshot for
-            shared prefixes in tokens (0 for none; None for a model without recurrent state).
+        chunking: number of tokens per chunk, distance in tokens between positions at which windows and
+            snapshots are kept, and the first position of a snapshot for shared prefixes in tokens (0 for
+            none; None for a model without recurrent state).
     """
 
     def __init__(
@@ -110,9 +107,6 @@ class Tiering:
         """Open the tiers, and allocate the arena. Create this object after all workers have started.
 
         Args:
-            tiers: settings of the tiers.
-            composition: the engine's properties, settings and block pool, and the objects that all its
-                sources of KV share.
             namespace: returns the namespace of the keys of chunks in a format.
             ranks: geometry of all workers' KV caches.
 
@@ -122,52 +116,47 @@ class Tiering:
         config, engine, events = composition.config, composition.engine, composition.events
         canonical = _canonical(config, engine, ranks)
         self._arena = Arena.create(_host_bytes(tiers))
-        host = HostTier(
-            self._arena.region.length,
-            [group.chunk_bytes for group in canonical.groups],
-            EVICTION_POLICIES[tiers.host.eviction_policy],
-            table := KeyTable(),
-        )
+        sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
+        policy = EVICTION_POLICIES[tiers.host.eviction_policy]
+        host = HostTier(self._arena.region.length, sizes, policy, table)
         opened = open_tiers(tiers.slow, lambda: namespace(canonical), table)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._pinned = PinnedChunks(self._cache, [group.chunk_bytes for group in canonical.groups])
-        self._bits = bits = {
-            host.keys.bit: HOST,
-            **{one.queue.tier.keys.bit: one.queue.name for one in behind},
-        }
-        self._block_events = composition.block_events(table, bits)
+        self._pinned = PinnedChunks(host, sizes)
+        self._bits = {host.keys.bit: HOST, **{one.queue.tier.keys.bit: one.queue.name for one in behind}}
+        self._block_events = composition.block_events(table, self._bits)
         self._prompts = Prompts(
             canonical,
             composition.adapters,
             None if self._block_events is None else self._block_events.beginnings,
             prompts_only=engine.reuses_prompts_only,
         )
-        groups = ranks[0].groups
         self.source = composition.tier_source(self._cache, self._prompts, canonical)
         self._stores = StoreOrders(
             self._cache, composition.pool, composition.workers, canonical.labels, events
         )
-        self.chunk_tokens, self.snapshot_tokens = canonical.chunk_tokens, _snapshot_tokens(config, canonical)
-        rule = snapshot_rule(config, engine, canonical, self.snapshot_tokens)
-        self.chunking = (self.chunk_tokens, self.snapshot_tokens, rule.first if rule.usual else None)
+        chunk_tokens = canonical.chunk_tokens
+        snapshot_tokens = config.snapshot_tokens or chunk_tokens
+        check_snapshot_tokens(snapshot_tokens, chunk_tokens)
+        rule = snapshot_rule(config, engine, canonical, snapshot_tokens)
+        self.chunking = (chunk_tokens, snapshot_tokens, rule.first if rule.usual else None)
         self._places = SnapshotPlaces(rule.first, rule.interval)
         self._storing = Storing(
-            cache=self._cache,
-            prompts=self._prompts,
-            canonical=canonical,
-            groups=groups,
-            parts=composition.parts,
-            orders=self._stores,
-            snapshot_tokens=self.snapshot_tokens,
-            block_events=self._block_events,
+            self._cache,
+            self._prompts,
+            canonical,
+            ranks[0].groups,
+            composition.parts,
+            self._stores,
+            snapshot_tokens,
+            self._block_events,
         )
-        self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), canonical.chunk_tokens)
+        self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)
         self._events = TierEvents(self._cache, self._stores, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
-            canonical.chunk_tokens, self._arena.region.length / 2**30,
+            chunk_tokens, self._arena.region.length / 2**30,
             "".join(f", {one.queue.name}" for one in behind),
         )  # fmt: skip
         rule.announce(events)
@@ -191,7 +180,6 @@ class Tiering:
         """Have the engine take snapshots of a request that it is about to admit, for other prompts.
 
         Args:
-            request: the request.
             start: position in tokens at which the engine begins to compute.
         """
         if (chunks := self._prompts.get(request)) is not None:
@@ -210,11 +198,7 @@ class Tiering:
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
-        """Complete each store and each part of a load that all ranks have reported.
-
-        Args:
-            reports: reports of one step, which may come from only some of the ranks.
-        """
+        """Complete each store and each part of a load that all ranks have reported."""
         self._stores.take_reports(reports)
         self.source.take_reports(reports)
 
@@ -228,7 +212,6 @@ class Tiering:
         """Order the ranks to store the last chunks of a request that has ended, and forget the request.
 
         Args:
-            request: request that has ended.
             block_ids: its block table for each KV cache group, up to the last computed token.
         """
         self._storing.finished(request, block_ids)
@@ -245,11 +228,7 @@ class Tiering:
         self._cache.clear()
 
     def suspend(self, why: str) -> None:
-        """Stop storing and loading until `start_anew` is called. Stored chunks stay valid for other engines.
-
-        Args:
-            why: reason, as text for people.
-        """
+        """Stop storing and loading until `start_anew`. Stored chunks stay valid for other engines."""
         self._prompts.suspend(why)
         self._storing.start_anew()
         self.source.start_anew()
@@ -278,9 +257,7 @@ class Tiering:
     def pin(self, name: str, request: Request) -> tuple[int, int, int]:
         """Pin the chunks of a prompt that are in host memory, so that they are not evicted.
 
-        Args:
-            name: name of the pin. An earlier pin of this name is removed.
-            request: prompt, which need not be a request of the engine.
+        An earlier pin of this name is removed. The prompt need not be a request of the engine.
 
         Returns:
             (number of chunks of the prompt, how many are in host memory, how many of those are pinned).
@@ -307,10 +284,7 @@ class Tiering:
         """Make requests with a cache salt find none of the chunks that were stored so far, in any tier.
 
         Pins of prompts with this salt are removed. The chunks stay until they are evicted. Other engines that
-        share a slow tier still find them.
-
-        Args:
-            salt: cache salt; empty for requests without one.
+        share a slow tier still find them. The salt is empty for requests without one.
         """
         self._pinned.unpin_salt(salt)
         self._prompts.forget_salt(salt)
@@ -340,8 +314,8 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
     if engine.has_rings:
         raise ConfigError(
             "tiers: layers of this model keep a ring buffer per request, which is valid at one position "
-            "only, so "
-            "none of their chunks can ever be stored; configure no tiers (transfers between engines work)"
+            "only, so none of their chunks can ever be stored; configure no tiers (transfers between engines "
+            "work)"
         )
     if 0 in blocks:
         raise ConfigError(
@@ -365,13 +339,6 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
             "dtype whose pages docs/backends.md lists by fields, or configure no tiers"
         ) from error
     return canonical
-
-
-def _snapshot_tokens(config: ConnectorConfig, canonical: CanonicalForm) -> int:
-    tokens = canonical.chunk_tokens
-    every = config.snapshot_tokens or tokens
-    check_snapshot_tokens(every, tokens)
-    return every
 
 
 def _host_bytes(tiers: Tiers) -> int:

@@ -39,11 +39,10 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, blocks_needed
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.addresses import parse_port_range
-from kvferry.transport.costs import load_costs
+from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.security import read_keys
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 IDLE_WAIT_SECONDS = 0.003

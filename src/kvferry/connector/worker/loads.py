@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 
 from kvferry.connector.load import Load, LoadFigures
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.transport.read_plan import ReadResult, join_plans
+from kvferry.transport.read_plan import ReadPlan, ReadResult
 
 MOST_TIMEOUTS = 20
 """Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
@@ -210,7 +211,7 @@ def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
     # Parts of a late load are still in flight, so its figures are not known yet.
     if late or not plans:
         return Report(failure, int(late), peer_lost=lost)
-    plan = join_plans(plans)
+    plan = reduce(ReadPlan.joined, plans)
     figures = LoadFigures(
         bytes_by_group=plan.bytes_by_group,
         strategy_by_group=plan.strategy_by_group,

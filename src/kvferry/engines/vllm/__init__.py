@@ -4,10 +4,10 @@ This package adapts vLLM to kvferry's engine-independent connector, which makes 
 has two halves: one in the scheduler's process, and one in each worker process.
 
 - `connector`, `scheduler`, `worker`: vLLM's hooks, in front of the halves
-- `meta`: messages between the two halves
-- `info`: describes the engine to the scheduler half
-- `geometry`, `content`, `state`: describe where KV lies in a worker's memory, and what its bytes mean
-- `identity`: facts that must be equal in two engines before they exchange KV
+- `messages`: messages between the two halves, and metrics
+- `config`, `transfer_config`, `layout`: settings, and the layout of the KV cache that they ask for
+- `geometry`, `content`, `state`, `cache_guard`: where KV lies in a worker's memory, and what its bytes mean
+- `identity`, `built`: facts that must be equal in two engines before they exchange KV
 - `items`: names images and other items of prompts by their content
 - `compat`: code that depends on vLLM's version
 - `multi`: another connector, which runs several connectors as its children

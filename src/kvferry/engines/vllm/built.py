@@ -9,7 +9,7 @@ built:
 - float attributes of the modules that the model's own code defines (scalings, epsilons);
 - scalar buffers (normalisers), and a few early rows of rotary tables.
 
-These facts do not depend on the number of ranks, on the block size or on `max_model_len` alone.
+They do not depend on the number of ranks, on the block size or on `max_model_len` alone.
 """
 
 from __future__ import annotations
@@ -45,17 +45,15 @@ class Built:
     """Properties of the built model, on one rank or on several ranks together.
 
     Attributes:
-        config: values of each key of the model's configuration, as texts. A key has several if ranks differ.
-        modules: values of each attribute or buffer (such as ``RotaryEmbedding.base``), as texts. A name has
-            several if modules of the same class differ. The entry ``class`` has the name of the model's
-            class.
+        config: values of each key of the model's configuration, as texts; several if ranks differ.
+        modules: values of each attribute or buffer (such as ``RotaryEmbedding.base``), as texts; several if
+            modules of the same class differ. The entry ``class`` is the name of the model's class.
     """
 
     config: Mapping[str, frozenset[str]] = field(default_factory=dict)
     modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def with_other(self, other: Built) -> Built:
-        """Return a new object with the values of this object and those of another rank."""
         # Pipeline stages hold different modules, so both may have values for the same name.
         return Built(_joined(self.config, other.config), _joined(self.modules, other.modules))
 
@@ -66,11 +64,7 @@ class Built:
 
 
 def built_of(vllm_config: Any) -> Built:
-    """Collect the properties of this worker's target model, without a draft model, that may affect its KV.
-
-    Raises:
-        ConfigError: the model is not in this process.
-    """
+    """Collect the properties of this worker's target model, without a draft model, that may affect its KV."""
     model = built_models(vllm_config).target
     settings = settings_of(vllm_config.model_config.hf_config.to_dict())
     modules: dict[str, set[str]] = {"class": {type(model).__name__}}
@@ -115,7 +109,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _buffer(name: str, buffer: Any, *, rotary: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name, value as text) of a module's buffer, if it may affect KV; yield nothing otherwise."""
     if not buffer.is_floating_point() or buffer.is_meta:
         return
     if buffer.ndim == 0 and not name.rpartition(".")[2].startswith("_"):

@@ -1,4 +1,4 @@
-"""Guard of an engine's own KV cache: what is registered for transfers is what the engine computes in.
+"""An engine's own KV cache: a guard of the memory that it computes in, and a copy in host memory.
 
 A KV cache may move while an engine runs: vLLM may bind other tensors to its layers, or register caches again.
 Transfers and stores would go on in the old memory, and answers would be wrong without any error. So a worker
@@ -26,6 +26,10 @@ Every forward pass reads it again.
 """
 _read_attribute = itemgetter(_ATTRIBUTE)
 
+CopyBlocks: TypeAlias = Callable[
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], list[int], list[int], Literal["h2d", "d2h"]], None
+]
+
 
 class CacheGuard:
     """Comparison of registered memory with the memory that the layers of an engine compute in."""
@@ -49,12 +53,15 @@ class CacheGuard:
         """
         names = [layer.name for group in geometry.groups for layer in group.layers]
         self._handed = {name: memory_of(handed[name]) for name in names}
-        self._bound = BoundCaches({name: attention_layer(vllm_config, name) for name in names})
+        self._bound = _BoundCaches({name: attention_layer(vllm_config, name) for name in names})
         self._computed = self._bound.memory()
         found = find_unregistered(geometry, {name: memory_of(registered[name]) for name in names})
-        if not found:
-            found = _first_difference(self._handed, self._computed)
-        if found:
+        differences = (
+            f"layer {name}: {difference}"
+            for name, memory in self._handed.items()
+            if (difference := find_difference(memory, self._computed[name]))
+        )
+        if found := found or next(differences, ""):
             raise ConfigError(
                 f"{found}; transfers would use other memory than the engine: run it without kvferry, and "
                 "report this with the version of vLLM"
@@ -64,8 +71,7 @@ class CacheGuard:
         """Return how the memory has changed since it was registered; empty if it has not.
 
         Args:
-            thorough: True to find also tensors whose strides or memory were changed in place; False to
-                compare only the tensor objects of the layers.
+            thorough: True to find also tensors whose strides or memory were changed in place.
         """
         if self._bound.are_bound() and not (thorough and not self._bound.are_in_place()):
             return ""
@@ -87,12 +93,8 @@ class CacheGuard:
         return self.find_move(thorough=True)
 
 
-class BoundCaches:
-    """Cache tensors that are bound to layers of an engine, and a cheap comparison with later ones.
-
-    Args:
-        layers: layer objects of the engine, by name.
-    """
+class _BoundCaches:
+    """Cache tensors that are bound to layers of an engine, and a cheap comparison with later ones."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._names, self._attributes = list(layers), [vars(layer) for layer in layers.values()]
@@ -148,13 +150,6 @@ def memory_of(tensor: torch.Tensor) -> TensorMemory:
     )
 
 
-def _first_difference(handed: Mapping[str, TensorMemory], computed: Mapping[str, Computed]) -> str:
-    for name, memory in handed.items():
-        if difference := find_difference(memory, computed[name]):
-            return f"layer {name}: {difference}"
-    return ""
-
-
 def _tensors(bound: Any) -> Sequence[torch.Tensor]:
     return (bound,) if isinstance(bound, torch.Tensor) else tuple(bound)
 
@@ -163,25 +158,15 @@ def _text(memory: Computed) -> str:
     return str(memory) if isinstance(memory, TensorMemory) else " and ".join(map(str, memory)) or "no tensor"
 
 
-CopyBlocks: TypeAlias = Callable[
-    [dict[str, torch.Tensor], dict[str, torch.Tensor], list[int], list[int], Literal["h2d", "d2h"]], None
-]
-
-
 class HostBuffer:
     """Copy of a device's KV cache in host memory, which peers read and write.
 
     Attributes:
-        caches: host tensor of each layer, by layer name, with the shape and dtype of the layer's cache on the
-            device.
+        caches: host tensor of each layer, by layer name.
     """
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
-        """Allocate zeroed host memory of the size of the device's KV cache, whose tensors are by layer name.
-
-        Raises:
-            ConfigError: vLLM has handed over no operation that copies blocks.
-        """
+        """Allocate zeroed host memory of the size of the device's KV cache."""
         if copy is None:
             raise ConfigError(
                 "vLLM handed over no copy operation for the host buffer; set host_buffer to false"
@@ -208,11 +193,6 @@ class HostBuffer:
             # vLLM's operation takes kernel blocks, of which a block may have several.
             ratio = self._device[names[0]].shape[0] // self._blocks
             kernel = [int(b) * ratio + i for b in ids for i in range(ratio)]
-            source, target = (
-                (self.caches, self._device) if direction == "h2d" else (self._device, self.caches)
-            )
-            self._copy(_select(source, names), _select(target, names), kernel, kernel, direction)
-
-
-def _select(caches: dict[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    return {name: caches[name] for name in names}
+            host, device = ({name: of[name] for name in names} for of in (self.caches, self._device))
+            source, target = (host, device) if direction == "h2d" else (device, host)
+            self._copy(source, target, kernel, kernel, direction)

@@ -1,4 +1,4 @@
-"""Functions that read and check the connector's settings in vLLM's configuration."""
+"""The connector's settings in vLLM's configuration: reading and checking them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _GONE = {
     "kv_buffer_size": ", and set staging_mib in kv_connector_extra_config",
 }
 """Keys that vLLM has dropped, and that kvferry has never read. The value says what to set instead."""
-_RELEASES_WITH_GONE = ("0.31",)
-"""Supported minor releases of vLLM that still take these keys. Later ones refuse them."""
+_RELEASE_WITH_GONE = "0.31"
+"""The supported minor release of vLLM that still takes these keys. Later ones refuse them."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True):
@@ -45,24 +45,15 @@ TRANSFER_KEYS = TransferConfig.__struct_fields__
 
 
 def parse_transfer(where: str, given: Mapping[str, Any]) -> TransferConfig:
-    """Check a value of ``--kv-transfer-config``, as vLLM does. Messages call it `where`.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has a wrong type.
-    """
+    """Check a value of ``--kv-transfer-config``, as vLLM does. Messages call it `where`."""
     check_transfer_keys(where, given)
     return parse_settings(where, given, TransferConfig, tuple(_GONE))
 
 
 def check_transfer_keys(where: str, given: Mapping[str, Any], beside: tuple[str, ...] = ()) -> None:
-    """Check that an object has only keys of ``--kv-transfer-config``, and those of `beside`.
-
-    Raises:
-        ConfigError: a key is unknown, or the installed vLLM has dropped it. The message names the nearest
-            known one.
-    """
+    """Raise a ConfigError unless an object has only keys of ``--kv-transfer-config``, and of `beside`."""
     release = vllm_version()
-    if release is not None and minor_release(release) not in _RELEASES_WITH_GONE:
+    if release is not None and minor_release(release) != _RELEASE_WITH_GONE:
         for text in gone_keys(where, given):
             raise ConfigError(text)
     check_keys(where, given, (*TRANSFER_KEYS, *_GONE, *beside))
@@ -112,11 +103,7 @@ def keep_transfer(vllm_config: Any, config: ConnectorConfig) -> None:
 
 
 def check_failure_policy(policy: str) -> None:
-    """Check that vLLM recomputes a request if its load fails.
-
-    Raises:
-        ConfigError: the policy is not ``recompute``.
-    """
+    """Raise a ConfigError unless vLLM recomputes a request if its load fails."""
     if policy != "recompute":
         raise ConfigError(
             f"kv_load_failure_policy is {policy!r}, so a request whose load fails would fail too; it must be "

@@ -43,9 +43,9 @@ class KVFerryConnector(SchedulerHooks):
     """KVCacheConfig of each engine in this process, by engine id. Each new instance overwrites the entry."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Validate the settings and, in the scheduler's process, create the scheduler half of the connector.
+        """Check the settings and, in the scheduler's process, create the scheduler half of the connector.
 
-        Worker halves are created later, when vLLM registers a KV cache (`register_kv_caches`).
+        Worker halves are created when vLLM registers a KV cache (`register_kv_caches`).
 
         Raises:
             ConfigError: a setting is invalid, or kvferry cannot move the engine's KV cache. The message says
@@ -114,8 +114,7 @@ class KVFerryConnector(SchedulerHooks):
         """Start the worker half for the KV cache that vLLM registered last, and return its handshake.
 
         vLLM calls this on each worker after it has created the engine's scheduler, and again when the engine
-        has woken up, and passes all handshakes to the scheduler half. Return None if the engine has not slept
-        since the last call.
+        has woken up. Return None if the engine has not slept since the last call.
         """
         woken = next((worker for worker in self._workers.values() if worker.woken), None)
         worker, self._arriving = self._arriving or woken, None

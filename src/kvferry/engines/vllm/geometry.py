@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,12 +32,7 @@ _COPIES = "num_kv_head_replicas"
 
 
 def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]:
-    """Return the QKV projection module of each attention layer that has one, by the layer's Python `id`.
-
-    Args:
-        modules: all modules of the models that contain the layers.
-        layers: attention layers.
-    """
+    """Return the QKV projection of each attention layer that has one, by the layer's Python `id`."""
     wanted = {id(layer) for layer in layers}
     found = {}
     for module in modules:
@@ -50,7 +46,7 @@ def projections(modules: Iterable[Any], layers: Iterable[Any]) -> dict[int, Any]
 
 
 def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -> Shard:
-    """Return the range of a layer's KV heads that a rank holds; `Shard.total` is 0 for an unknown range.
+    """Return the range of a layer's KV heads that a rank holds, of which it has `held`.
 
     >>> shard_of(2, 1, 4, None, 8), shard_of(1, 3, 4, None, 2)
     (Shard(rank=1, ranks=4, start=2, total=8), Shard(rank=3, ranks=4, start=1, total=2))
@@ -59,6 +55,7 @@ def shard_of(held: int, rank: int, ranks: int, projection: Any, of_model: int) -
 
     Args:
         projection: the layer's `QKVParallelLinear`; None if the layer has none.
+        of_model: number of KV heads of the model, which need not be this layer's.
     """
     if projection is not None and int(projection.num_kv_heads) == held:
         copies = int(projection.num_kv_head_replicas)
@@ -77,8 +74,11 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     """Return the KV heads that this rank holds, from (attention layer, its spec), by layer name."""
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     of_model = int(vllm_config.model_config.get_total_num_kv_heads())
-    # A single rank holds all heads.
-    found = projections(_modules(vllm_config), (layer for layer, _ in layers.values())) if ranks > 1 else {}
+    found = {}
+    if ranks > 1:  # a single rank holds all heads
+        models = built_models(vllm_config)
+        modules = chain(*(model.modules() for model in (models.target, models.draft) if model is not None))
+        found = projections(modules, (layer for layer, _ in layers.values()))
     return {
         name: Shard(rank, ranks, 0, 1)  # a latent, the same on every rank
         if is_replicated(spec)
@@ -87,24 +87,14 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
     }
 
 
-def _modules(vllm_config: Any) -> Iterator[Any]:
-    models = built_models(vllm_config)
-    for model in (models.target, models.draft):
-        if model is not None:
-            yield from model.modules()
-
-
 def describe_cache(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int, pp_rank: int
 ) -> RankGeometry:
     """Describe the memory of a worker's KV cache: groups, layers, page formats and memory regions.
 
     Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by layer name. The shape is (kernel blocks, heads, tokens,
             content) for attention layers, and (blocks, 1, 1, bytes) for recurrent layers.
-        tp_rank, pp_rank: tensor-parallel and pipeline-parallel rank of the worker.
 
     Raises:
         ConfigError: kvferry cannot move a part of the cache. The message says which part.
@@ -159,11 +149,7 @@ def describe_cache(
 
 
 def kind_of_group(group: Any) -> GroupKind:
-    """Return the kind of a KV cache group, from vLLM's KVCacheGroupSpec.
-
-    Raises:
-        ConfigError: kvferry cannot move the group. The message names one of its layers.
-    """
+    """Return the kind of one of vLLM's KVCacheGroupSpec, or raise a ConfigError that names a layer."""
     try:
         return kind_of(group.kv_cache_spec)
     except ConfigError as error:
@@ -173,11 +159,6 @@ def kind_of_group(group: Any) -> GroupKind:
 def _pages(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
 ) -> dict[str, PageFormat]:
-    """Return the format of each layer's pages, by layer name.
-
-    Raises:
-        ConfigError: the cache of a layer is missing, or its format cannot be described.
-    """
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
     states = Rank(tp_rank, size, conv_channels_first())
@@ -203,11 +184,6 @@ def _pages(
 
 
 def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torch.Tensor:
-    """Return the cache tensor of a layer.
-
-    Raises:
-        ConfigError: vLLM has handed over no cache for the layer, or a cache with an unknown shape.
-    """
     if name not in caches:
         raise ConfigError(f"vLLM handed over no cache for layer {name}")
     tensor = caches[name]
@@ -219,18 +195,11 @@ def _checked(name: str, caches: Mapping[str, torch.Tensor], blocks: int) -> torc
 
 
 def _regions(caches: Mapping[str, torch.Tensor]) -> Iterator[Region]:
-    """Yield the memory region of each allocation behind the cache tensors."""
     # Several tensors may share an allocation.
     seen = set()
     for tensor in caches.values():
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen:
-            continue
-        seen.add(storage.data_ptr())
-        on_host = tensor.device.type == "cpu"
-        yield Region(
-            storage.data_ptr(),
-            storage.nbytes(),
-            "DRAM" if on_host else "VRAM",
-            0 if on_host else tensor.device.index or 0,
-        )
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            device = ("DRAM", 0) if tensor.device.type == "cpu" else ("VRAM", tensor.device.index or 0)
+            yield Region(storage.data_ptr(), storage.nbytes(), *device)

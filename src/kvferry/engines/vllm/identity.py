@@ -32,9 +32,18 @@ logger = logging.getLogger(__name__)
 _UNVERIFIED, _DUMMY = _DESCRIPTIONS = ("unverified", "dummy")
 """First words of a description of weights without a digest."""
 
+_MULTIMODAL = (
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_device_do_normalize",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+_UNKNOWN = "of unknown version"
+
 
 def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
-    """Return a text that identifies weights: a digest, or a description (`is_unverified`)."""
+    """Return a text that identifies weights: a digest, or a description without one."""
     load_format = str(load_config.load_format)
     name = str(model.model_weights or model.model)
     # Such a file is not the checkpoint whose name is given.
@@ -54,16 +63,8 @@ def weights(vllm_config: Any, model: Any, load_config: Any) -> str:
     return digest
 
 
-def is_unverified(found: str) -> bool:
-    """Return True if a text of `weights` is only a description.
-
-    Two engines with the same description may have different weights.
-    """
-    return found.startswith(_DESCRIPTIONS)
-
-
 def _checkpoint(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's checkpoint on this machine's disk; None if it is not there."""
+    """Return the folder of a model's checkpoint on this machine's disk."""
     if Path(name).exists():
         return Path(name)
     try:
@@ -75,47 +76,36 @@ def _checkpoint(name: str, revision: str | None) -> Path | None:
         return None
 
 
-_THE_MODELS_OWN = "the model's own"
-
-
 def draft_layers(vllm_config: Any) -> dict[str, str]:
     """Return the digest of the draft model for each of its own layers in the KV cache, by layer name.
 
-    The result is empty without a draft model that has such layers. Call this in a worker.
+    Call this in a worker.
     """
     names = draft_layer_names(vllm_config)
-    return dict.fromkeys(names, _digest(vllm_config)) if names else {}
+    if not names:
+        return {}
+    draft = vllm_config.speculative_config.draft_model_config
+    parts = {
+        "method": vllm_config.speculative_config.method,
+        "weights": draft_weights(vllm_config),
+        "configuration": settings_of(draft.hf_config.to_dict()),
+        "dtype": str(draft.dtype),
+        "quantization": str(draft.quantization),
+    }
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return dict.fromkeys(names, digest)
 
 
 def draft_weights(vllm_config: Any) -> str:
-    """Return a text that identifies the draft model's weights.
-
-    The text is empty without a draft model that has layers of its own in the KV cache.
-    """
+    """Return a text that identifies the weights of a draft model with layers in the KV cache, if any."""
     if not keeps_draft_layers(vllm_config):
         return ""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     draft = speculative.draft_model_config
     # Multi-token prediction: the draft model is a part of the checkpoint that is digested anyway.
     if (draft.model, draft.revision) == (model.model, model.revision):
-        return _THE_MODELS_OWN
+        return "the model's own"
     return weights(vllm_config, draft, speculative.draft_load_config or vllm_config.load_config)
-
-
-def _digest(vllm_config: Any) -> str:
-    speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config
-    parts = {
-        "method": speculative.method,
-        "weights": draft_weights(vllm_config),
-        "configuration": settings_of(draft.hf_config.to_dict()),
-        "dtype": str(draft.dtype),
-        "quantization": str(draft.quantization),
-    }
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-_UNKNOWN = "of unknown version"
 
 
 def facts_of(vllm_config: Any, must_agree: Mapping[str, Fact], incarnation: int) -> Facts:
@@ -159,15 +149,6 @@ def engine_settings(vllm_config: Any) -> dict[str, str]:
     )
 
 
-_MULTIMODAL = (
-    "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
-    "mm_device_do_normalize",
-    "video_pruning_rate",
-    "video_pruning_method",
-)
-
-
 def _plain(value: Any) -> Any:
     # Some configurations are no dataclasses, but compute a hash of their own.
     if is_dataclass(value) and not isinstance(value, type):
@@ -197,7 +178,7 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
     whose = str(must_agree[WEIGHTS])
     for name, found in (("weights", whose), ("weights of the draft model", draft_weights(vllm_config))):
         # Engines with equal descriptions may have different weights.
-        if is_unverified(found):
+        if found.startswith(_DESCRIPTIONS):
             raise ConfigError(
                 f"tiers: the {name} are {found}, so their chunks could be taken for others'; use a "
                 "checkpoint that is on this machine's disk"

@@ -1,15 +1,13 @@
 """Names of images, videos and audio in prompts: digests of the processor's output.
 
-vLLM's own identifiers of these items do not identify their content. A client may choose an identifier
-(``uuid``). Without prefix cache and processor cache, identifiers are a counter that restarts with the engine.
-Otherwise, they are digests of the media, which do not depend on the processor's settings but do depend on the
-model's path. KV depends only on what the processor gives to the model: resized and normalised pixels, grids,
-lengths. So kvferry names items by a digest of the processor's output.
+KV depends only on what the processor gives to the model: resized and normalised pixels, grids, lengths. No
+identifier of vLLM's is a name of that: it may be chosen by a client (``uuid``), a counter that restarts with
+the engine, or a digest of the media that depends on the model's path but not on the processor's settings.
 
-vLLM caches an item's encoder output, and the blocks of prompts that contain the item, under the item's
-identifier. If two images have the same one, vLLM may compute a prompt from the encoder output of the other
-image. So when kvferry sees a second image with an identifier (`Identifiers`), it stops trusting the names of
-both. From then on, it does not offer, store or look up KV of prompts with either image.
+vLLM caches an item's encoder output, and the blocks of prompts with the item, under its identifier. If two
+images have the same one, vLLM may compute a prompt from the encoder output of the other image. So when
+kvferry sees a second image with an identifier (`Identifiers`), it does not offer, store or look up KV of
+prompts with either image any more.
 """
 
 from __future__ import annotations
@@ -30,21 +28,15 @@ from kvferry.engines.vllm.compat.model import item_data
 _MEMORY = "kvferry_name"
 _IDENTIFIED = "kvferry_identified"
 
-
 MAX_IDENTIFIERS: Final = 65_536
 """Number of identifiers to remember: the most recently used ones. vLLM's caches hold fewer items."""
 
 
 @dataclass(slots=True)
 class _Identified:
-    """A record shared by all items with the same identifier in vLLM.
+    """A record shared by all items with the same identifier in vLLM."""
 
-    Attributes:
-        name: digest of the items' content. Empty if two items had different content, or if no digest of the
-            first item could be computed.
-    """
-
-    name: str
+    name: str  # empty if two items had different content, or if the first one could not be digested
 
 
 class Identifiers:
@@ -58,11 +50,7 @@ class Identifiers:
         return len(self._identified)
 
     def note(self, request: Any) -> None:
-        """Record the identifiers of the items in one of vLLM's requests. Mutates the data of the items.
-
-        If an item's content differs from that of an earlier one with the same identifier, or cannot be
-        digested, all items with this identifier become uncertain (`is_uncertain`).
-        """
+        """Record the identifiers of the items in one of vLLM's requests. Mutates the data of the items."""
         for feature in request.mm_features or ():
             self._note(feature)
 
@@ -92,12 +80,7 @@ def is_uncertain(feature: Any) -> bool:
 
 
 def name_of(feature: Any) -> str:
-    """Return the name of an item of a prompt: a digest of its content, 32 hex digits.
-
-    The name is cached in `feature.data`.
-
-    Args:
-        feature: vLLM's MultiModalFeatureSpec of the item.
+    """Return the name of an item (vLLM's MultiModalFeatureSpec): 32 hex digits, cached in `feature.data`.
 
     Raises:
         Unnameable: the scheduler does not have the output of vLLM's multimodal processor, no digest can be
@@ -131,11 +114,7 @@ def name_of(feature: Any) -> str:
 
 
 def _parts(value: Any, where: str) -> Iterator[bytes | memoryview]:
-    """Yield the content of a value as byte strings to hash. Different values yield different byte strings.
-
-    Raises:
-        Unnameable: a part of the value has a type that cannot be hashed.
-    """
+    """Yield the content of a value as byte strings to hash, different ones for different values."""
     if isinstance(value, Mapping):
         yield b"mapping %d" % len(value)
         # Two requests may have the same mapping in different orders.

@@ -1,10 +1,9 @@
 """Memory layout of an engine's KV cache: which layout to request, and which layout the cache really has.
 
 A layout is an order of the axes layer, block, head, token and content (`L B H N C`), outermost first. kvferry
-moves KV between any two layouts. But if the block axis is outermost, the KV of all layers for one block is
-contiguous. A READ of a block then takes one descriptor instead of one per layer and field. So the connector
-requests such a layout if the attention backends declare support for it. It then reads the actual layout back
-from the tensors.
+moves KV between any two layouts. But if the block axis is outermost, a READ of a block takes one descriptor
+instead of one per layer and field. So the connector requests such a layout if the attention backends declare
+support for it, and reads the actual layout back from the tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from kvferry.engines.vllm.compat.model import (
     supported_layouts,
     takes_whole_blocks,
 )
-from kvferry.engines.vllm.content import is_known
+from kvferry.engines.vllm.content import ADAPTERS
 from kvferry.geometry.rank import LAYOUTS, is_compact
 
 _HEADS_OUTSIDE, _PAGES_WHOLE = "BHLNC", "BLHNC"
-"""Preferred layouts. The first is preferred if all layers of the model are alike and pages move by fields.
+"""Preferred layouts: the first if all layers of the model are alike and pages move by fields, or the second.
 
-Otherwise the second is preferred. In the first layout, the KV of any range of heads in a block is contiguous.
-But the bytes of one page (a layer's part of a block) are scattered over the block. So a page of unknown
-content, which moves whole, would take many small copies.
+In the first, any range of heads in a block is contiguous. But the bytes of a page are scattered over the
+block, so a page of unknown content, which moves whole, would take many small copies.
 """
+
+_Strided = Sequence[tuple[str, int, int]]
+"""(axis, extent, stride in bytes) of each axis: L, B, H, N and C."""
 
 
 def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
@@ -41,7 +42,7 @@ def requested_layout(vllm_config: Any, config: ConnectorConfig) -> str | None:
         return None
     if config.layout != "auto":
         return config.layout
-    by_fields = all(is_known(name) for name in attention_backends(vllm_config))
+    by_fields = all(name in ADAPTERS for name in attention_backends(vllm_config))
     best = _HEADS_OUTSIDE if by_fields and layers_are_alike(vllm_config) else _PAGES_WHOLE
     whole = takes_whole_blocks(vllm_config)
     return best if whole and best in declared_layouts(vllm_config) else None
@@ -51,7 +52,6 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
     """Return the name of the layout that the engine's cache tensors have; ``unknown`` if no layout fits.
 
     Args:
-        kv_cache_config: vLLM's configuration of the KV cache.
         caches: cache tensor of each layer, by layer name, of shape (blocks, heads, tokens, content).
     """
     fitting = [name for name in LAYOUTS if all(_fits(name, t) for t in _tensors(kv_cache_config, caches))]
@@ -62,11 +62,7 @@ def read_back(kv_cache_config: Any, caches: Mapping[str, Any]) -> str:
 
 
 def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
-    """Check that the KV cache has the layout that the connector's settings require, if they require one.
-
-    Raises:
-        ConfigError: the settings require another layout than `found`.
-    """
+    """Raise a ConfigError if the connector's settings require another layout than `found`."""
     if config.layout in ("auto", "engine", found):
         return
     # vLLM does not ask the connector if this variable is set.
@@ -85,11 +81,7 @@ def check_forced(vllm_config: Any, config: ConnectorConfig, found: str) -> None:
     )
 
 
-Strided = Sequence[tuple[str, int, int]]
-"""(axis, extent, stride in bytes) of each axis: L, B, H, N and C."""
-
-
-def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Strided]:
+def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[_Strided]:
     """Yield the axes of each memory allocation of the KV cache."""
     for allocated in kv_cache_config.kv_cache_tensors:
         layers = [caches[name] for name in allocated.layers if name in caches]
@@ -102,7 +94,7 @@ def _tensors(kv_cache_config: Any, caches: Mapping[str, Any]) -> Iterable[Stride
         yield [("L", len(layers), apart), *inner]
 
 
-def _fits(name: str, tensor: Strided) -> bool:
+def _fits(name: str, tensor: _Strided) -> bool:
     """Return True if a tensor's strides decrease in the order of the layout's axes."""
     # The stride of an axis of extent 1 says nothing.
     stride = {axis: distance for axis, extent, distance in tensor if extent > 1}

@@ -1,4 +1,4 @@
-"""Messages between the connector's scheduler half and worker halves, as subclasses of vLLM's classes."""
+"""Messages between the connector's two halves, and its stats and metrics, as subclasses of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from kvferry.observe.metrics import METRICS, PREFIX, SECONDS, Metric, MetricKind
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard(KVConnectorHandshakeMetadata):
-    """Handshake with which a worker describes itself to the connector's scheduler half at the engine's start.
-
-    Attributes:
-        info: memory layout, address and settings of the worker's rank.
-        built: properties of the model that the worker has built, to compare with those of other engines.
-    """
+    """Handshake with which a worker describes itself and its model to the scheduler half."""
 
     info: WorkerInfo
     built: Built = field(default_factory=Built)
@@ -36,12 +31,7 @@ class WorkerCard(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class SchedulerMeta(KVConnectorMetadata):
-    """Message from the scheduler half to the worker halves, once per step.
-
-    Attributes:
-        engine_id: id of the engine that runs the step.
-        orders: loads, stores and other work.
-    """
+    """Message from the scheduler half of an engine to its worker halves, once per step."""
 
     engine_id: str
     orders: StepOrders = field(default_factory=StepOrders)
@@ -87,17 +77,16 @@ class FerryStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return a summary of the counts for the engine's log."""
         counted = MetricsDelta.read(self.data)
-        said: dict[str, int | float] = {}
+        loads: dict[str, int | float] = {}
+        sums = dict.fromkeys(("load_bytes", "hit_tokens"), 0)
         for (name, labels), n in counted.counters.items():
             if name == "loads":
-                said[f"{' '.join(labels)} loads"] = n
-        sums = dict.fromkeys(("load_bytes", "hit_tokens"), 0)
-        for (name, _), n in counted.counters.items():
-            if name in sums:
+                loads[f"{' '.join(labels)} loads"] = n
+            elif name in sums:
                 sums[name] += n
         seconds = [s for (name, _), seen in counted.samples.items() if name == "load_seconds" for s in seen]
         return {
-            **said,
+            **loads,
             "MiB": round(sums["load_bytes"] / 2**20, 3),
             "hit tokens": sums["hit_tokens"],
             "median ms": round(median(seconds) * 1e3, 3) if seconds else 0.0,
@@ -140,7 +129,6 @@ def create_metric(metric: Metric, types: Mapping[type, Any], labels: Sequence[st
     """Create a Prometheus metric from its definition.
 
     Args:
-        metric: definition of the metric.
         types: class to use in place of each `prometheus_client` class (`Counter`, `Gauge`, `Histogram`).
         labels: names of the labels that identify an engine. The metric's own labels follow them.
     """

@@ -39,11 +39,7 @@ from kvferry.tiers.registry import medium_of
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Collect what the connector's scheduler half must know about the engine: groups, limits and features.
-
-    Raises:
-        ConfigError: kvferry cannot move one of the engine's KV cache groups.
-    """
+    """Collect what the connector's scheduler half must know about the engine: groups, limits and features."""
     return EngineFacts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         groups=tuple(map(cache_group, kv_cache_config.kv_cache_groups)),
@@ -71,11 +67,7 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group for the connector's scheduler half, from vLLM's KVCacheGroupSpec.
-
-    Raises:
-        ConfigError: kvferry cannot move the group. The message names one of its layers.
-    """
+    """Describe a KV cache group for the connector's scheduler half, from vLLM's KVCacheGroupSpec."""
     spec = group.kv_cache_spec
     return CacheGroup(
         kind=kind_of_group(group),
@@ -97,17 +89,13 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     """Base class of `KVFerryConnector` with the hooks that vLLM calls on the scheduler's instance.
 
     Attributes:
-        half: the scheduler half, which decides what is loaded and stored. Workers' instances have none.
+        half: the scheduler half. Workers' instances have none.
     """
 
     half: SchedulerHalf
 
     def _open_scheduler(self, config: ConnectorConfig) -> None:
-        """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs.
-
-        Raises:
-            ConfigError: a setting is invalid, or kvferry cannot move one of the engine's KV cache groups.
-        """
+        """Create the scheduler half, and the listeners that turn its events into metrics, traces and logs."""
         vllm_config = self._vllm_config
         engine = engine_info(vllm_config, self._kv_cache_config)
         self._config, self._engine = config, engine

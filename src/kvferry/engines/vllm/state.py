@@ -1,10 +1,9 @@
 """Description of a page of recurrent state (Mamba and others) as fields.
 
 A page holds the states of one layer, one after the other (`MambaBase.bind_kv_cache`): the last inputs of a
-convolution, then the recurrent state. The channels of the convolution come from several projections. The
-channels of each projection (`state_format.Segment`) become a field of their own. With these fields, state can
-move between different numbers of ranks, and between the two orders in which vLLM keeps the inputs of a
-convolution (``SD``: window first, ``DS``: channels first).
+convolution, then the recurrent state. The channels of each projection into the convolution (`Segment`) are a
+field. So state can move between different numbers of ranks, and between the two orders in which vLLM keeps
+the inputs of a convolution (``SD``: window first, ``DS``: channels first).
 
 With speculative decoding, vLLM adds one column per draft token to the window (the last inputs that the
 convolution needs). A step that computes prompt tokens leaves the window in the *first* ``kernel - 1`` columns
@@ -12,9 +11,8 @@ convolution needs). A step that computes prompt tokens leaves the window in the 
 token). The other columns are scratch and belong to no field. Only between two steps of speculative decoding
 is the window in later columns, and kvferry never moves such a state.
 
-Other states move as opaque bytes, and only between ranks of the same index in engines with the same number of
-ranks: if the layer's dimensions do not account for every element, or vLLM's weight loaders do not confirm the
-fields (`state_proof`).
+If the layer's dimensions do not account for every element, or vLLM's weight loaders do not confirm the fields
+(`find_mismatch`), the state moves as opaque bytes, between equal ranks of equally many.
 """
 
 from __future__ import annotations
@@ -30,6 +28,17 @@ import torch
 
 from kvferry.geometry import Axis, Field, PageFormat, opaque_page
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Tensor-parallel rank that holds recurrent state, and vLLM's order of its convolution states."""
+
+    rank: int
+    ranks: int
+    channels_first: bool  # ``DS``, not ``SD``
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -39,9 +48,9 @@ class Segment:
     [32, 64]
 
     Attributes:
-        name: name of the field that describes these channels.
-        units: number of units over all ranks. A unit is a head, a group or a channel, and is never split
-            between ranks. If there is a single unit, every rank has a copy of it.
+        name: name of the field.
+        units: number of heads, groups or channels over all ranks, which are never split. If there is a single
+            one, every rank has a copy of it.
         width: number of channels per unit.
     """
 
@@ -51,7 +60,6 @@ class Segment:
 
     @property
     def channels(self) -> int:
-        """Number of channels over all ranks. Copies on several ranks count once."""
         return self.units * self.width
 
     @property
@@ -67,12 +75,10 @@ class StateFormat:
     """Format of the state that a recurrent layer keeps for a sequence, over all ranks.
 
     Attributes:
-        window: number of past inputs per channel that the convolution needs, which is its kernel size less
-            one; 0 without a convolution.
-        segments: groups of the convolution's channels, one per projection, in the order in which vLLM and
-            checkpoints store them. Empty without a convolution.
-        recurrent: (name, count) of each axis of the recurrent state. The first axis is sharded, and the last
-            axis varies fastest. Empty without a recurrent state.
+        window: number of past inputs per channel that the convolution needs; 0 without one.
+        segments: the convolution's channels in the order in which vLLM and checkpoints store them.
+        recurrent: (name, count) of each axis of the recurrent state, of which the first is sharded; empty
+            without one.
     """
 
     window: int
@@ -83,9 +89,7 @@ class StateFormat:
         """Return the shapes that vLLM declares for one rank's states: convolution, then recurrent state.
 
         Args:
-            ranks: number of tensor-parallel ranks.
             columns: number of inputs per channel for which the convolution's state has space.
-            channels_first: order of the convolution's axes, as in `state.Rank`.
         """
         shapes: list[tuple[int, ...]] = []
         if self.segments:
@@ -163,116 +167,13 @@ FORMATS: dict[str, Callable[[Any], StateFormat]] = {
 """Function that derives the state format from a layer, by name in vLLM's `MambaAttentionBackendEnum`."""
 
 
-def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check that `fields` describes exactly the channels and heads whose state this rank holds.
-
-    The layer is not changed.
-
-    Returns:
-        Reason why the fields are wrong, or why the check could not be made; empty if the fields are right.
-    """
-    try:
-        if state.segments and (why := _channel_mismatch(layer, state, fields)):
-            return why
-        if state.recurrent:
-            return _head_mismatch(layer, next(field for field in fields if field.name == "ssm"))
-    except Exception as error:  # noqa: BLE001 - a layer whose weight loaders fail is not proved
-        return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
-    return ""
-
-
-def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
-    """Check the convolution's channels, with its weight loader."""
-    module = getattr(layer, "conv1d", None)
-    weight = (layer.conv if module is None else module).weight
-    held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
-    # Not the shape of the weight: vLLM packs weights on some CPUs.
-    scratch = _scratch(weight, (sum(axis.count for _, axis in held), 1, state.window + 1))
-    expected, whole = [], []
-    before = 0
-    for _, axis in held:
-        whole.append(torch.arange(before, before + axis.total))
-        expected.append(torch.arange(before + axis.start, before + axis.stop))
-        before += axis.total
-    if _loads_in_parts(weight.weight_loader):
-        for part, indices in enumerate(whole):
-            weight.weight_loader(scratch, _weight_of(indices, scratch), part)
-    else:
-        weight.weight_loader(scratch, _weight_of(torch.cat(whole), scratch))
-    first = 0
-    for (field, axis), indices in zip(held, expected, strict=True):
-        if not torch.equal(scratch.data[first : first + axis.count, 0, 0], indices.to(scratch.dtype)):
-            return f"channels of {field.name} are not [{axis.start}, {axis.stop}) of {axis.total}"
-        first += axis.count
-    return ""
-
-
-def _head_mismatch(layer: Any, field: Field) -> str:
-    """Check the heads of the recurrent state, with the loader of a weight that has elements for each head."""
-    axis = field.axes[0]
-    # Lightning attention has no such weight, but a decay rate per head.
-    if hasattr(layer, "tp_slope"):
-        if torch.equal(layer.tp_slope, layer.slope_rate[axis.start : axis.stop]):
-            return ""
-        return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
-    weight = layer.D if hasattr(layer, "D") else layer.dt_bias
-    rows, rest = divmod(weight.shape[0], axis.count)
-    if rest:
-        return f"a weight of {weight.shape[0]} elements is not one of {axis.count} heads"
-    scratch = _scratch(weight, (rows * axis.count,))
-    weight.weight_loader(scratch, torch.arange(rows * axis.total).to(scratch))
-    if torch.equal(scratch.data, torch.arange(rows * axis.start, rows * axis.stop).to(scratch.data)):
-        return ""
-    return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
-
-
-def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
-    """Return a float32 parameter with class and attributes of `weight`, for a weight loader to fill."""
-    # -1 is no index, so it shows what the loader leaves out. float32 holds every index below 16,777,216.
-    data = torch.full(shape, -1.0, dtype=torch.float32)
-    scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
-    scratch.__dict__.update(weight.__dict__)
-    return scratch
-
-
-def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a convolution's weight, (channels, 1, kernel): each element is the index of its channel."""
-    return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
-
-
-def _loads_in_parts(loader: Any) -> bool:
-    """Return True if a weight loader loads the channels of one projection per call."""
-    # Such a loader requires the index of the projection.
-    part = inspect.signature(loader).parameters.get("loaded_shard_id")
-    return part is not None and part.default is inspect.Parameter.empty
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """Tensor-parallel rank that holds recurrent state.
-
-    Attributes:
-        channels_first: order of the axes of convolution states: True for vLLM's ``DS`` order (channels,
-            window), False for ``SD`` (window, channels).
-    """
-
-    rank: int
-    ranks: int
-    channels_first: bool
-
-
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
     """Describe the pages of a recurrent layer: as fields if they are proved, else as opaque bytes.
 
     Args:
-        layer: the engine's recurrent layer, for its dimensions and weight loaders.
         name: name of the layer, for messages.
         spec: the layer's `MambaSpec`.
         device: type of the device that holds the state, such as ``cuda``.
-        rank: rank that holds the page.
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
@@ -326,11 +227,8 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
     """Return the fields of one rank's page of recurrent state.
 
     Args:
-        state: format of the layer's state over all ranks.
         columns: number of inputs per channel for which the convolution's state has space.
-        item_bytes: bytes per element of the convolution's state and of the recurrent state; one entry if the
-            layer has only one of them.
-        rank: rank that holds the page.
+        item_bytes: bytes per element of each state that the layer has.
     """
     convolution = _convolution(state, columns, item_bytes[0], rank) if state.segments else ()
     if not state.recurrent:
@@ -340,7 +238,6 @@ def fields_of(state: StateFormat, columns: int, item_bytes: list[int], rank: Ran
 
 
 def _convolution(state: StateFormat, columns: int, item: int, rank: Rank) -> tuple[Field, ...]:
-    """Return the fields of a convolution's state: one for the channels of each projection."""
     channels = sum(segment.channels_per_rank(rank.ranks) for segment in state.segments)
     # All fields are parts of one array, of shape (channels, columns) or (columns, channels).
     channel, column = (columns * item, item) if rank.channels_first else (item, channels * item)
@@ -368,3 +265,81 @@ def _recurrent(axes: tuple[tuple[str, int], ...], offset: int, item: int, rank: 
     first = Axis(name, ((held, strides[0]),), rank.rank * held, total)
     rest = [Axis(n, ((count, stride),)) for (n, count), stride in zip(inner, strides[1:], strict=True)]
     return Field("ssm", item, offset, (first, *rest))
+
+
+def find_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    """Return why `fields` may not be the channels and heads whose state this rank holds; empty if they are.
+
+    The layer's weight loaders fill scratch parameters with the indices that this rank loads.
+    """
+    try:
+        if state.segments and (why := _channel_mismatch(layer, state, fields)):
+            return why
+        if state.recurrent:
+            return _head_mismatch(layer, next(field for field in fields if field.name == "ssm"))
+    except Exception as error:  # noqa: BLE001 - a layer whose weight loaders fail is not proved
+        return f"its weight loaders could not be asked: {type(error).__name__}: {error}"
+    return ""
+
+
+def _channel_mismatch(layer: Any, state: StateFormat, fields: Sequence[Field]) -> str:
+    module = getattr(layer, "conv1d", None)
+    weight = (layer.conv if module is None else module).weight
+    held = [(field, field.axes[0]) for field in fields if field.name != "ssm"]
+    # Not the shape of the weight: vLLM packs weights on some CPUs.
+    scratch = _scratch(weight, (sum(axis.count for _, axis in held), 1, state.window + 1))
+    expected, whole = [], []
+    before = 0
+    for _, axis in held:
+        whole.append(torch.arange(before, before + axis.total))
+        expected.append(torch.arange(before + axis.start, before + axis.stop))
+        before += axis.total
+    if _loads_in_parts(weight.weight_loader):
+        for part, indices in enumerate(whole):
+            weight.weight_loader(scratch, _weight_of(indices, scratch), part)
+    else:
+        weight.weight_loader(scratch, _weight_of(torch.cat(whole), scratch))
+    first = 0
+    for (field, axis), indices in zip(held, expected, strict=True):
+        if not torch.equal(scratch.data[first : first + axis.count, 0, 0], indices.to(scratch.dtype)):
+            return f"channels of {field.name} are not [{axis.start}, {axis.stop}) of {axis.total}"
+        first += axis.count
+    return ""
+
+
+def _head_mismatch(layer: Any, field: Field) -> str:
+    axis = field.axes[0]
+    # Lightning attention has no weight with elements for each head, but a decay rate.
+    if hasattr(layer, "tp_slope"):
+        found, expected = layer.tp_slope, layer.slope_rate[axis.start : axis.stop]
+    else:
+        weight = layer.D if hasattr(layer, "D") else layer.dt_bias
+        rows, rest = divmod(weight.shape[0], axis.count)
+        if rest:
+            return f"a weight of {weight.shape[0]} elements is not one of {axis.count} heads"
+        scratch = _scratch(weight, (rows * axis.count,))
+        weight.weight_loader(scratch, torch.arange(rows * axis.total).to(scratch))
+        found, expected = scratch.data, torch.arange(rows * axis.start, rows * axis.stop).to(scratch.data)
+    if torch.equal(found, expected):
+        return ""
+    return f"heads are not [{axis.start}, {axis.stop}) of {axis.total}"
+
+
+def _scratch(weight: Any, shape: tuple[int, ...]) -> Any:
+    """Return a float32 parameter with class and attributes of `weight`, for a weight loader to fill."""
+    # -1 is no index, so it shows what the loader leaves out. float32 holds every index below 16,777,216.
+    data = torch.full(shape, -1.0, dtype=torch.float32)
+    scratch = torch.Tensor._make_subclass(type(weight), data, False)  # noqa: FBT003 - positional in torch
+    scratch.__dict__.update(weight.__dict__)
+    return scratch
+
+
+def _weight_of(indices: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a convolution's weight, (channels, 1, kernel): each element is the index of its channel."""
+    return indices.to(torch.float32).view(-1, 1, 1).expand(-1, *like.shape[1:])
+
+
+def _loads_in_parts(loader: Any) -> bool:
+    # A loader that loads the channels of one projection per call requires the index of the projection.
+    part = inspect.signature(loader).parameters.get("loaded_shard_id")
+    return part is not None and part.default is inspect.Parameter.empty

@@ -25,8 +25,7 @@ class VLLMWorker:
 
     Attributes:
         layout: memory layout of the cache, such as ``BHLNC``; ``unknown`` before `start`.
-        half: the worker half, which runs the loads, stores and transfers of the rank.
-        copy: vLLM's operation that copies blocks between the cache and the host buffer; None without one.
+        copy: vLLM's operation that copies blocks between the cache and the host buffer.
         woken: True if the engine has slept and woken up since the last call of `start`.
     """
 
@@ -35,9 +34,6 @@ class VLLMWorker:
 
         The patched worker tells the worker half when the weights change, and when the KV cache loses its
         memory and gets it back.
-
-        Raises:
-            ConfigError: the engine's model is not in this process.
         """
         self._vllm_config, self._caches = vllm_config, caches
         self._built = built_of(vllm_config)

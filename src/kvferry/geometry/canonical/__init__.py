@@ -1,9 +1,8 @@
 """The canonical form: the byte order of a stored chunk, the same for every engine that serves a model.
 
-`form` defines the bytes, which do not depend on parallel sizes, layout or block size. `derive` computes the
-form from the geometry of an engine. `place` describes a pool of chunks as a `RankGeometry` in which one block
-is one chunk. So the planner treats the pool as another engine: a store is a transfer from the engine's ranks
-to the pool, and a load is a transfer from the pool.
+`form` defines the bytes, which do not depend on parallel sizes, layout or block size, and describes a pool of
+chunks as a `RankGeometry`. So the planner treats the pool as another engine, from which it loads and to which
+it stores. `derive` computes the form, and the number of tokens of a chunk, from an engine's geometry.
 """
 
 from kvferry.geometry.canonical.derive import canonical_form_of

@@ -1,8 +1,8 @@
-"""Derivation of the canonical form of stored chunks from the geometry of an engine's ranks.
+"""The canonical form of an engine's chunks, and the number of tokens of a chunk.
 
 The form must not depend on the engine's settings. So the name of an axis decides whether it is sharded,
 layers are sorted by name, and layers with the same attention form one group, however an engine distributes
-them.
+them. A chunk should end where blocks of windows and snapshots end.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from kvferry.geometry.rank import Attention, Group, GroupKind, GroupPattern, Lay
 # geometry of an engine with one rank does not show which axis that is, so the name must decide.
 SHARDED = ("head", "channel")
 
+# The default, before it is adjusted to the snapshot interval and to the block size of windows.
+CHUNK_TOKENS = 256
+
+# Alignment in tokens of valid content in chunks of short windows: a multiple of the usual block sizes of
+# sliding-window groups. A change requires another `form.FORMAT`.
+WINDOW_ALIGNMENT_TOKENS = 128
+
 
 def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> CanonicalForm:
     """Return the canonical form of the chunks that an engine stores.
 
-    Example: two engines serve the same model, which has 2 KV heads. The first engine runs at TP 4, so each
-    head is on two ranks. The second engine runs at TP 2. Both have the same form:
+    Example: two engines serve a model of 2 KV heads, at TP 4 (each head is on two ranks) and at TP 2:
 
     >>> from kvferry.geometry.layout import EngineShape, lay_out
     >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
@@ -38,24 +44,6 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     (True, True)
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
     [('head', 2, 524288)]
-
-    A Mamba2 state has a section sharded by head and two sections sharded by channel:
-
-    >>> from kvferry.geometry.page import Axis, PageFormat
-    >>> from kvferry.geometry.rank import Region
-    >>> def conv(name, at, channels):
-    ...     axes = Axis("channel", ((channels, 2),)), Axis("width", ((3, 2 * 3072),))
-    ...     return Field(name, 2, at, axes)
-    >>> ssm = Axis("head", ((32, 32768),)), Axis("channel", ((64, 512),)), Axis("state", ((128, 4),))
-    >>> fields = conv("conv.x", 0, 2048), conv("conv.b", 4096, 512), conv("conv.c", 5120, 512)
-    >>> page = PageFormat("MAMBA2", 0, 1067008, (*fields, Field("ssm", 4, 18432, ssm)))
-    >>> group = Group(GroupKind.STATE, 128, 0, (Layer("layers.0", 0, 1067008, page),))
-    >>> mamba = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 4 * 1067008),))
-    >>> [(s.axis, s.total, s.units, s.unit_bytes) for s in canonical_form_of([mamba], 256).groups[0].sections]
-    [('head', 32, 32, 32768), ('channel', 512, 64, 96), ('channel', 2048, 64, 192)]
-
-    Args:
-        ranks: geometry of all ranks of one engine, in any order.
 
     Raises:
         GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no canonical
@@ -84,8 +72,7 @@ class _StoredLayer:
     """The properties of a layer's cache that are the same on all ranks.
 
     Attributes:
-        fields: (name of the sharded axis, number of its elements over all ranks, field) for each field. The
-            first two are "" and 1 for a field without an axis in `SHARDED`, such as an MLA latent.
+        fields: (`FormSection.axis`, `FormSection.total`, field) of each field.
     """
 
     attention: Attention
@@ -103,11 +90,6 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
 
 
 def _stored(group: Group, layer: Layer) -> _StoredLayer:
-    """Return the properties of a layer's cache that are the same on all ranks.
-
-    Raises:
-        GeometryError: the layer cannot be stored in chunks that other engines read.
-    """
     if layer.page.opaque:
         raise GeometryError(
             f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
@@ -125,11 +107,7 @@ def _stored(group: Group, layer: Layer) -> _StoredLayer:
 
 
 def _sharded(layer: Layer, field: Field, kind: GroupKind) -> tuple[str, int, SectionField]:
-    """Return a field as in `_StoredLayer.fields`.
-
-    Raises:
-        GeometryError: the field cannot be stored in chunks that other engines read.
-    """
+    """Return an entry of `_StoredLayer.fields`."""
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
@@ -158,26 +136,18 @@ def _group(attention: Attention, stored: dict[str, _StoredLayer], chunk_tokens: 
 
 
 def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key for layer names that compares numbers by value: layers.9 comes before layers.10."""
+    # Numbers are compared by value: layers.9 comes before layers.10.
     words: Iterable[str] = re.split(r"(\d+)", name)
     return tuple((0, int(word), word) if word.isdecimal() else (1, 0, word) for word in words)
 
 
 def _by_element(section: FormSection) -> tuple[int, str, int]:
-    """Return a sort key by the size of the largest element, largest first, then by the sharded axis."""
+    # The largest elements come first, so that every field in a chunk is aligned.
     return (-max(part.item_bytes for part in section.parts), section.axis, section.total)
 
 
-# The default, before it is adjusted to the snapshot interval and to the block size of windows.
-CHUNK_TOKENS = 256
-
-# Alignment in tokens of valid content in chunks of short windows: a multiple of the usual block sizes of
-# sliding-window groups. A change requires another `form.FORMAT`.
-WINDOW_ALIGNMENT_TOKENS = 128
-
-
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
-    """Return the number of tokens per chunk: the configured number, or a default if there is none.
+    """Return the number of tokens per chunk: the configured number `asked`, or a default without one.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
@@ -185,10 +155,8 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
     (240, 256, 544)
 
     Args:
-        asked: configured number of tokens per chunk, which is returned unchanged; None for the default.
-        interval: least number of tokens between snapshots, from `snapshot_interval`; 1 without snapshots.
-        block: number of tokens per block of the sliding-window groups; the least common multiple if the
-            groups differ; 1 without such groups.
+        interval: `snapshot_interval`; 1 without snapshots.
+        block: tokens per block of the sliding-window groups, or the least common multiple; 1 without any.
     """
     if asked:
         return asked
@@ -200,13 +168,7 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 def content_alignment(group: GroupPattern, chunk_tokens: int) -> int:
     """Return the alignment, in tokens, of the position at which valid content begins in a stored chunk.
 
-    To find where the valid content begins, take the first position to which the token after the chunk
-    attends, and round it down to a multiple of this alignment.
-
-    >>> from kvferry.geometry import Attention
-    >>> short, long = Attention(GroupKind.SLIDING, 128), Attention(GroupKind.SLIDING, 1024)
-    >>> content_alignment(short, 256), content_alignment(long, 256)
-    (128, 256)
+    It begins at the first position to which the token after the chunk attends, rounded down to a multiple.
     """
     # The engine may have freed KV outside of a short window when the chunk was stored. A window of at least a
     # chunk's length reaches back to the chunk's first token.
@@ -217,14 +179,7 @@ def content_alignment(group: GroupPattern, chunk_tokens: int) -> int:
 
 
 def check_prompt_length(chunk_tokens: int, interval: int, longest: int) -> None:
-    """Check that a prompt of the maximum length has a prefix that can be loaded.
-
-    Args:
-        longest: length of the longest prompt in tokens (``max_model_len``).
-
-    Raises:
-        ConfigError: it has none. The message names a setting that works.
-    """
+    """Raise a ConfigError if a prompt of the maximum length (``max_model_len``) has no prefix to load."""
     if (first := first_prefix(chunk_tokens, interval)) > longest:
         snapshots = f" and snapshots every {interval}, of which the first at a chunk's end is at {first}"
         raise ConfigError(
@@ -250,14 +205,7 @@ def late_prefix(chunk_tokens: int, interval: int) -> str:
 
 
 def check_windows(chunk_tokens: int, block: int) -> None:
-    """Check that a chunk consists of whole blocks of every sliding-window group.
-
-    Args:
-        block: number of tokens per block of these groups, as for `chunk_length`.
-
-    Raises:
-        ConfigError: chunks end inside blocks. The message names a setting that works.
-    """
+    """Raise a ConfigError if a chunk ends inside a block of a sliding-window group (`chunk_length`)."""
     # A load would fill only a part of its last block, and other prompts could not share that block.
     if chunk_tokens % block:
         raise ConfigError(
@@ -267,14 +215,7 @@ def check_windows(chunk_tokens: int, block: int) -> None:
 
 
 def snapshot_interval(*blocks: int) -> int:
-    """Return the least number of tokens between positions at which every state group can have a snapshot.
-
-    >>> snapshot_interval(), snapshot_interval(128, 128), snapshot_interval(128, 192)
-    (1, 128, 384)
-
-    Args:
-        blocks: number of tokens per block of each state group.
-    """
+    """Return the least tokens between snapshots of all state groups, whose blocks have these tokens."""
     return lcm(*blocks)
 
 

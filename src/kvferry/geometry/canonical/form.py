@@ -9,7 +9,7 @@ tensor-parallel sizes do not split: a KV head, a state head, or a range of chann
 holds whole are in a section of one unit. So a rank's part of a section is one contiguous range of units.
 
 In a chunk of a sliding-window group, the writer may have freed the first tokens already. Their bytes are
-zero. `length.content_alignment` tells where valid content begins.
+zero. `derive.content_alignment` tells where valid content begins.
 
 K and V lie side by side per token, as in the pages of GPU attention backends. So one head of one layer is one
 contiguous run on both sides if the engine's layout has heads outside of tokens.
@@ -46,11 +46,8 @@ FINEST = 960
 def unit_count(total: int) -> int:
     """Return the number of units into which the sharded axis of a chunk's fields is divided.
 
-    If the tensor-parallel size divides this number, every rank holds whole units. Other sizes work too, but
-    then ranks hold parts of units.
+    If the tensor-parallel size does not divide this number, ranks hold parts of units.
 
-    >>> [unit_count(heads) for heads in (1, 8, 25, 128)]
-    [1, 8, 25, 128]
     >>> [unit_count(channels) for channels in (2048, 8192, 5120, 6144)]   # TP 10 divides 320, 6 divides 192
     [64, 64, 320, 192]
     """
@@ -62,8 +59,7 @@ class SectionField:
     """One field of one layer in a section.
 
     Attributes:
-        inner: (name, count) of all axes except the sharded axis and the token axis, with the innermost axis
-            last.
+        inner: (name, count) of all axes except the sharded axis and the token axis, innermost last.
         scales: quantisation scales of the layer, each with a single factor for all heads.
     """
 
@@ -82,15 +78,6 @@ class SectionField:
 @dataclass(frozen=True, slots=True)
 class FormSection:
     """A section of a chunk.
-
-    Example: two layers of 4 KV heads in chunks of 16 tokens. K and V have 8 elements of 2 bytes, so a head
-    takes 32 bytes per token. The section has 4 units of 2 · 16 · 32 bytes.
-
-    >>> named = [(layer, field) for layer in ("a", "b") for field in ("k", "v")]
-    >>> parts = [SectionField(layer, field, 2, (("content", 8),)) for layer, field in named]
-    >>> section = FormSection("head", 4, 16, tuple(parts))
-    >>> section.units, section.unit_bytes, section.bytes
-    (4, 1024, 4096)
 
     Attributes:
         axis: name of the sharded axis; "" for fields that every rank holds whole.
@@ -120,7 +107,6 @@ class FormSection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the section, without padding."""
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
@@ -131,12 +117,7 @@ class FormSection:
 
 @dataclass(frozen=True)
 class CanonicalGroup:
-    """The byte format of the chunks of all layers with the same attention.
-
-    Attributes:
-        attention_span: as in `Attention`.
-        sections: parts of a chunk in memory order.
-    """
+    """The byte format of the chunks of all layers with the same attention: sections, in memory order."""
 
     kind: GroupKind
     attention_span: int
@@ -154,7 +135,7 @@ class CanonicalGroup:
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Size of a chunk in bytes, padding included: a multiple of `ALIGNMENT`."""
+        """Size of a chunk, padding included: a multiple of `ALIGNMENT`."""
         return self._ends[-1]
 
     @cached_property
@@ -183,11 +164,7 @@ class CanonicalForm:
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def index(self, label: str) -> int:
-        """Return the index of the group with this label.
-
-        Raises:
-            KeyError: no group has this label.
-        """
+        """Return the index of the group with this label; raise a KeyError if there is none."""
         return {group.label: number for number, group in enumerate(self.groups)}[label]
 
     def describe(self) -> Iterator[str]:
@@ -221,12 +198,11 @@ def chunk_pool(
 ) -> RankGeometry:
     """Return the geometry of a memory pool for chunks of one KV cache group.
 
-    A slot is described as a block. Every group has its own pool, which is described as one pipeline rank.
-    ``build_templates(ranks of an engine, pool)`` plans how the group's chunks are stored, and
-    ``build_templates(all pools, rank of an engine)`` plans how chunks are loaded.
+    A slot is described as a block, and the pool of each group as a pipeline rank. So
+    ``build_templates(ranks of an engine, pool)`` plans stores, and ``build_templates(all pools, rank of an
+    engine)`` plans loads.
 
-    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens. Heads are
-    the outermost axis.
+    Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens:
 
     >>> from kvferry.geometry.canonical.derive import canonical_form_of
     >>> from kvferry.geometry.layout import EngineShape, lay_out
@@ -244,13 +220,8 @@ def chunk_pool(
 
     Args:
         number: index of the group in `canonical.groups`.
-        address: address of slot 0.
-        slots: number of slots, slot 0 included. Slot 0 is the null slot, like block 0 of an engine, and is
-            never read or written.
+        slots: number of slots. Slot 0, at `address`, is never read or written, like block 0 of an engine.
         stride: bytes from one slot to the next; 0 if slots lie side by side.
-
-    Raises:
-        GeometryError: `slots` is below 1, or `stride` is smaller than a chunk.
     """
     group = canonical.groups[number]
     stride = stride or group.chunk_bytes
@@ -297,7 +268,6 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
 
 
 def _field(section: FormSection, part: SectionField, offset: int, pitch: int) -> Field:
-    """Return one field in a chunk, whose tokens are `pitch` bytes apart."""
     axes = []
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
@@ -312,7 +282,6 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
 
 
 def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
-    """Return the geometry of one layer in a pool of chunks."""
     # The page starts at the layer's first field. So equal layers have equal page formats, and the planner
     # plans their transfer only once.
     first = fields[0].offset

@@ -1,4 +1,7 @@
-"""Lookup of the keys of a ``config.json``, which have different names in different model families."""
+"""Lookup of the keys of a ``config.json``, which have different names in different model families.
+
+A key that no rule has read might affect the KV cache, so `check_unread` refuses files with such keys.
+"""
 
 from __future__ import annotations
 
@@ -13,141 +16,25 @@ _INNER = ("thinker_config", "text_config", "llm_config", "language_config")
 DTYPES = ("dtype", "torch_dtype")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Keys whose value has one entry per layer: a list of words or a string of letters.
-PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+_PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
+# Bytes of one element of each floating-point type that a model may compute in.
+FLOATS = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The part of a ``config.json`` that describes the language model.
+# Types with one byte per element, and one float32 scale per token and head, for K and for V each.
+SCALED = ("int8_per_token_head", "fp8_per_token_head")
 
-    Attributes:
-        defaults: default values of the model family, by key.
-        read_keys: names of the keys that were read so far. Every lookup adds names to this set.
-    """
+# Packed type of an MLA latent: 512 fp8 elements, 4 float32 scales and 64 bfloat16 elements for positions.
+# That is 656 bytes per token.
+PACKED_LATENT = "fp8_ds_mla"
 
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    # A key that nothing has read might affect the KV cache (`strict`).
-    read_keys: set[str] = field(default_factory=set, compare=False)
+CACHE_DTYPES = ("auto", *FLOATS, "fp8", "fp8_e4m3", "fp8_e5m2", *SCALED, PACKED_LATENT)
 
-    @property
-    def model_type(self) -> str:
-        """Name of the model family; empty if the file has none."""
-        return str(self.get("model_type") or "")
+# Keys and values of a quantization config that name the type of the KV cache.
+_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+_CACHE_TYPES = ("fp8", "nvfp4")
 
-    @property
-    def _of_type(self) -> str:
-        return f" of model type {self.model_type}" if self.model_type else ""
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers, or of entries in a list with one per layer if no key gives it."""
-        if self.get(*_LAYER_COUNTS) is None:
-            lists = (self.get(name) for name in PER_LAYER)
-            if (
-                entries := next((value for value in lists if isinstance(value, list | str)), None)
-            ) is not None:
-                return len(entries)
-        return self.number(*_LAYER_COUNTS)
-
-    def get(self, *names: str) -> Any:
-        """Return the value of the first key in `names` that has a value; None if none of them has one.
-
-        The names are alternative keys for the same setting. The key that was found is recorded as read, and
-        so are the other keys in `names` to which the file gives the same value.
-        """
-        for known in (self.values, self.defaults):
-            value = next((known[name] for name in names if known.get(name) is not None), None)
-            if value is not None:
-                self.read_keys.update(name for name in names if self.values.get(name) == value)
-                return value
-            # A null in the file turns the setting off, so the family's default does not apply.
-            if any(name in self.values for name in names):
-                return None
-        return None
-
-    def mark_read(self, *names: str) -> None:
-        """Record keys that do not matter for this model as read, so that they are not reported."""
-        self.read_keys.update(names)
-
-    def nested(self, name: str) -> ModelConfig:
-        """Return the object under a key as a configuration; it is empty if the key is absent.
-
-        Raises:
-            ConfigError: the value is not a JSON object.
-        """
-        value = self.get(name)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {name} is {value!r}, an object is expected")
-        return ModelConfig(value, {})
-
-    def number(self, *names: str) -> int:
-        """Return the value of the first key in `names` that is present, as an integer of at least 1.
-
-        Raises:
-            ConfigError: no key is present, or the value is not such an integer.
-        """
-        value = self.get(*names)
-        if value is None:
-            raise ConfigError(
-                f"config.json{self._of_type} has no {_either(names)}, which decides the size of its KV "
-                "cache; add it to the file"
-            )
-        return checked_int(names[0], value, 1)
-
-    def optional_int(self, *names: str) -> int | None:
-        """Return what `number` returns; None if no key is present, or the value is 0 or false."""
-        value = self.get(*names)
-        return checked_int(names[0], value, 1) if value else None
-
-    def listed(self, name: str, count: int) -> Sequence[Any] | None:
-        """Return the value of a key with one entry per layer; None if the key is absent.
-
-        Raises:
-            ConfigError: the value is not a list or string of `count` entries.
-        """
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple | str) or len(value) != count:
-            found = f"{len(value)} entries" if isinstance(value, list | tuple | str) else repr(value)
-            raise ConfigError(
-                f"config.json: {name} has {found} for {count} layers; one per layer is expected"
-            )
-        return value
-
-
-def checked_int(name: str, value: Any, least: int) -> int:
-    """Return `value` unchanged if it is an integer of at least `least`.
-
-    Raises:
-        ConfigError: it is not. The message names the key `name`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
-    return value
-
-
-def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model inside a multimodal model's configuration.
-
-    If the inner configuration has no model type, element type or quantization, the value of the outer one is
-    added.
-    """
-    outer = config
-    known = ("model_type", *DTYPES, "quantization_config")
-    while inner := next((outer[name] for name in _INNER if isinstance(outer.get(name), Mapping)), None):
-        kept = {name: outer[name] for name in known if outer.get(name) is not None}
-        outer = {**inner, **{name: value for name, value in kept.items() if inner.get(name) is None}}
-    return outer
-
-
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(names)
-
-
+# Names of keys that do not affect the cache, that may, and that most probably do not (`check_unread`).
 _CLEARLY_ELSEWHERE = re.compile(
     r"^(hc|mlp|moe|lm_head|layer_?norm|layerdrop|norm|activation|rope|layer_rope|tokenizer|vision|audio|image|video)_?"
 )
@@ -223,32 +110,136 @@ _ELSEWHERE = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The part of a ``config.json`` that describes the language model.
+
+    Attributes:
+        defaults: default values of the model family, by key.
+        read_keys: every lookup adds the names of the keys that it has read.
+    """
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    read_keys: set[str] = field(default_factory=set, compare=False)
+
+    @property
+    def model_type(self) -> str:
+        """Name of the model family; empty if the file has none."""
+        return str(self.get("model_type") or "")
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers, or of entries in a list with one per layer if no key gives it."""
+        if self.get(*_LAYER_COUNTS) is None:
+            for value in (self.get(name) for name in _PER_LAYER):
+                if isinstance(value, list | str):
+                    return len(value)
+        return self.number(*_LAYER_COUNTS)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of alternative keys that has a value; None if none of them has one.
+
+        All keys to which the file gives this value count as read.
+        """
+        for known in (self.values, self.defaults):
+            value = next((known[name] for name in names if known.get(name) is not None), None)
+            if value is not None:
+                self.read_keys.update(name for name in names if self.values.get(name) == value)
+                return value
+            # A null in the file turns the setting off, so the family's default does not apply.
+            if any(name in self.values for name in names):
+                return None
+        return None
+
+    def mark_read(self, *names: str) -> None:
+        """Count keys that do not matter for this model as read."""
+        self.read_keys.update(names)
+
+    def nested(self, name: str) -> ModelConfig:
+        """Return the object under a key as a configuration; it is empty if the key is absent."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {name} is {value!r}, an object is expected")
+        return ModelConfig(value, {})
+
+    def number(self, *names: str) -> int:
+        """Return the value of the first key that is present, or raise ConfigError unless it is above 0."""
+        value = self.get(*names)
+        if value is None:
+            of_type = f" of model type {self.model_type}" if self.model_type else ""
+            raise ConfigError(
+                f"config.json{of_type} has no {' or '.join(names)}, which decides the size of its KV cache; "
+                "add it to the file"
+            )
+        return checked_int(names[0], value, 1)
+
+    def optional_int(self, *names: str) -> int | None:
+        """Return what `number` returns; None if no key is present, or the value is 0 or false."""
+        value = self.get(*names)
+        return checked_int(names[0], value, 1) if value else None
+
+    def listed(self, name: str, count: int) -> Sequence[Any] | None:
+        """Return the value of a key with `count` entries, one per layer; None if the key is absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple | str) or len(value) != count:
+            found = f"{len(value)} entries" if isinstance(value, list | tuple | str) else repr(value)
+            raise ConfigError(
+                f"config.json: {name} has {found} for {count} layers; one per layer is expected"
+            )
+        return value
+
+
+def checked_int(name: str, value: Any, least: int) -> int:
+    """Return the value of the key `name`, or raise ConfigError if it is no integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"config.json: {name} is {value!r}, a whole number of at least {least} is expected")
+    return value
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model inside a multimodal model's configuration.
+
+    Model type, element type and quantization of the outer one are added if the inner one has none.
+    """
+    outer = config
+    known = ("model_type", *DTYPES, "quantization_config")
+    while inner := next((outer[name] for name in _INNER if isinstance(outer.get(name), Mapping)), None):
+        kept = {name: outer[name] for name in known if outer.get(name) is not None}
+        outer = {**inner, **{name: value for name, value in kept.items() if inner.get(name) is None}}
+    return outer
+
+
 def check_unread(config: ModelConfig) -> list[str]:
-    """Check the keys of ``config.json`` that were not read, and return a note for the user about them.
+    """Return a note for the user about keys that were not read.
 
     Raises:
-        ConfigError: the name of an unread key suggests that it affects the KV cache.
+        ConfigError: the name of such a key suggests that it affects the KV cache.
     """
     unread = [
-        name for name, value in config.values.items() if value is not None and name not in config.read_keys
+        name
+        for name, value in config.values.items()
+        if value is not None
+        and name not in config.read_keys
+        and name not in _HARMLESS
+        and not _CLEARLY_ELSEWHERE.match(name)
     ]
-    unread = [name for name in unread if name not in _HARMLESS and not _CLEARLY_ELSEWHERE.match(name)]
     deciding = [name for name in unread if _DECIDES.search(name)]
     if deciding:
         raise ConfigError(
-            f"config.json of model type {config.model_type or 'unknown'}: {_list(deciding)} may decide what "
-            "is kept per token, and kvferry does not know how; its KV cache cannot be planned yet"
+            f"config.json of model type {config.model_type or 'unknown'}: {', '.join(deciding)} may decide "
+            "what is kept per token, and kvferry does not know how; its KV cache cannot be planned yet"
         )
     unknown = [name for name in unread if not _ELSEWHERE.search(name)]
-    return [f"config.json: {_list(unknown)} not known and not used"] if unknown else []
+    return [f"config.json: {', '.join(unknown)} not known and not used"] if unknown else []
 
 
 def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> None:
-    """Check that every key of the nested object `name` was read or is known to be harmless.
-
-    Raises:
-        ConfigError: a key was not.
-    """
+    """Raise a ConfigError unless every key of the nested object `name` was read or is harmless."""
     unknown = [key for key in config.values if key not in config.read_keys and key not in harmless]
     if unknown:
         raise ConfigError(
@@ -257,29 +248,8 @@ def check_nested(config: ModelConfig, name: str, harmless: Iterable[str]) -> Non
         )
 
 
-def _list(names: list[str]) -> str:
-    return ", ".join(names)
-
-
-# Bytes of one element of each floating-point type that a model may compute in.
-FLOATS = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
-
-# Types with one byte per element, and one float32 scale per token and head, for K and for V each.
-SCALED = ("int8_per_token_head", "fp8_per_token_head")
-
-# Packed type of an MLA latent: 512 fp8 elements, 4 float32 scales and 64 bfloat16 elements for positions.
-# That is 656 bytes per token.
-PACKED_LATENT = "fp8_ds_mla"
-
-CACHE_DTYPES = ("auto", *FLOATS, "fp8", "fp8_e4m3", "fp8_e5m2", *SCALED, PACKED_LATENT)
-
-
 def element_bytes(cache_dtype: str, model_dtype: str) -> int:
-    """Return the bytes of one element of K, V or an MLA latent; ``auto`` stands for `model_dtype`.
-
-    Raises:
-        ConfigError: `cache_dtype` is unknown.
-    """
+    """Return the bytes of one element of K, V or an MLA latent; ``auto`` stands for `model_dtype`."""
     if cache_dtype not in CACHE_DTYPES:
         raise ConfigError(
             f"element type {cache_dtype!r} is not known; choose one of {', '.join(CACHE_DTYPES)}"
@@ -288,31 +258,23 @@ def element_bytes(cache_dtype: str, model_dtype: str) -> int:
 
 
 def float_name(name: str, value: Any) -> str:
-    """Return the floating-point type that a ``config.json`` gives, without the prefix ``torch.``.
-
-    Raises:
-        ConfigError: the value of the key `name` is not a known floating-point type.
-    """
+    """Return the floating-point type in the value of the key `name`, without the prefix ``torch.``."""
     plain_name = str(value).removeprefix("torch.")
     if plain_name not in FLOATS:
         raise ConfigError(f"config.json: {name} is {value!r}, one of {', '.join(FLOATS)} is expected")
     return plain_name
 
 
-_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
-_TYPES = ("fp8", "nvfp4")
-
-
 def quantized_cache(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
     """Return (element type of the KV cache, notes for the user).
 
-    If ``auto`` is requested and the quantization config of a ModelOpt or llm-compressor checkpoint names a
-    type for the KV cache, the result is this type, and a note says so. vLLM decides in the same way:
-    `resolve_kv_cache_dtype_string` for ModelOpt, and its attention layers for llm-compressor.
+    With ``auto``, a checkpoint of ModelOpt or llm-compressor may name it.
 
     Raises:
         ConfigError: the checkpoint names a quantised type other than fp8.
     """
+    # vLLM does the same: `resolve_kv_cache_dtype_string` for ModelOpt, and its attention layers for
+    # llm-compressor.
     quantization = config.get("quantization_config")
     if dtype != "auto" or not isinstance(quantization, Mapping):
         return dtype, []
@@ -331,7 +293,7 @@ def _requested_type(quantization: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return (key that names the type of the KV cache, type). The type is None if vLLM takes the model's."""
     method = str(quantization.get("quant_method") or "").lower().replace("_", "-")
     if method == "compressed-tensors":  # of llm-compressor
-        return _KEYS[0], None if quantization.get(_KEYS[0]) is None else "fp8"
+        return _CACHE_KEYS[0], None if quantization.get(_CACHE_KEYS[0]) is None else "fp8"
     producer, inner = quantization.get("producer"), quantization.get("quantization")
     if not (
         method.startswith("modelopt")
@@ -340,7 +302,7 @@ def _requested_type(quantization: Mapping[str, Any]) -> tuple[str, str | None]:
     ):
         return "", None
     places = (inner, quantization) if isinstance(inner, Mapping) else (quantization,)
-    candidates = ((key, place[key]) for key in _KEYS for place in places if place.get(key))
+    candidates = ((key, place[key]) for key in _CACHE_KEYS for place in places if place.get(key))
     key, scheme = next(candidates, ("", None))
     return key, _type_of(scheme)
 
@@ -352,4 +314,4 @@ def _type_of(scheme: Any) -> str | None:
             return None
         is_fp8 = scheme.get("num_bits") == 8 and scheme.get("dynamic") is False
         return "fp8" if is_fp8 else "nvfp4" if scheme.get("num_bits") == 4 else None
-    return next((name for name in _TYPES if name == str(scheme).lower()), None)
+    return next((name for name in _CACHE_TYPES if name == str(scheme).lower()), None)

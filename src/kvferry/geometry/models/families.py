@@ -40,15 +40,14 @@ class ModelFamily:
     """Properties of a model family that its ``config.json`` does not state but that determine its KV cache.
 
     Attributes:
-        recurrent: kind of recurrence of the recurrent layers; None for a family without recurrent layers.
+        recurrent: kind of recurrence of the recurrent layers; None for a family without any.
         everywhere: True if every layer is recurrent.
-        beside_attention: True if every layer has attention in addition to recurrence. Used only if
-            `everywhere` is True.
-        window_offset: number of tokens to add to the value of ``sliding_window`` to get the attention window.
+        beside_attention: True if every layer also has attention; used only with `everywhere`.
+        window_offset: tokens to add to ``sliding_window`` to get the attention window.
         attentions: number of attention caches per layer.
         expanded: True if layers cache K and V per head although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
-        defaults: default values of keys that ``config.json`` may omit.
+        defaults: values of keys that ``config.json`` may omit.
     """
 
     recurrent: Mixer | None = None
@@ -189,11 +188,7 @@ _ENCODER_DECODERS = frozenset((
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """Check that the model is a decoder. The KV caches of other models are not supported.
-
-    Raises:
-        ConfigError: the model is an encoder without a KV cache, or an encoder-decoder.
-    """
+    """Raise a ConfigError if the model is an encoder, without a KV cache, or an encoder-decoder."""
     name = config.model_type or "unknown"
     if config.get("is_encoder_decoder") is True or name in _ENCODER_DECODERS:
         raise ConfigError(
@@ -238,9 +233,7 @@ def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
     unknown = {name for settings in overrides.values() for name in settings} - _KNOWN
     # The number of query heads affects the cache only if KV heads or head width are derived from it.
     if not (config.get("num_key_value_heads", "num_attention_groups") and config.get("head_dim")):
-        unknown |= {
-            "num_attention_heads" for settings in overrides.values() if "num_attention_heads" in settings
-        }
+        unknown |= {"num_attention_heads"} & {name for settings in overrides.values() for name in settings}
     if unknown:
         raise ConfigError(
             f"config.json: {_KEY} has {', '.join(sorted(unknown))}, which may decide what is kept per token, "
@@ -250,11 +243,7 @@ def layer_overrides(config: ModelConfig) -> Mapping[int, Mapping[str, Any]]:
 
 
 def check_layer_overrides(config: ModelConfig, layers: Sequence[Sequence[Mixer]]) -> None:
-    """Check that the settings in ``per_layer_config`` are valid, and that none is for a recurrent layer.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Raise a ConfigError if a setting in ``per_layer_config`` is invalid, or is for a recurrent layer."""
     for number, settings in layer_overrides(config).items():
         if settings and not RECURRENT.isdisjoint(layers[number]):
             named = ", ".join(sorted(settings))

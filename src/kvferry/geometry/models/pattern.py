@@ -1,12 +1,12 @@
 """The mixers of every layer, read from a ``config.json``.
 
 Model families write the mixers in many forms: a word per layer, a string of letters, a period, a list of
-layer numbers. There is a rule for each form. The first rule that finds its key in the file decides.
+layer numbers. Each form has a rule, and the first rule that finds its key in the file decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.common.errors import ConfigError
@@ -17,12 +17,15 @@ from kvferry.geometry.models.families import Mixer, ModelFamily
 # Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by side.
 Mixers: TypeAlias = tuple[Mixer, ...]
 
+# Mixers of each entry of a list with one per layer. None stands for the recurrence of the model's family.
+_Entries: TypeAlias = Mapping[Any, tuple[Mixer | None, ...]]
+
 # Returns the mixers of every layer; None if the file does not have the rule's key.
 Rule: TypeAlias = Callable[[ModelConfig, ModelFamily], list[Mixers] | None]
 
 _FULL: Mixers = (Mixer.FULL,)
 _SLIDING: Mixers = (Mixer.SLIDING,)
-_WORDS: Mapping[str, Mixers] = {
+_WORDS: _Entries = {
     "full_attention": _FULL,
     "attention": _FULL,
     "full": _FULL,
@@ -34,7 +37,11 @@ _WORDS: Mapping[str, Mixers] = {
     "indexed_attention": _FULL,
     "mlp": (),
     "moe": (),
+    "linear_attention": (None,),
+    "mamba": (None,),
+    "hybrid": (None, Mixer.FULL),
 }
+_LETTERS: _Entries = {"*": _FULL, "-": (), "E": (), "M": (None,)}
 # Keys that name mixers. Once a rule has decided, all of them count as read.
 _PATTERN = (
     "layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_period", "attn_layer_offset",
@@ -49,8 +56,9 @@ _WINDOW = (
     "sliding_window", "sliding_window_size", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
     "attention_other_setting",
 )  # fmt: skip
-_LETTERS: Mapping[str, Mixers] = {"*": _FULL, "-": (), "E": ()}
-
+_RECURRENT_TYPES = (
+    "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
+)
 _KIMI_KEYS = (
     "kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound",
     "use_full_rank_gate",
@@ -58,13 +66,9 @@ _KIMI_KEYS = (
 
 
 def mixers(config: ModelConfig, family: ModelFamily) -> list[Mixers]:
-    """Return the mixers of every layer of a model.
+    """Return the mixers of every layer, or raise ConfigError if the file names an unknown kind of layer.
 
-    If no rule applies, all layers have the same attention: sliding windows if the file gives a window and
-    does not disable it, otherwise full attention.
-
-    Raises:
-        ConfigError: the file contradicts itself or contains an unknown kind of layer.
+    If no rule applies, all layers have sliding windows, if the file has one that is on, or full attention.
     """
     for rule in _RULES:
         if (found := rule(config, family)) is not None:
@@ -89,13 +93,8 @@ def _recurrence(config: ModelConfig, family: ModelFamily, key: str) -> Mixer:
     return family.recurrent
 
 
-_RECURRENT_TYPES = (
-    "Mamba, Mamba2, gated delta net, Kimi delta attention, lightning attention and short convolution"
-)
-
-
 def _compressed(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
-    """DeepSeek V4, with full attention for now: a layer's caches follow from its compression ratio."""
+    """DeepSeek V4: the caches of a layer follow from its compression ratio, not from its mixer."""
     return None if config.get("compress_ratios") is None else [_FULL] * config.layers
 
 
@@ -116,35 +115,27 @@ def _same_in_all_layers(config: ModelConfig, family: ModelFamily) -> list[Mixers
 
 def _letters(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """Nemotron-H: ``M`` is recurrence, ``*`` attention, and ``-`` and ``E`` are feed-forward layers."""
-    name = "hybrid_override_pattern"
-    entries = config.listed(name, config.layers)
-    if entries is None:
-        return None
-    known = {**_LETTERS, "M": (_recurrence(config, family, name),)}
-    return _parse_mixers(name, entries, known)
+    return _per_layer(config, family, "hybrid_override_pattern", _LETTERS)
 
 
 def _words(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """A word per layer. The words, such as ``linear_attention``, do not state the kind of recurrence."""
     name = next((n for n in ("layers_block_type", "layer_types") if config.get(n)), None)
-    if name is None:
+    return None if name is None else _per_layer(config, family, name, _WORDS)
+
+
+def _per_layer(config: ModelConfig, family: ModelFamily, name: str, known: _Entries) -> list[Mixers] | None:
+    """Return the mixers of each layer from the entries of the key `name`; None without this key."""
+    entries = config.listed(name, config.layers)
+    if entries is None:
         return None
-    entries = config.listed(name, config.layers) or ()
-    known: dict[Any, Mixers] = dict(_WORDS)
-    if any(word in ("linear_attention", "mamba", "hybrid") for word in entries):
-        recurrence = _recurrence(config, family, name)
-        known |= {"linear_attention": (recurrence,), "mamba": (recurrence,), "hybrid": (recurrence, *_FULL)}
-    return _parse_mixers(name, entries, known)
-
-
-def _parse_mixers(name: str, entries: Sequence[Any], known: Mapping[Any, Mixers]) -> list[Mixers]:
     unknown = [repr(word) for word in entries if not isinstance(word, Hashable) or word not in known]
     if unknown:
         raise ConfigError(
             f"config.json: {name} has {', '.join(dict.fromkeys(unknown))}, which is none of "
             f"{', '.join(map(str, known))}"
         )
-    return [known[word] for word in entries]
+    return [tuple(mixer or _recurrence(config, family, name) for mixer in known[word]) for word in entries]
 
 
 def _attention_period(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
@@ -171,14 +162,7 @@ def _attend_at(config: ModelConfig, family: ModelFamily, key: str, numbers: Cont
 
 def _attention_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """MiniMax-Text-01: 1 is attention, 0 is recurrence."""
-    name = "attn_type_list"
-    entries = config.listed(name, config.layers)
-    if entries is None:
-        return None
-    known: dict[Any, Mixers] = {1: _FULL}
-    if any(flag == 0 for flag in entries):
-        known[0] = (_recurrence(config, family, name),)
-    return _parse_mixers(name, entries, known)
+    return _per_layer(config, family, "attn_type_list", {1: _FULL, 0: (None,)})
 
 
 def _last_of_each(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
@@ -214,23 +198,20 @@ def _layer_numbers(value: Mapping[str, Any], name: str) -> list[int]:
     return found
 
 
-def _window_flags(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
+def _window_flags(config: ModelConfig, family: ModelFamily) -> list[Mixers] | None:
     """MiMo-V2: 1 is a sliding window, 0 is full attention."""
-    name = "hybrid_layer_pattern"
-    entries = config.listed(name, config.layers)
-    if entries is None:
-        return None
-    config.mark_read("attention_chunk_size")
-    return _parse_mixers(name, entries, {1: _SLIDING, 0: _FULL})
+    found = _per_layer(config, family, "hybrid_layer_pattern", {1: _SLIDING, 0: _FULL})
+    if found is not None:
+        config.mark_read("attention_chunk_size")
+    return found
 
 
 def _chunks(config: ModelConfig, _family: ModelFamily) -> list[Mixers] | None:
     """Llama 4: layers with rotary position embeddings have chunked attention, the others full attention."""
-    if config.optional_int("attention_chunk_size") is None or not config.optional_int(
-        "no_rope_layer_interval"
-    ):
+    if config.optional_int("attention_chunk_size") is None:
         return None
-    period = config.number("no_rope_layer_interval")
+    if (period := config.optional_int("no_rope_layer_interval")) is None:
+        return None
     rotary = config.listed("no_rope_layers", config.layers) if config.get("no_rope_layers") else None
     rotary = rotary or [(i + 1) % period != 0 for i in range(config.layers)]
     return [(Mixer.CHUNKED,) if each else _FULL for each in rotary]

@@ -35,9 +35,9 @@ class ModelReading:
     """The KV cache that a ``config.json`` describes.
 
     Attributes:
-        kept: number of entries in `cache.layers` for each layer of the model; 0 for a layer without a cache.
-        notes: assumptions about the model that were made to derive the cache, one sentence each.
-        cache_dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`.
+        kept: number of entries in `cache.layers` for each layer of the model.
+        notes: assumptions that were made to derive the cache, one sentence each.
+        cache_dtype: element type of the KV cache, one of `config.CACHE_DTYPES`.
     """
 
     cache: ModelCache
@@ -65,11 +65,10 @@ def read_model(
     [128, 128]
 
     Args:
-        dtype: element type of the KV cache, one of `dtypes.CACHE_DTYPES`. A floating-point type also replaces
+        dtype: element type of the KV cache, one of `config.CACHE_DTYPES`. A floating-point type also replaces
             the model's element type. With ``auto``, the file decides.
         name: display name of the model; empty for the model type.
-        draft: True to add the layers of the multi-token prediction module. Each has the same cache as the
-            model's last attention layer.
+        draft: True to add the layers for multi-token prediction.
 
     Raises:
         ConfigError: the cache cannot be derived from the file. The message is one sentence.
@@ -163,11 +162,11 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 
 def _unknown(config: ModelConfig) -> str:
-    """Return a note which tells the user that an unknown model is treated as one with ordinary attention.
+    """Return a note that an unknown model is treated as one with ordinary attention.
 
     Raises:
-        ConfigError: a key suggests that layers cache something besides K and V or a latent, or the file does
-            not give the number of attention heads.
+        ConfigError: a key suggests that layers cache something else, or the file does not give the number of
+            attention heads.
     """
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
@@ -181,11 +180,6 @@ def _unknown(config: ModelConfig) -> str:
 
 
 def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers of each layer, empty for layers without a cache.
-
-    Raises:
-        ConfigError: the file says that all layers reuse K and V.
-    """
     shared = config.optional_int("num_kv_shared_layers")
     if not shared:
         return layers
@@ -198,11 +192,7 @@ def _without_shared(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
 
 
 def _draft_layers(config: ModelConfig, layers: list[Mixers]) -> list[Mixers]:
-    """Return the mixers of the layers for multi-token prediction: those of the last attention layer, each.
-
-    Raises:
-        ConfigError: the file has no layers for multi-token prediction, or the model has no attention layer.
-    """
+    """Return the mixers of each layer for multi-token prediction: those of the last attention layer."""
     count = config.optional_int("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     attention = [tuple(m for m in layer if m not in RECURRENT) for layer in layers]
     last = next((layer for layer in reversed(attention) if layer), None)

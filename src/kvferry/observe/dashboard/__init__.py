@@ -1,8 +1,7 @@
 """A Grafana dashboard and Prometheus alerts, generated from the definitions of the metrics.
 
-`expressions` builds PromQL and rejects unknown metrics and labels. `router`, `requests`, `loads`, `storage`
-and `connectors` define the panels, and `alerts` the alerts. `grafana` and `alerts.rules` render them as files
-for Grafana and Prometheus.
+`panels` builds PromQL and rejects unknown metrics and labels. `rows` has the panels, which `grafana` renders
+for Grafana. `alerts` has the alerts, and renders them for Prometheus.
 """
 
 from kvferry.observe.dashboard.alerts import rules

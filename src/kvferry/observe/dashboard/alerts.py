@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.observe.dashboard.panels import ENGINE, INSTANCE, increase, minus, per_second, series, total
@@ -37,6 +36,7 @@ _ROUTER = (INSTANCE,)
 _TIER = (*ENGINE, CONNECTOR, "tier")
 _WHO = "{{ $labels.instance }} ({{ $labels.model_name }}, engine {{ $labels.engine }})"
 _WHICH = "Tier {{ $labels.tier }}{{ with $labels.connector }} of {{ . }}{{ end }}"
+_STATE = "kvferry_router_engine_state"
 _SHARE = "{{ $value | humanizePercentage }}"
 
 
@@ -46,10 +46,6 @@ def _rate(name: str, by: tuple[str, ...], **where: str) -> str:
 
 def _increase(name: str, by: tuple[str, ...], over: str, **where: str) -> str:
     return total(increase(series(name, None, **where), over), *by)
-
-
-def _in_state(state: str, *by: str, **where: str) -> str:
-    return total(series("kvferry_router_engine_state", None, state=state, **where), *by)
 
 
 _FAILED = _rate("kvferry_loads_total", _SOURCE, outcome="failed")
@@ -74,7 +70,7 @@ _SERVED = _rate("kvferry_router_requests_total", _ROUTER, outcome="split|decode"
 ALERTS = (
     Alert(
         name="KVFerryNoDecodeEngine",
-        expression=f"{_in_state('up|resting', *_ROUTER, role='decode')} == 0",
+        expression=f"{total(series(_STATE, state='up|resting', role='decode'), *_ROUTER)} == 0",
         lasts="1m",
         severity="critical",
         summary="Router {{ $labels.instance }} finds no decode engine: it answers no request",
@@ -83,7 +79,7 @@ ALERTS = (
     ),
     Alert(
         name="KVFerryEngineDown",
-        expression=f"{_in_state('down', *_ROUTER, 'role', 'url')} > 0",
+        expression=f"{total(series(_STATE, state='down'), *_ROUTER, 'role', 'url')} > 0",
         lasts="5m",
         summary="The {{ $labels.role }} engine {{ $labels.url }} is down for router {{ $labels.instance }}",
         action="Its requests go to other engines, so the service is degraded. /health of the router says why "
@@ -181,21 +177,17 @@ ALERTS = (
 
 def rules() -> str:
     """Return a Prometheus rule file with all alerts, as YAML."""
-    return "\n".join(["groups:", "  - name: kvferry", "    rules:", *_lines()]) + "\n"
-
-
-def _lines() -> Iterator[str]:
+    lines = ["groups:", "  - name: kvferry", "    rules:"]
     for alert in ALERTS:
-        yield from _rule(alert)
-
-
-def _rule(alert: Alert) -> Iterator[str]:
-    # A string quoted as JSON is also valid YAML.
-    yield f"      - alert: {alert.name}"
-    yield f"        expr: {json.dumps(alert.expression)}"
-    yield f"        for: {alert.lasts}"
-    yield "        labels:"
-    yield f"          severity: {alert.severity}"
-    yield "        annotations:"
-    yield f"          summary: {json.dumps(alert.summary)}"
-    yield f"          description: {json.dumps(alert.action)}"
+        # A string quoted as JSON is also valid YAML.
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expression)}",
+            f"        for: {alert.lasts}",
+            "        labels:",
+            f"          severity: {alert.severity}",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.summary)}",
+            f"          description: {json.dumps(alert.action)}",
+        ]
+    return "\n".join(lines) + "\n"

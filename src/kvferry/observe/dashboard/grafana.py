@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+from string import ascii_uppercase
 from typing import Any
 
-from kvferry.observe.dashboard.panels import Panel, PanelRow, series
-from kvferry.observe.dashboard.rows import CONNECTORS, ENGINES, FAILURES, HITS, LOADS, ROUTERS, TIERS
+from kvferry.observe.dashboard.panels import Panel, series
+from kvferry.observe.dashboard.rows import ROWS
 
-_ROWS = (ROUTERS, ENGINES, HITS, LOADS, TIERS, FAILURES, CONNECTORS)
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _ALWAYS = "vllm:num_requests_running"
@@ -17,17 +18,20 @@ _ALWAYS = "vllm:num_requests_running"
 def dashboard() -> dict[str, Any]:
     """Return the Grafana dashboard for kvferry's metrics, as a JSON-serializable dict."""
     panels: list[dict[str, Any]] = []
-    number, y = 1, 0
-    for each in _ROWS:
-        heading, *under = _row(each, number, y)
-        number += 1 + len(under)
-        if each.folded:
-            # Grafana keeps the panels of a collapsed row inside its heading.
-            panels.append({**heading, "panels": under})
-            y += 1
-        else:
-            panels += [heading, *under]
-            y += 1 + -(-len(under) // _COLUMNS) * _HEIGHT
+    y, ids = 0, count(1)
+    for row in ROWS:
+        heading: dict[str, Any] = {
+            "id": next(ids),
+            "type": "row",
+            "title": row.title,
+            "collapsed": row.folded,
+            "gridPos": {"x": 0, "y": y, "w": _WIDTH * _COLUMNS, "h": 1},
+        }
+        under = [_panel(panel, next(ids), place, y + 1) for place, panel in enumerate(row.panels)]
+        # Grafana keeps the panels of a collapsed row inside its heading.
+        heading["panels"] = under if row.folded else []
+        panels += [heading] if row.folded else [heading, *under]
+        y += 1 if row.folded else 1 + -(-len(under) // _COLUMNS) * _HEIGHT
     return {
         "uid": "kvferry",
         "title": "kvferry",
@@ -39,41 +43,15 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [_datasource(), *_variables()]},
+        "templating": {"list": _variables()},
         "annotations": {"list": []},
         "panels": panels,
     }
 
 
-def _row(row: PanelRow, number: int, y: int) -> list[dict[str, Any]]:
-    """Return the heading of a row at height `y`, and its panels, as Grafana's JSON objects.
-
-    Args:
-        number: panel id of the heading. The row's panels get the following ids.
-    """
-    places = [
-        {"x": place % _COLUMNS * _WIDTH, "y": y + 1 + place // _COLUMNS * _HEIGHT}
-        for place in range(len(row.panels))
-    ]
-    panels = [
-        _panel(panel, number + 1 + place, at)
-        for place, (panel, at) in enumerate(zip(row.panels, places, strict=True))
-    ]
-    return [_heading(row, number, y), *panels]
-
-
-def _heading(row: PanelRow, number: int, y: int) -> dict[str, Any]:
-    return {
-        "id": number,
-        "type": "row",
-        "title": row.title,
-        "collapsed": row.folded,
-        "gridPos": {"x": 0, "y": y, "w": _WIDTH * _COLUMNS, "h": 1},
-        "panels": [],
-    }
-
-
-def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, number: int, place: int, top: int) -> dict[str, Any]:
+    """Return the JSON of the panel at a place of a row whose panels begin at height `top`."""
+    x, y = place % _COLUMNS * _WIDTH, top + place // _COLUMNS * _HEIGHT
     stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
     custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": stacking, "showPoints": "never"}
     return {
@@ -82,7 +60,7 @@ def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.description,
         "datasource": _SOURCE,
-        "gridPos": {**at, "w": _WIDTH, "h": _HEIGHT},
+        "gridPos": {"x": x, "y": y, "w": _WIDTH, "h": _HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
         "options": {
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
@@ -90,24 +68,21 @@ def _panel(panel: Panel, number: int, at: dict[str, int]) -> dict[str, Any]:
         },
         "targets": [
             {
-                "refId": chr(ord("A") + place),
+                "refId": letter,
                 "datasource": _SOURCE,
                 "expr": query.expression,
                 "legendFormat": query.legend,
             }
-            for place, query in enumerate(panel.queries)
+            for letter, query in zip(ascii_uppercase, panel.queries, strict=False)
         ],
     }
-
-
-def _datasource() -> dict[str, Any]:
-    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
 def _variables() -> list[dict[str, Any]]:
     model = series(_ALWAYS, {"model_name": "$model"})
     engine = series(_ALWAYS, {"model_name": "$model", "instance": "$instance"})
     return [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
         _variable("model", "Model", f"label_values({series(_ALWAYS)}, model_name)"),
         _variable("instance", "Engine", f"label_values({model}, instance)"),
         _variable("engine", "Number", f"label_values({engine}, engine)"),

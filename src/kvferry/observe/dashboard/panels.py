@@ -1,8 +1,8 @@
-"""Building blocks of a dashboard: panels, rows and their queries."""
+"""Build a dashboard of panels and rows, and the PromQL of its queries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.observe.metrics import (
@@ -37,7 +37,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     >>> series("kvferry_loads_total", outcome="failed|expired")
     'kvferry_loads_total{outcome=~"failed|expired"}'
     """
-    known = labels_of(name)
+    known = _labels_of(name)
     patterns = {**(scope or {}), **where}
     # Prometheus would answer such a query with nothing.
     if strange := patterns.keys() - known:
@@ -49,7 +49,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
     return f"{name}{{{','.join(terms)}}}" if terms else name
 
 
-def labels_of(name: str) -> frozenset[str]:
+def _labels_of(name: str) -> frozenset[str]:
     """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
 
     Raises:
@@ -99,20 +99,14 @@ def minus(what: str, part: str) -> str:
     return f"({what} - ({part} or 0 * {what}))"
 
 
-SCOPE = {"instance": "$instance", "model_name": "$model", "engine": "$engine"}
-"""Label patterns with the dashboard's variables, which restrict each query to the selected engines."""
+_SCOPE = {"instance": "$instance", "model_name": "$model", "engine": "$engine"}
 # Grafana's own, which is long enough for the scrape interval.
 _RATE = "$__rate_interval"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL query and the legend of its lines in a chart.
-
-    Attributes:
-        expression: PromQL expression.
-        legend: text of the legend, with names of labels in double braces.
-    """
+    """A PromQL query and the legend of its lines in a chart, with names of labels in double braces."""
 
     expression: str
     legend: str
@@ -123,10 +117,7 @@ class Panel:
     """A chart of the dashboard.
 
     Attributes:
-        title: title of the panel.
-        description: explanation that the panel shows.
         unit: name of the values' unit in Grafana.
-        queries: PromQL queries whose results are drawn.
         stacked: True to stack the values, which is useful if their sum is meaningful.
     """
 
@@ -134,50 +125,62 @@ class Panel:
     description: str
     unit: str
     queries: tuple[Query, ...]
-    stacked: bool = False
+    stacked: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PanelRow:
-    """A row of the dashboard: a heading with panels below it.
-
-    Attributes:
-        title: text of the heading.
-        panels: panels below the heading.
-        folded: True if the row is collapsed when the dashboard opens.
-    """
+    """A row of the dashboard: a heading with panels below it. A folded row is collapsed at first."""
 
     title: str
     panels: tuple[Panel, ...]
-    folded: bool = False
+    folded: bool
 
 
-def _scope(name: str) -> dict[str, str] | None:
-    # The router is no engine, so it has none of these labels.
-    return None if name.startswith(ROUTER_PREFIX) else SCOPE
+def panel(title: str, description: str, unit: str, *queries: Query, stacked: bool = False) -> Panel:
+    """Return a `Panel` with these queries."""
+    return Panel(title, description, unit, queries, stacked)
 
 
-def level(name: str, *by: str, **where: str) -> str:
+def row(title: str, *panels: Panel, folded: bool = False) -> PanelRow:
+    """Return a `PanelRow` with these panels."""
+    return PanelRow(title, panels, folded)
+
+
+def _selected(name: str, **where: str) -> str:
+    # The router is no engine, so it has none of the labels of the dashboard's variables.
+    return series(name, None if name.startswith(ROUTER_PREFIX) else _SCOPE, **where)
+
+
+def _legend(by: Iterable[str], also: str) -> str:
+    return " ".join([*(f"{{{{{label}}}}}" for label in by), also]).strip()
+
+
+def level(name: str, *by: str) -> str:
     """Return a PromQL expression that sums a gauge over the engines selected in the dashboard, by label."""
-    return total(series(name, _scope(name), **where), *by)
+    return total(_selected(name), *by)
 
 
 def rate(name: str, *by: str, **where: str) -> str:
     """Return a PromQL expression for a counter's rate per second over the selected engines, by label."""
-    return total(per_second(series(name, _scope(name), **where), _RATE), *by)
+    return total(per_second(_selected(name, **where), _RATE), *by)
 
 
-def quantiles(name: str, by: str = "", title: str = "") -> tuple[Query, ...]:
+def levels(name: str, *by: str, also: str = "") -> Query:
+    """Return the query of a `level`. Its legend has the labels, then `also`."""
+    return Query(level(name, *by), _legend(by, also))
+
+
+def rates(name: str, *by: str, also: str = "", **where: str) -> Query:
+    """Return the query of a `rate`. Its legend has the labels, then `also`."""
+    return Query(rate(name, *by, **where), _legend(by, also))
+
+
+def quantiles(name: str, *by: str, also: str = "") -> tuple[Query, Query]:
     """Return queries for the median and the 99th percentile of a histogram over the selected engines.
 
-    Args:
-        name: name of the histogram in `EXPOSED` or `ROUTER`, such as ``kvferry_load_seconds``.
-        by: name of the label whose values have a line each; empty for one line per query.
-        title: text at the start of the legends, to tell histograms in one panel apart.
+    `also` stands in the legends before the name of the quantile.
     """
-    labels, legend = ((by,), f"{{{{{by}}}}} ") if by else ((), f"{title} ".lstrip())
-    buckets = series(f"{name}_bucket", _scope(name))
-    return tuple(
-        Query(quantile(q, buckets, _RATE, *labels), f"{legend}{name_of_q}")
-        for q, name_of_q in ((0.5, "median"), (0.99, "p99"))
-    )
+    buckets = _selected(f"{name}_bucket")
+    median = Query(quantile(0.5, buckets, _RATE, *by), _legend(by, f"{also}median"))
+    return median, Query(quantile(0.99, buckets, _RATE, *by), _legend(by, f"{also}p99"))

@@ -3,37 +3,33 @@
 A policy ranks keys. It neither stores nor frees the chunks. The tier reports what happens to each key, and
 the policy chooses the key to evict. Some policies remember an evicted key as a *ghost*, without its chunk.
 
-**When a key must be pinned.** Pin a key while its bytes are read, because the caller may reuse the bytes of
-an evicted key at once. `evict` never returns a pinned key. Pins are not counted: a caller with several
-readers pins the key for the first and unpins it after the last. `unpin` ranks the key as the latest used.
+Pin a key while its bytes are read, because the caller may reuse the bytes of an evicted key at once. `evict`
+never returns a pinned key. Pins are not counted: a caller with several readers pins the key for the first and
+unpins it after the last. `unpin` ranks the key as the latest used.
 
-**What is unsafe.** A policy is not thread-safe. The sum of admitted bytes must stay within the capacity, so
-evict before you admit. The policy keeps references to keys only.
+A policy is not thread-safe, and keeps references to keys only. The sum of admitted bytes must stay within the
+capacity, so evict before you admit.
 
 All limits are in bytes, because chunks differ in size. A ghost counts with the bytes of its former chunk,
 which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evict` does on average.
 
-**Cold keys.** The caller may say of a key that its chunk is probably useless, in `admit` or with `make_cold`.
-All policies evict these *cold* keys first, and keep no ghosts of them. A use makes a key warm again: `touch`
-and `make_newest` place it as a new key.
+The caller may say that the chunk of a key is probably useless. All policies evict such *cold* keys first, and
+keep no ghosts of them. A use makes a key warm again: `touch` and `make_newest` place it as a new key.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class ByteQueue:
     """A queue of chunk keys and the sizes of their chunks, from the oldest to the newest key.
 
-    A pinned key has no place in the order, but its chunk counts in `total`. `remove`, `make_newest`, `pin`,
-    `unpin` and `move` raise KeyError if the key is not in the queue. `pin` also raises KeyError for a pinned
-    key, and `unpin` for an unpinned key. All methods except `trim` and `check_integrity` take constant time.
-
-    Attributes:
-        total: total bytes of the chunks of all keys, pinned or not.
+    A pinned key has no place in the order, but its chunk counts in `total`, the bytes of all chunks. Methods
+    of one key raise KeyError if the key is not in the queue, `pin` also for a pinned and `unpin` for an
+    unpinned key.
     """
 
     def __init__(self) -> None:
@@ -46,6 +42,10 @@ class ByteQueue:
 
     def __contains__(self, key: object) -> bool:
         return key in self._unpinned or key in self._pinned
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._unpinned
+        yield from self._pinned
 
     def is_pinned(self, key: bytes) -> bool:
         return key in self._pinned
@@ -70,11 +70,7 @@ class ByteQueue:
         return bool((unpinned and not unpinned.isdisjoint(keys)) or (pinned and not pinned.isdisjoint(keys)))
 
     def pop(self) -> tuple[bytes, int]:
-        """Remove the oldest unpinned key. Return it and its size.
-
-        Raises:
-            KeyError: there is no unpinned key.
-        """
+        """Remove the oldest unpinned key, and return it and its size; KeyError if there is none."""
         key, size = self._unpinned.popitem(last=False)
         self.total -= size
         return key, size
@@ -153,22 +149,11 @@ class ByteQueue:
             raise AssertionError(f"{len(both)} keys are pinned and in the queue")
 
 
-def check_disjoint(queues: Iterable[ByteQueue]) -> None:
-    """Check that every queue is consistent, and that no key is in two queues, or raise AssertionError."""
-    seen: set[bytes] = set()
-    for queue in queues:
-        queue.check_integrity()
-        for key in (*queue._unpinned, *queue._pinned):  # noqa: SLF001 - one idea in one file
-            if key in seen:
-                raise AssertionError(f"key {key.hex()} is in two queues")
-            seen.add(key)
-
-
 class EvictionPolicy(ABC):
     """A policy that chooses the chunks to evict when a tier is full.
 
-    Every admitted key is in one of the *resident* queues. The other queues hold ghosts. A subclass decides
-    which queue a key enters, where the key moves on a use, and which key is evicted.
+    Every admitted key is in a *resident* queue. A subclass decides which queue a key enters, where the key
+    moves on a use, and which key is evicted.
     """
 
     def __init__(
@@ -182,7 +167,6 @@ class EvictionPolicy(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Total bytes of the chunks of admitted keys, pinned or not."""
         return sum(queue.total for queue in self._resident)
 
     def __len__(self) -> int:
@@ -193,11 +177,7 @@ class EvictionPolicy(ABC):
         return any(key in queue for queue in self._resident)
 
     def admit(self, key: bytes, size: int, *, cold: bool = False) -> None:
-        """Add a key, unpinned. Nothing is evicted for it.
-
-        Args:
-            size: bytes of the chunk.
-            cold: True to evict the key before all others, until it is used.
+        """Add a key of a chunk of `size` bytes, unpinned. Nothing is evicted for it.
 
         Raises:
             ValueError: the key is admitted already, `size` is not positive, or the chunk does not fit into
@@ -242,26 +222,22 @@ class EvictionPolicy(ABC):
         self.make_newest(keys)
 
     def make_newest(self, keys: Sequence[bytes]) -> None:
-        """Make keys the newest of their queues, without counting uses. The last is newest.
+        """Make keys the newest of their queues, the last one newest, without counting uses.
 
-        A cold key becomes warm. A pinned key becomes the newest when it is unpinned. Keys that are not
-        admitted are skipped.
+        A cold key becomes warm. Keys that are not admitted are skipped.
         """
         self._make_warm(keys)
         for queue in self._warm:
             queue.make_newest_of(keys)
 
     def make_cold(self, keys: Iterable[bytes]) -> None:
-        """Evict these keys before all keys that are not cold, until they are used. The last is evicted last.
-
-        Keys that are cold already keep their places, and keys that are not admitted are skipped.
-        """
+        """Make admitted keys cold, the last evicted last. Keys that are cold already keep their places."""
         for key in keys:
             if any(key in queue for queue in self._warm):
                 self._move(key, self._cold.push)
 
     def pin(self, key: bytes) -> None:
-        """Exclude a key from eviction. Raises KeyError if the key is not admitted or already pinned."""
+        """Exclude a key from eviction, or raise KeyError if it is not admitted or already pinned."""
         self._queue_of(key).pin(key)
 
     def unpin(self, key: bytes) -> None:
@@ -296,7 +272,13 @@ class EvictionPolicy(ABC):
 
     def check_integrity(self) -> None:
         """Check that queues are consistent and fit into the capacity, or raise AssertionError: O(keys)."""
-        check_disjoint(self._queues)
+        seen: set[bytes] = set()
+        for queue in self._queues:
+            queue.check_integrity()
+            for key in queue:
+                if key in seen:
+                    raise AssertionError(f"key {key.hex()} is in two queues")
+                seen.add(key)
         if self.used_bytes > self.capacity_bytes:
             raise AssertionError(f"{self.used_bytes} bytes are admitted, capacity is {self.capacity_bytes}")
 
@@ -309,7 +291,6 @@ class EvictionPolicy(ABC):
         """Evict a key that is not cold, and return it; None if all such keys are pinned."""
 
     def _evict_warm_bytes(self, size: int) -> list[bytes]:
-        """Evict keys that are not cold until their chunks have `size` bytes together."""
         until, keys = self.used_bytes - size, list[bytes]()
         while self.used_bytes > until and (key := self._evict_warm()) is not None:
             keys.append(key)
@@ -324,13 +305,11 @@ class EvictionPolicy(ABC):
             self._place(key, size)
 
     def _place_cold(self, keys: Sequence[bytes], size: int) -> None:
-        """Make newly admitted keys cold, and forget their ghosts."""
         for queue in self._ghost_queues:
             queue.remove_all(keys)
         self._cold.push_all(keys, size)
 
     def _make_warm(self, keys: Iterable[bytes]) -> None:
-        """Place those of the keys that are cold as new keys."""
         if len(self._cold):
             for key in keys:
                 if key in self._cold:

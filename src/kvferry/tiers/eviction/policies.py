@@ -1,20 +1,4 @@
-"""S3-FIFO: three first-in-first-out queues, so that keys used once are evicted early.
-
-Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
-eviction", SOSP 2023, algorithm 1. New keys pass through a *small* queue with a tenth of the bytes. At its
-end, keys used at least twice move to the *main* queue. The others are evicted, and the policy remembers each
-as a *ghost*. A key that is admitted while it has a ghost enters main directly. At the end of main, a used key
-is reinserted, and an unused one is evicted without a ghost.
-
-      admit ──▶ small ──used twice──▶ main ─┐ used: reinserted
-        │         └──else──▶ ghost    ▲  └──┘ else: evicted
-        └──────── ghost ──────────────┘
-
-Differences from the paper:
-- Sizes are in bytes, not objects. The ghosts may have as many bytes as main's share of the capacity.
-- A key that is unpinned becomes the newest of its queue.
-- The uses of a key, at most 3, are counted in a dictionary, not in two bits.
-"""
+"""The eviction policies: S3-FIFO, ARC, and LRU, the baseline."""
 
 from __future__ import annotations
 
@@ -29,7 +13,18 @@ _MOST_USES, _PROMOTED_FROM = 3, 2
 
 
 class S3FIFO(EvictionPolicy):
-    """The S3-FIFO eviction policy, which keeps rarely used keys out of its main queue."""
+    """S3-FIFO: three first-in-first-out queues, so that keys used once are evicted early.
+
+    Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue, K. V. Rashmi, "FIFO queues are all you need for cache
+    eviction", SOSP 2023, algorithm 1. Main evicts without a ghost.
+
+          admit ──▶ small ──used twice──▶ main ─┐ used: reinserted
+            │         └──else──▶ ghost    ▲  └──┘ else: evicted
+            └──────── ghost ──────────────┘
+
+    Differences from the paper: sizes are in bytes, not objects, and ghosts may have as many bytes as main's
+    share of the capacity. A key that is unpinned becomes the newest of its queue.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._small_bytes = capacity_bytes // _SMALL_SHARE
@@ -45,10 +40,7 @@ class S3FIFO(EvictionPolicy):
         return super().remove(key)
 
     def _evict_warm(self) -> bytes | None:
-        """Evict a key, after moving the used keys that are met before it.
-
-        Each move reduces the key's count of uses, so a call takes amortised constant time.
-        """
+        # Each move of a used key reduces its uses, so a call takes amortised constant time.
         while self._small.unpinned or self._main.unpinned:
             small = self._small.total >= self._small_bytes or not self._main.unpinned
             key = self._evict_small() if small and self._small.unpinned else self._evict_main()
@@ -95,7 +87,15 @@ class S3FIFO(EvictionPolicy):
 
 
 class ARC(EvictionPolicy):
-    """The ARC eviction policy (adaptive replacement cache)."""
+    """ARC: one LRU of keys used once, one of keys used again, and an adaptive boundary between them.
+
+    Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
+    figure 4: `_recent` is T1, `_frequent` T2, their ghosts are B1 and B2, and `_target` is p, the bytes that
+    `_recent` should have.
+
+    Differences from the paper: sizes are in bytes, not pages. The victim is chosen before the new key is
+    known, so the target moves after the replacement, and REPLACE needs no tie-break for a page of B2.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._target = 0.0
@@ -157,7 +157,7 @@ class ARC(EvictionPolicy):
 
 
 class LRU(EvictionPolicy):
-    """The LRU policy, which keeps no ghosts."""
+    """Least recently used, without ghosts. A scan larger than the capacity evicts everything else."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._queue = ByteQueue()

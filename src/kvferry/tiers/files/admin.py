@@ -12,10 +12,10 @@ from kvferry.common.machine import require_posix
 from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFile
 from kvferry.tiers.files import chunk_file
 from kvferry.tiers.files.chunk_file import open_regular
-from kvferry.tiers.files.full_disk import DiskRoom, quarantine_file
+from kvferry.tiers.files.full_disk import DiskRoom
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout, read_ledger
 from kvferry.tiers.files.opening import PATIENCE_SECONDS, check_directory, read_marker, unusable_directory
-from kvferry.tiers.files.space import DirectorySpace
+from kvferry.tiers.files.space import DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Buffer
 from kvferry.tiers.names import OutcomeCounter
 from kvferry.tiers.paths import MARKER, CacheEntry, EntryKind, folders, walk

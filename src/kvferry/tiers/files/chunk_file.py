@@ -1,6 +1,7 @@
-"""Write, read and verify open chunk files. The functions block, and any thread may call them.
+"""Files of a cache directory: open them without trusting names, and write, read and verify chunks in them.
 
-A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache.
+A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache. All functions
+block, and any thread may call them.
 """
 
 from __future__ import annotations
@@ -17,194 +18,19 @@ import numpy as np
 
 from kvferry.common.errors import ChunkError
 from kvferry.common.machine import fcntl
-from kvferry.tiers.format import decode
 from kvferry.tiers.format.chunk import ALIGNMENT, Buffer, Chunk
-from kvferry.tiers.format.decode import (
-    PIECE_BYTES,
-    ChunkHeader,
-    check_body,
-    is_chunk,
-    make_header,
-    zero_padding,
-)
+from kvferry.tiers.format.decode import PIECE_BYTES, check_body, is_chunk, make_header, read_header
 
+# Only this user, because a chunk reveals its prompt.
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
-def whole_pages(size: int) -> memoryview:
-    """Return new, uninitialised memory of `size` bytes that begins at a page boundary."""
-    # numpy, because a bytearray would be zeroed first.
-    spare = np.empty(size + ALIGNMENT, np.uint8)
-    first = -spare.__array_interface__["data"][0] % ALIGNMENT
-    return spare.data[first : first + size]
-
-
-def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
-    """Write buffers one after another, from the beginning of a file."""
-    written = _transfer(fd, pieces, lambda left, at: os.pwritev(fd, left, at))
-    if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
-        raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
-
-
-def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
-    """Fill buffers from a file, from offset `begin`. Return the bytes read: fewer only if the file ends."""
-    return _transfer(fd, pieces, lambda left, at: os.preadv(fd, left, begin + at))
-
-
-def read_more(fd: int, piece: memoryview, begin: int) -> int:
-    """Fill a buffer from offset `begin` after a call of `read_all`. Return the bytes read, as it does."""
-    try:
-        # Direct I/O is as `read_all` left it, which saves two system calls per piece.
-        read = os.preadv(fd, [piece], begin)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        read = 0
-    return read if read == len(piece) else read + read_all(fd, [piece[read:]], begin + read)
-
-
-def set_direct(fd: int, *, on: bool) -> bool:
-    """Turn direct I/O on or off for a file. Return whether it is on now.
-
-    Other flags of the descriptor, such as O_APPEND and O_NONBLOCK, are cleared.
-    """
-    if not hasattr(os, "O_DIRECT"):
-        return False  # macOS
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
-    except OSError:
-        return False
-    return on
-
-
-def _transfer(fd: int, pieces: Sequence[Buffer], move: Callable[[Sequence[memoryview], int], int]) -> int:
-    """Read or write buffers with direct I/O; return the bytes moved.
-
-    Args:
-        move: read or write some bytes and return their number. It gets the remaining buffers and the number
-            of bytes moved so far. 0 ends the transfer.
-    """
-    left, done = [memoryview(piece).cast("B") for piece in pieces], 0
-    direct = set_direct(fd, on=True)
-    while left:
-        try:
-            moved = move(left, done)
-        except OSError as error:
-            if not (direct and error.errno == errno.EINVAL):
-                raise
-            # Address or length of the memory is not a multiple of the device's block size, which may exceed
-            # a page. The rest goes through the page cache.
-            direct = set_direct(fd, on=False)
-            continue
-        if not moved:
-            break
-        done += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if left:
-            left[0] = left[0][moved:]
-    return done
-
+# Errors when a link, a socket or pipe, a folder, or a device without a driver is opened as a plain file.
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 # Disks and network mounts are faster with fewer, larger reads than memory.
 STORAGE_PIECE_BYTES = 4 << 20
 # A file that arrives at this speed comes from memory, such as the page cache.
-MEMORY_BYTES_PER_SECOND = 4e9
-
-
-def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Write the header and the body of a chunk to an empty file.
-
-    Args:
-        body: sections of the chunk, each at a multiple of 4096 bytes. The padding after each is zeroed here.
-    """
-    zero_padding(chunk, body)
-    header = whole_pages(chunk.offsets[0])
-    header[:] = make_header(chunk, body)
-    write_all(fd, (header, body))
-
-
-def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
-    """Read a chunk into memory. Return whether the file is exactly the expected chunk.
-
-    `into` has the size of the chunk's body. Its content is valid only if the result is True.
-    """
-    reading = _ProgressiveRead(fd, whole_pages(chunk.offsets[0]), into)
-    # The digest pulls the pieces, so one pass over the memory is enough.
-    good = is_chunk(chunk, reading.header, into, reading.read_up_to)
-    return reading.done == chunk.file_bytes and good
-
-
-def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Raise an error that says why `read_chunk` into `body` returned False.
-
-    Return if the header is valid and has the expected key, but describes other groups, tokens or sections.
-
-    Raises:
-        ChunkError: the file is damaged, or contains the chunk of another key.
-        OSError: the file cannot be read, or its header has changed since `read_chunk` read it.
-    """
-    # Headers are read at offsets and in sizes that direct I/O refuses.
-    set_direct(fd, on=False)
-    header = read_header(fd)
-    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
-        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
-    if header.chunk != chunk:
-        return
-    check_body(header, body)
-    raise OSError(errno.EIO, "the header changed between two reads")
-
-
-def read_header(fd: int) -> ChunkHeader:
-    """Return the header of a chunk file, or raise ChunkError if the file is damaged or cut off."""
-    return decode.read_header(partial(read, fd), os.fstat(fd).st_size)
-
-
-def read(fd: int, offset: int, size: int) -> Buffer:
-    """Return the `size` bytes at `offset` of a file, or fewer if the file ends earlier.
-
-    Raises:
-        OSError: the bytes cannot be read.
-    """
-    data = b""
-    while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
-        data += piece
-    return data
-
-
-class _ProgressiveRead:
-    """Reads a file in pieces, each when its bytes are needed. `done` counts bytes, the header's included."""
-
-    def __init__(self, fd: int, header: memoryview, into: memoryview) -> None:
-        self.header, self.done = header, 0
-        self._fd, self._into, self._ended = fd, into, False
-        self._piece_bytes = PIECE_BYTES
-
-    def read_up_to(self, size: int) -> None:
-        """Read the file until the first `size` bytes of the body are in memory, or until the file ends."""
-        while self.done < len(self.header) + size and not self._ended:
-            if self.done:
-                at = self.done - len(self.header)
-                piece = self._into[at : at + self._piece_bytes]
-                read, wanted = read_more(self._fd, piece, self.done), len(piece)
-            else:
-                read, wanted = self._begin()
-            self.done += read
-            self._ended = read < wanted
-
-    def _begin(self) -> tuple[int, int]:
-        # Header and first piece in one read: a small chunk needs no other. Its speed decides the size of the
-        # rest.
-        began, piece = time.perf_counter(), self._into[:PIECE_BYTES]
-        read = read_all(self._fd, (self.header, piece))
-        if read < MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began):
-            self._piece_bytes = STORAGE_PIECE_BYTES
-        return read, len(self.header) + len(piece)
-
-
-# Only this user, because a chunk reveals its prompt.
-FILE_MODE, FOLDER_MODE = 0o600, 0o700
-
-# Errors when a link, a socket or pipe, a folder, or a device without a driver is opened as a plain file.
-_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
+_MEMORY_BYTES_PER_SECOND = 4e9
 
 
 class NotRegular(OSError):
@@ -219,20 +45,18 @@ def open_regular(path: str, flags: int) -> int:
         OSError: the file cannot be opened.
     """
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, _FILE_MODE)
     except OSError as error:
         if error.errno in _NO_FILE:
             raise NotRegular(error.errno, "expected a plain file", path) from error
         raise
     try:
         # The flags refuse links only. A pipe or device opens at once, and is recognized here.
-        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotRegular(errno.ENXIO, "expected a plain file", path)
     except BaseException:
         os.close(fd)
         raise
-    if not plain:
-        os.close(fd)
-        raise NotRegular(errno.ENXIO, "expected a plain file", path)
     return fd
 
 
@@ -272,7 +96,7 @@ def make_folder(root: str, folder: str) -> None:
     if len(above := os.path.dirname(folder)) > len(root):
         make_folder(root, above)
     with suppress(FileExistsError):
-        os.mkdir(folder, FOLDER_MODE)
+        os.mkdir(folder, _FOLDER_MODE)
     # mkdir also says that the name exists if it is a link.
     check_folders(root, f"{folder}/")
 
@@ -284,3 +108,144 @@ def sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def whole_pages(size: int) -> memoryview:
+    """Return new, uninitialised memory of `size` bytes that begins at a page boundary."""
+    # numpy, because a bytearray would be zeroed first.
+    spare = np.empty(size + ALIGNMENT, np.uint8)
+    first = -spare.__array_interface__["data"][0] % ALIGNMENT
+    return spare.data[first : first + size]
+
+
+def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
+    """Write buffers one after another, from the beginning of a file."""
+    written = _transfer(os.pwritev, fd, pieces, 0)
+    if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
+        raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
+
+
+def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
+    """Fill buffers from a file, from offset `begin`. Return the bytes read: fewer only if the file ends."""
+    return _transfer(os.preadv, fd, pieces, begin)
+
+
+def set_direct(fd: int, *, on: bool) -> bool:
+    """Turn direct I/O on or off for a file. Return whether it is on now.
+
+    Other flags of the descriptor, such as O_APPEND and O_NONBLOCK, are cleared.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False  # macOS
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT if on else 0)
+    except OSError:
+        return False
+    return on
+
+
+def _transfer(
+    move: Callable[[int, Sequence[memoryview], int], int], fd: int, pieces: Sequence[Buffer], begin: int
+) -> int:
+    """Call `move`, `os.preadv` or `os.pwritev`, with direct I/O until all is moved or it returns 0."""
+    left, done = [memoryview(piece).cast("B") for piece in pieces], 0
+    direct = set_direct(fd, on=True)
+    while left:
+        try:
+            moved = move(fd, left, begin + done)
+        except OSError as error:
+            if not (direct and error.errno == errno.EINVAL):
+                raise
+            # Address or length of the memory is not a multiple of the device's block size, which may exceed
+            # a page. The rest goes through the page cache.
+            direct = set_direct(fd, on=False)
+            continue
+        if not moved:
+            break
+        done += moved
+        while left and moved >= len(left[0]):
+            moved -= len(left.pop(0))
+        if left:
+            left[0] = left[0][moved:]
+    return done
+
+
+def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
+    """Write the header and the body of a chunk to an empty file.
+
+    Args:
+        body: sections of the chunk, each at a multiple of 4096 bytes. The padding after each is zeroed here.
+    """
+    header = whole_pages(chunk.offsets[0])
+    header[:] = make_header(chunk, body)
+    write_all(fd, (header, body))
+
+
+def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
+    """Read a chunk into memory. Return whether the file is exactly the expected chunk.
+
+    `into` has the size of the chunk's body. Its content is valid only if the result is True.
+    """
+    # Header and first piece in one read: a small chunk needs no other. Its speed decides the size of the
+    # rest.
+    header, piece, began = whole_pages(chunk.offsets[0]), into[:PIECE_BYTES], time.perf_counter()
+    done = read_all(fd, (header, piece))
+    fast = done >= _MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began)
+    piece_bytes = PIECE_BYTES if fast else STORAGE_PIECE_BYTES
+    ended = done < len(header) + len(piece)
+
+    def read_up_to(size: int) -> None:
+        nonlocal done, ended
+        while done < len(header) + size and not ended:
+            at = done - len(header)
+            piece = into[at : at + piece_bytes]
+            read = _read_more(fd, piece, done)
+            done, ended = done + read, read < len(piece)
+
+    # The digest pulls the pieces, so one pass over the memory is enough.
+    good = is_chunk(chunk, header, into, read_up_to)
+    return done == chunk.file_bytes and good
+
+
+def _read_more(fd: int, piece: memoryview, begin: int) -> int:
+    """Fill a buffer from offset `begin` after a call of `read_all`. Return the bytes read, as it does."""
+    try:
+        # Direct I/O is as `read_all` left it, which saves two system calls per piece.
+        read = os.preadv(fd, [piece], begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        read = 0
+    return read if read == len(piece) else read + read_all(fd, [piece[read:]], begin + read)
+
+
+def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
+    """Raise an error that says why `read_chunk` into `body` returned False.
+
+    Return if the header is valid and has the expected key, but describes other groups, tokens or sections.
+
+    Raises:
+        ChunkError: the file is damaged, or contains the chunk of another key.
+        OSError: the file cannot be read, or its header has changed since `read_chunk` read it.
+    """
+    # Headers are read at offsets and in sizes that direct I/O refuses.
+    set_direct(fd, on=False)
+    header = read_header(partial(read, fd), os.fstat(fd).st_size)
+    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
+        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
+    if header.chunk != chunk:
+        return
+    check_body(header, body)
+    raise OSError(errno.EIO, "the header changed between two reads")
+
+
+def read(fd: int, offset: int, size: int) -> Buffer:
+    """Return the `size` bytes at `offset` of a file, or fewer if the file ends earlier.
+
+    Raises:
+        OSError: the bytes cannot be read.
+    """
+    data = b""
+    while len(data) < size and (piece := os.pread(fd, size - len(data), offset + len(data))):
+        data += piece
+    return data

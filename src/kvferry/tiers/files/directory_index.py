@@ -1,4 +1,4 @@
-"""The known chunks of a directory, read from its folders.
+"""The known chunks of a directory, read from its folders, and the times at which they were last used.
 
 The modification time of a folder changes with every file that is added or removed, so `refresh` reads only
 the folders that changed. Until then, a known chunk may be evicted, and its fetch misses.
@@ -14,7 +14,7 @@ from threading import Lock
 
 from kvferry.tiers.files.chunk_file import check_folders
 from kvferry.tiers.index.tier_keys import PARTS, ListedKeys
-from kvferry.tiers.paths import is_chunk_folder, keys_of
+from kvferry.tiers.paths import BUCKET, keys_of
 
 # Two changes within the granularity of file times give a folder the same time. So a folder that changed less
 # than this before it was read is read again.
@@ -22,6 +22,16 @@ _SETTLED_SECONDS = 2.0
 _PAGE_NAMES = 500
 # Pause after every page of names, in which other threads run. An engine's thread must not wait.
 _PAUSE_SECONDS = 0.001
+
+# A repeated use within this time is not recorded, because on a shared mount each record is a message.
+_USE_SECONDS = 10.0
+# The present time divided by this lies in the first weeks of 1970. Cold files keep their order, and are
+# evicted before all others.
+_COLD_DIVISOR = 1000
+# An earlier time, in nanoseconds since 1970, is that of a cold file.
+FIRST_USE_NS = 365 * 86_400 * 10**9
+# Difference between the times of two files that were used together, so that their order is recorded.
+_APART_NS = 1000
 
 
 class DirectoryIndex:
@@ -73,7 +83,7 @@ class DirectoryIndex:
                 found = {
                     int(one.name, 16): one.stat(follow_symlinks=False).st_mtime_ns
                     for one in entries
-                    if is_chunk_folder(one.name) and one.is_dir(follow_symlinks=False)
+                    if BUCKET.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
                 }
         except OSError:
             found = {}
@@ -98,17 +108,6 @@ class DirectoryIndex:
                 self._pause(_PAUSE_SECONDS)
 
 
-# A repeated use within this time is not recorded, because on a shared mount each record is a message.
-_USE_SECONDS = 10.0
-# The present time divided by this lies in the first weeks of 1970. Cold files keep their order, and are
-# evicted before all others.
-_COLD_DIVISOR = 1000
-# An earlier time, in nanoseconds since 1970, is that of a cold file.
-FIRST_USE_NS = 365 * 86_400 * 10**9
-# Difference between the times of two files that were used together, so that their order is recorded.
-_APART_NS = 1000
-
-
 def set_cold(fd: int, clock: Callable[[], float]) -> None:
     """Set the modification time of a file so that it is evicted before all files with a time of use."""
     cold = int(clock() * 1e9) // _COLD_DIVISOR
@@ -127,20 +126,12 @@ def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float])
     latest = 0
     for path in paths:
         with suppress(OSError):
-            latest = _mark_used(root, path, latest, int(clock() * 1e9))
-
-
-def _mark_used(root: str, path: str, latest: int, now: int) -> int:
-    """Set a file's time of last use to `now`, or just after `latest` if that is later. All are nanoseconds.
-
-    Returns:
-        The latest time of all files so far.
-    """
-    check_folders(root, path)
-    last = os.lstat(path).st_mtime_ns
-    # A time far in the future comes from a wrong clock. Replace it, or the next files would need later times.
-    # Each write is a message on a shared mount: skip it if the order is right and the time recent.
-    if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
-        last = max(now, latest + _APART_NS)
-        os.utime(path, ns=(last, last), follow_symlinks=False)
-    return max(last, latest)
+            check_folders(root, path)
+            last, now = os.lstat(path).st_mtime_ns, int(clock() * 1e9)
+            # A time far in the future comes from a wrong clock. Replace it, or the next files would need
+            # later times. Each write is a message on a shared mount: skip it if the order is right and the
+            # time recent.
+            if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
+                last = max(now, latest + _APART_NS)
+                os.utime(path, ns=(last, last), follow_symlinks=False)
+            latest = max(last, latest)

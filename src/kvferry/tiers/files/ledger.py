@@ -1,7 +1,7 @@
 """The ledger of a directory: its capacity and its bytes in use, shared by all processes that use it.
 
 The ledger is one small file. A process reads and writes it under an exclusive flock, which its threads hand
-to one another (`lock_handoff`). The bytes in use are never less than the sum of all kvferry files: bytes are
+to one another (`LockHandoff`). The bytes in use are never less than the sum of all kvferry files: bytes are
 added (*charged*) before a file is created, and subtracted (*released*) after it is removed. If a process is
 killed in between, the number is too large until `count` corrects it.
 """
@@ -12,6 +12,7 @@ import errno
 import os
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,9 +26,19 @@ from kvferry.tiers.paths import LEDGER, EntryKind, walk
 
 T = TypeVar("T")
 
+LEDGER_BYTES = 64
+_MAGIC = b"KVFLEDGR"
+_VERSION = 1
+_MOST = (1 << 64) - 1
+_FIELDS = struct.Struct("<8s II QQ 16x")
+_DIGEST_BYTES = LEDGER_BYTES - _FIELDS.size
+
+# Time after which a process leaves the lock to others.
 _HOLD_SECONDS = 0.020
-# Pause before a process takes the lock again. It is longer than the pause between two attempts to take it.
-_LOCK_PAUSE_SECONDS = 0.002
+# Pause between two attempts to take the lock.
+_RETRY_SECONDS = 0.001
+# Pause before a process takes the lock again. It is longer, so that another process can be first.
+_LEAVE_SECONDS = 0.002
 
 
 class LockTimeout(Exception):
@@ -47,7 +58,7 @@ class _WaitingThreads(Generic[T]):
     must_pause: bool = False  # whether to pause before the next take, so that another process can be first
 
 
-class LockHandoff(Generic[T]):
+class LockHandoff(ABC, Generic[T]):
     """A lock that excludes other processes and threads. Any thread may use the object.
 
         free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
@@ -55,25 +66,29 @@ class LockHandoff(Generic[T]):
 
     Args:
         name: name of the locked resource, for messages.
-        acquire: take the lock until a deadline in seconds of `clock`, and return the resource. It raises
-            `LockTimeout` or another error if it fails.
+        lock_seconds: maximum time to wait for the lock.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         name: str,
-        acquire: Callable[[float], T],
-        release: Callable[[T], None],
+        lock_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._name = name
-        self._acquire = acquire
-        self._release = release
+        self._lock_seconds = lock_seconds
         self._clock = clock
         self._sleep = sleep
         self._own = _WaitingThreads[T](os.getpid())
+
+    @abstractmethod
+    def _acquire(self, deadline: float) -> T:
+        """Take the lock until a deadline in seconds of `clock`, or raise `LockTimeout`."""
+
+    @abstractmethod
+    def _release(self, resource: T) -> None: ...
 
     @property
     def waiting(self) -> int:
@@ -81,12 +96,16 @@ class LockHandoff(Generic[T]):
         return self._own.waiting
 
     @contextmanager
-    def held(self, seconds: float) -> Iterator[T]:
+    def held(self, seconds: float | None = None) -> Iterator[T]:
         """Lock the resource for this thread.
 
+        Args:
+            seconds: maximum time to wait; None for `lock_seconds`.
+
         Raises:
-            LockTimeout: other threads or processes held the resource for `seconds`.
+            LockTimeout: other threads or processes held the resource for that long.
         """
+        seconds = self._lock_seconds if seconds is None else seconds
         deadline = self._clock() + seconds
         queue = self._queue()
         self._enter(queue, seconds)
@@ -94,7 +113,7 @@ class LockHandoff(Generic[T]):
         try:
             if queue.resource is None:
                 if queue.must_pause:
-                    self._sleep(_LOCK_PAUSE_SECONDS)
+                    self._sleep(_LEAVE_SECONDS)
                 queue.resource = self._acquire(deadline)
                 queue.since = self._clock()
             yield queue.resource
@@ -137,19 +156,11 @@ class LockHandoff(Generic[T]):
                 queue.changed.notify()
 
 
-LEDGER_BYTES = 64
-_MAGIC = b"KVFLEDGR"
-_VERSION = 1
-_MOST = (1 << 64) - 1
-_FIELDS = struct.Struct("<8s II QQ 16x")
-_PAUSE_SECONDS = 0.001
-
-
 class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
     Args:
-        fd: descriptor of the locked ledger file, which `close` closes.
+        fd: descriptor of the locked ledger file.
         capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
 
     Attributes:
@@ -157,19 +168,13 @@ class HeldLedger:
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._root = root
         found = _parse(os.pread(fd, LEDGER_BYTES, 0))
         self.lost = found is None
         self.capacity, self.used = found or (capacity, 0)
         if found is None:
             self.count()
-
-    def close(self) -> None:
-        """Release the lock by closing the file."""
-        # A mount may report an error of earlier writes here. The file is closed in any case.
-        with suppress(OSError):
-            os.close(self._fd)
 
     def charge(self, size: int) -> None:
         """Add to the bytes in use. Call this before a file is created."""
@@ -193,12 +198,16 @@ class HeldLedger:
         # The name of a temporary file may claim any number of reserved bytes.
         used = min(used, _MOST)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
-        os.pwrite(self._fd, fields + _digest(fields), 0)
+        os.pwrite(self.fd, fields + header_digest(fields)[:_DIGEST_BYTES], 0)
         self.capacity, self.used = capacity, used
 
 
-class Ledger:
+class Ledger(LockHandoff[HeldLedger]):
     """The ledger of one directory, and its lock. Any thread may use the object.
+
+    While it is `held`, no other thread or process adds files to the directory or evicts them. `held` also
+    raises OSError if the file cannot be opened or written. The errno is ESTALE if its version is unknown, or
+    if another device is mounted at `root` than at the first use.
 
     Attributes:
         capacity: last known capacity in bytes, 0 if unknown. A new ledger file gets this value.
@@ -214,31 +223,13 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._path = f"{root}/{LEDGER}"
+        super().__init__(self._path, lock_seconds, clock, sleep)
         self.capacity = 0
         self.after_loss: Callable[[HeldLedger], None] = lambda _: None
         self.after_swap: Callable[[], None] = lambda: None
         self._root = root
-        self._path = f"{root}/{LEDGER}"
-        self._lock_seconds = lock_seconds
-        self._clock = clock
-        self._sleep = sleep
         self._known: os.stat_result | None = None
-        self._lock_handoff = LockHandoff(self._path, self._acquire, HeldLedger.close, clock, sleep)
-
-    @contextmanager
-    def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
-        """Lock the ledger. Meanwhile no other thread or process adds files to the directory or evicts them.
-
-        Args:
-            seconds: maximum time to wait; None for `lock_seconds`.
-
-        Raises:
-            LockTimeout: other threads or processes held the lock for that long.
-            OSError: the ledger cannot be opened or written. The errno is ESTALE if its version is unknown, or
-                if another device is mounted at `root` than at the first use.
-        """
-        with self._lock_handoff.held(self._lock_seconds if seconds is None else seconds) as held_ledger:
-            yield held_ledger
 
     def _acquire(self, deadline: float) -> HeldLedger:
         fd = self._lock(deadline)
@@ -255,6 +246,11 @@ class Ledger:
             os.close(fd)
             raise
         return held_ledger
+
+    def _release(self, resource: HeldLedger) -> None:
+        # A mount may report an error of earlier writes here. The file is closed in any case.
+        with suppress(OSError):
+            os.close(resource.fd)
 
     def _lock(self, deadline: float) -> int:
         start = self._clock()
@@ -274,7 +270,7 @@ class Ledger:
             if (now := self._clock()) >= deadline:
                 raise LockTimeout(f"{self._path} was held by other processes for {now - start:.2g} s")
             # flock could wait in the kernel, but without a deadline.
-            self._sleep(_PAUSE_SECONDS)
+            self._sleep(_RETRY_SECONDS)
 
     def _open(self) -> int:
         """Open the ledger file of the same directory as before, or of one that `after_swap` accepts."""
@@ -296,10 +292,6 @@ def read_ledger(root: str) -> tuple[int, int] | None:
         return None
 
 
-def _digest(fields: bytes) -> bytes:
-    return header_digest(fields)[: LEDGER_BYTES - _FIELDS.size]
-
-
 def _parse(data: bytes) -> tuple[int, int] | None:
     """Return capacity and bytes in use; None if the content is damaged.
 
@@ -307,7 +299,7 @@ def _parse(data: bytes) -> tuple[int, int] | None:
         OSError: this release does not know the format version.
     """
     fields = data[: _FIELDS.size]
-    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != _digest(fields):
+    if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != header_digest(fields)[:_DIGEST_BYTES]:
         return None
     # The digest is checked first, so a version is believed only in a ledger that was written completely.
     magic, version, _, capacity, used = _FIELDS.unpack(fields)

@@ -33,9 +33,21 @@ from kvferry.tiers.files.space import DirectorySpace
 from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, note_name
 from kvferry.tiers.storage_tier import StoreUsage
 
-SIGNATURE = "file tier"
+_SIGNATURE = "file tier"
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_MAX_NOTE_BYTES = 1 << 20
+
+# The default capacity of a directory is the free space divided by this.
+DEFAULT_CAPACITY_DIVISOR = 10
+
+# Time to wait for the ledger's lock. Another process holds it while it counts the files of a large directory.
+PATIENCE_SECONDS = 60.0
+
+# Two folders, the marker and the note need an inode each.
+_MOST_EVICTED = 4
+
+_log = logging.getLogger(__name__)
 
 
 def check_directory(root: str) -> None:
@@ -107,7 +119,7 @@ def read_marker(root: str) -> object | None:
     path = f"{root}/{MARKER}"
     try:
         found = json.loads(read_regular(path, 4096))
-        if found["kvferry"] != SIGNATURE:
+        if found["kvferry"] != _SIGNATURE:
             raise KeyError
         version: object = found["directory"]
     except FileNotFoundError:
@@ -151,18 +163,6 @@ def unusable_directory(root: str, error: OSError) -> ConfigError:
     return ConfigError(f"file tier: cannot use {root}: {said} ({error.filename or root}); {advice}")
 
 
-# The default capacity of a directory is the free space divided by this.
-DEFAULT_CAPACITY_DIVISOR = 10
-
-# Time to wait for the ledger's lock. Another process holds it while it counts the files of a large directory.
-PATIENCE_SECONDS = 60.0
-
-# Two folders, the marker and the note need an inode each.
-_MOST_EVICTED = 4
-
-_log = logging.getLogger(__name__)
-
-
 def open_directory(
     root: str, ledger: Ledger, space: DirectorySpace, namespace: Namespace, capacity: int | None
 ) -> None:
@@ -184,6 +184,12 @@ def open_directory(
         with suppress(ConfigError, OSError):
             _create_missing_files(namespace, held_ledger, space)
 
+    def check_again() -> None:
+        try:
+            check_directory(root)
+        except ConfigError as error:
+            raise OSError(errno.ESTALE, str(error)) from error
+
     try:
         if who := writable_by_others(root):
             _log.warning(
@@ -199,7 +205,7 @@ def open_directory(
             ledger.capacity = held_ledger.capacity
             space.make_room(held_ledger)
             _make_way_and_create(namespace, held_ledger, space)
-        ledger.after_swap = lambda: _check_again(root)
+        ledger.after_swap = check_again
         # If an operator clears the directory, engines that still use it write its folders and notes again.
         ledger.after_loss = recreate
     except LockTimeout as error:
@@ -237,16 +243,9 @@ def _create_missing_files(namespace: Namespace, held_ledger: HeldLedger, space: 
     root, folder = space.root, f"{space.root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
-    marker = json.dumps({"kvferry": SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
+    marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
     _write_note(f"{root}/{MARKER}", marker + "\n", held_ledger, space)
     _write_note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, held_ledger, space)
-
-
-def _check_again(root: str) -> None:
-    try:
-        check_directory(root)
-    except ConfigError as error:
-        raise OSError(errno.ESTALE, str(error)) from error
 
 
 def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectorySpace) -> None:
@@ -277,9 +276,6 @@ def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectoryS
         raise
     finally:
         os.close(fd)
-
-
-_MAX_NOTE_BYTES = 1 << 20
 
 
 class UsageReader:

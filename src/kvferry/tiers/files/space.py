@@ -3,28 +3,43 @@
 To make room, the least recently used files are evicted: chunks of any namespace, and quarantined files. A
 walk of the directory lists them in order of use, usually without the ledger's lock. Each file is checked
 again before it is evicted, because other processes use, evict and write files too.
+
+The capacity counts bytes. The file system may run out of something else first: inodes, a quota, entries in a
+folder, or bytes, because other programs use them. It then refuses a new file, and the least recently used
+files are evicted for the new one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.common.machine import fcntl
-from kvferry.tiers.files.chunk_file import check_folders, is_regular, open_regular
+from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.names import OutcomeCounter
-from kvferry.tiers.paths import CacheEntry, EntryKind, boot_id, folders, temporary_path, walk
+from kvferry.tiers.paths import (
+    CacheEntry,
+    EntryKind,
+    boot_id,
+    chunk_identity,
+    folders,
+    quarantine_name,
+    temporary_path,
+    walk,
+)
 
 # Minimum age of another machine's temporary file before it is removed. A shared mount may hide its lock.
-FOREIGN_LEFTOVER_SECONDS = 900.0
+_FOREIGN_LEFTOVER_SECONDS = 900.0
 
 # A file whose time is further in the future than this got it from a wrong clock.
 _AHEAD_SECONDS = 300.0
@@ -35,6 +50,12 @@ MAX_LISTED = 1 << 15
 
 _EVICTABLE = (EntryKind.CHUNK, EntryKind.QUARANTINED)
 _LATEST = 1 << 62
+
+# Something else may hold what is used up on a full file system: other programs, other users' files under a
+# quota, a thin volume. Evicting for each store would then empty the directory for nothing.
+_PAUSE_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class DirectoryFull(Exception):
@@ -49,8 +70,7 @@ class DirectoryFull(Exception):
         self.too_large = size > held_ledger.capacity
 
 
-@dataclass(frozen=True, slots=True)
-class _WalkResult:
+class _WalkResult(NamedTuple):
     """All kvferry files of a directory, as one walk found them."""
 
     temporary: list[CacheEntry]  # temporary files of writers, alive or dead
@@ -85,6 +105,8 @@ class DirectorySpace:
         self._oldest: deque[tuple[int, str]] = deque()
         self._more = False
         self._walking = Lock()
+        self._paused_at: float | None = None
+        self._logged = Lock()  # taken by the thread that logs the first eviction on a full disk, for good
 
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file of `size` bytes, charge them, and create it empty under a temporary name.
@@ -133,7 +155,7 @@ class DirectorySpace:
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and release its `size` reserved bytes.
 
-        If it cannot be removed, its bytes count until a later `sweep`.
+        If it cannot be removed, its bytes count until a later sweep.
         """
         # Truncated first, so that its bytes are free even if the lock or the removal fails.
         with suppress(OSError):
@@ -165,6 +187,38 @@ class DirectorySpace:
             before = held_ledger.used
             self._apply_walk(self._walk(), held_ledger)
         return goal >= 0
+
+    def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
+        """Evict files after the file system refused a new one. Return whether to try again.
+
+        Args:
+            tries: times that storing this file has failed, at least 1.
+            final: path of the file that could not be stored.
+            size: bytes of that file.
+
+        Raises:
+            LockTimeout: other threads or processes held the lock of the ledger for too long.
+            OSError: the directory cannot be read.
+        """
+        paused = self._paused_at is not None and abs(self._clock() - self._paused_at) < _PAUSE_SECONDS
+        if error.errno not in OUT_OF_ROOM or paused:
+            return False
+        # Before the eviction, which makes room.
+        said = () if self._logged.locked() else shortage(self.root, error, size)
+        # One file is enough if inodes or a quota of files ran out, and also for bytes if files are of one
+        # size. A folder with as many files as it may have needs one of its own to go.
+        for at_least, folder in ((1, ""), (1, os.path.dirname(final)), (size, ""))[tries - 1 :]:
+            if self.evict(at_least, folder):
+                if said and self._logged.acquire(blocking=False):
+                    _log.warning(
+                        "file tier %s: its file system is full before the capacity is used up: %s. The least "
+                        "recently used chunks are evicted for new ones; %s",
+                        self.root,
+                        *said,
+                    )
+                return True
+        self._paused_at = self._clock()
+        return False
 
     def evict(self, size: int, folder: str = "") -> bool:
         """Evict at least one file, although the capacity has room. Return whether one was evicted.
@@ -205,7 +259,7 @@ class DirectorySpace:
         held_ledger.charge(size)
         try:
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            # This lock is free: only `sweep` tries to lock temporary files, and it needs the ledger.
+            # This lock is free: only a sweep tries to lock temporary files, and it needs the ledger.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if fd >= 0:
@@ -267,27 +321,45 @@ class DirectorySpace:
         if found.charged > held_ledger.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
             held_ledger.count()
-        self._counter.add(swept=sweep(found.temporary, held_ledger, self._clock))
-        self._oldest = deque(found.listed)
-        self._more = found.more
+        self._oldest, self._more = deque(found.listed), found.more
+        # A writer holds a flock on its file, so a file that can be locked has no writer. But a shared mount
+        # may hide the locks of other machines. So a file from there, or from before the last boot, must also
+        # be old.
+        here = boot_id()
+        for entry in found.temporary:
+            young = abs(self._clock() - entry.used_ns / 1e9) < _FOREIGN_LEFTOVER_SECONDS
+            if (entry.boot != here and young) or _has_writer(entry.path):
+                continue
+            with suppress(OSError):
+                os.unlink(entry.path)
+                held_ledger.release(entry.charged)
+                self._counter.add(swept=1)
 
 
-def sweep(
-    found: Sequence[CacheEntry], held_ledger: HeldLedger, clock: Callable[[], float] = time.time
-) -> int:
-    """Remove temporary files of dead writers, release their bytes, and return the number of files."""
-    # A writer holds a flock on its file, so a file that can be locked has no writer. But a shared mount may
-    # hide the locks of other machines. So a file from there, or from before the last boot, must also be old.
-    here, swept = boot_id(), 0
-    for entry in found:
-        young = abs(clock() - entry.used_ns / 1e9) < FOREIGN_LEFTOVER_SECONDS
-        if (entry.boot != here and young) or _has_writer(entry.path):
-            continue
-        with suppress(OSError):
-            os.unlink(entry.path)
-            held_ledger.release(entry.charged)
-            swept += 1
-    return swept
+def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
+    """Move a bad file to quarantine, where its bytes still count. Return whether it was moved.
+
+    Args:
+        ledger: its lock is held during the move.
+        found: `os.stat` of the bad file. If `path` is now another file, nothing is moved.
+    """
+    with suppress(LockTimeout, OSError), ledger.held() as held_ledger:
+        check_folders(root, path)
+        if os.path.samestat(found, os.lstat(path)):
+            aside = f"{root}/{quarantine_name(*chunk_identity(path))}"
+            try:
+                make_folder(root, os.path.dirname(aside))
+                os.rename(path, aside)
+            except OSError as error:
+                if not isinstance(error, NotRegular) and error.errno not in OUT_OF_ROOM:
+                    raise
+                # It must not stay: no process stores a chunk anew while a file with its name exists.
+                os.unlink(path)
+                # Count instead of release: something planted was never charged.
+                held_ledger.count()
+            else:
+                return True
+    return False
 
 
 def _has_writer(path: str) -> bool:

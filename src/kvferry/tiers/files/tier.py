@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,7 +33,7 @@ from kvferry.tiers.files.chunk_file import (
     write_chunk,
 )
 from kvferry.tiers.files.directory_index import DirectoryIndex, mark_files_used, set_cold
-from kvferry.tiers.files.full_disk import OUT_OF_ROOM, FullDisk, quarantine_file, shortage
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
 from kvferry.tiers.files.ledger import Ledger, LockTimeout
 from kvferry.tiers.files.opening import (
     UsageReader,
@@ -41,13 +42,13 @@ from kvferry.tiers.files.opening import (
     open_directory,
     unusable_directory,
 )
-from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace
+from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.paths import chunk_path, default_directory, find_same_directory, key_of
+from kvferry.tiers.paths import chunk_name, default_directory, find_same_directory, key_of
 from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, StoreUsage
 
 _log = logging.getLogger(__name__)
@@ -121,7 +122,6 @@ class FileTier(StorageTier):
         self._space = DirectorySpace(
             self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
         )
-        self._full_disk = FullDisk(self._root, self._space, clock)
         open_directory(self._root, self._ledger, self._space, namespace, capacity)
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace)
@@ -134,13 +134,8 @@ class FileTier(StorageTier):
         return len(self._listed)
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        known = self.contains(keys).tolist()
-        paths = (
-            chunk_path(self._root, self._namespace, key)
-            for key, there in zip(keys, known, strict=True)
-            if there
-        )
-        mark_files_used(self._root, paths, self._clock)
+        known = compress(keys, self.contains(keys))
+        mark_files_used(self._root, map(self._path_of, known), self._clock)
 
     def usage(self) -> StoreUsage:
         return self._usage.read(empty=not len(self._listed))
@@ -172,13 +167,10 @@ class FileTier(StorageTier):
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
         chunk = Chunk(self._namespace, key, (group,))
         check_size(chunk, into)
-        detail = ""
         try:
-            done = self._get(chunk, into)
+            done, detail = self._get(chunk, into)
         except OSError as error:
             done, detail = GetOutcome.ABSENT if error.errno in _EVICTED else GetOutcome.IO_ERROR, str(error)
-        except _BadFile as bad:
-            done, detail = GetOutcome.CORRUPT, str(bad)
         # Another process evicted or spoiled it: no lookup should find it again.
         if done is not GetOutcome.HIT:
             self._listed.discard(key)
@@ -190,7 +182,7 @@ class FileTier(StorageTier):
         """Do nothing, because no file stays open between calls."""
 
     def _put(self, chunk: Chunk, body: memoryview, *, cold: bool) -> PutOutcome:
-        final = chunk_path(self._root, self._namespace, chunk.key)
+        final = self._path_of(chunk.key)
         # A missing folder is created later. A link in its place is refused before anything is written.
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
@@ -202,14 +194,19 @@ class FileTier(StorageTier):
                 return self._create(chunk, final, body, cold=cold)
             except OSError as error:
                 tries += 1
-                if not self._full_disk.make_way(error, tries, final, chunk.file_bytes):
+                if not self._space.make_way(error, tries, final, chunk.file_bytes):
                     raise
 
     def _create(self, chunk: Chunk, final: str, body: memoryview, *, cold: bool) -> PutOutcome:
         """Write a chunk to a file, of which nothing is left after an error."""
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
-            self._write(fd, chunk, body)
+            self._write_chunk(fd, chunk, body)
+            now = int(self._clock() * 1e9)
+            os.utime(fd, ns=(now, now))
+            # Before the rename: a name that survives a crash must not lead to a file without content.
+            if self._durable:
+                os.fdatasync(fd)
             first = self._space.commit(temporary, final, chunk.file_bytes)
             if cold and first:
                 # Not before: an old temporary file looks like a leftover to other machines.
@@ -223,14 +220,6 @@ class FileTier(StorageTier):
             sync_folder(os.path.dirname(final))
         return PutOutcome.STORED if first else PutOutcome.PRESENT
 
-    def _write(self, fd: int, chunk: Chunk, body: memoryview) -> None:
-        self._write_chunk(fd, chunk, body)
-        now = int(self._clock() * 1e9)
-        os.utime(fd, ns=(now, now))
-        # Before the rename: a name that survives a crash must not lead to a file without content.
-        if self._durable:
-            os.fdatasync(fd)
-
     def _reserve(self, final: str, size: int) -> tuple[int, str]:
         """Reserve space for a file, and create its folder if it is missing."""
         folder = os.path.dirname(final)
@@ -243,35 +232,41 @@ class FileTier(StorageTier):
                     sync_folder(os.path.dirname(folder))
         return self._space.reserve(final, size)
 
-    def _get(self, chunk: Chunk, into: memoryview) -> GetOutcome:
+    def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
         """Fetch a chunk from its file, and move a bad file to quarantine.
 
         Returns:
-            HIT, or OTHER_SHAPE if a valid header has the expected key, but other groups, tokens or sections.
+            The outcome, and what is wrong with a bad file. OTHER_SHAPE: a valid header has the expected key,
+            but other groups, tokens or sections.
 
         Raises:
             OSError: the file does not exist or cannot be read.
-            _BadFile: the file failed a check.
         """
-        path = chunk_path(self._root, self._namespace, chunk.key)
+        path = self._path_of(chunk.key)
         check_folders(self._root, path)
         try:
             fd = open_regular(path, os.O_RDONLY)
         except NotRegular as error:
             # Something planted, such as a link, keeps the name from real chunks.
-            self._counter.add(quarantined=quarantine_file(self._root, self._ledger, os.lstat(path), path))
-            raise _BadFile(str(error)) from error
+            self._quarantine(os.lstat(path), path)
+            return GetOutcome.CORRUPT, str(error)
         try:
             good, status = self._read_chunk(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 explain_refusal(fd, chunk, into)
-                return GetOutcome.OTHER_SHAPE
+                return GetOutcome.OTHER_SHAPE, ""
         except ChunkError as error:
-            self._counter.add(quarantined=quarantine_file(self._root, self._ledger, os.fstat(fd), path))
-            raise _BadFile(f"{path}: {error}") from error
+            self._quarantine(os.fstat(fd), path)
+            return GetOutcome.CORRUPT, f"{path}: {error}"
         finally:
             os.close(fd)
-        return GetOutcome.HIT
+        return GetOutcome.HIT, ""
+
+    def _quarantine(self, found: os.stat_result, path: str) -> None:
+        self._counter.add(quarantined=quarantine_file(self._root, self._ledger, found, path))
+
+    def _path_of(self, key: bytes) -> str:
+        return f"{self._root}/{chunk_name(self._namespace, key)}"
 
     def _on_evicted(self, path: str) -> None:
         folder, name = os.path.split(path)
@@ -282,10 +277,6 @@ class FileTier(StorageTier):
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
-
-
-class _BadFile(Exception):
-    """Raised by `FileTier._get` for a file that failed a check. `_get` has tried to quarantine the file."""
 
 
 class FileSettings(StorageSettings, frozen=True):

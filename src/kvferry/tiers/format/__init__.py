@@ -1,5 +1,4 @@
-"""The format of a chunk of KV cache, as a file and in memory.
+"""The format of a chunk of KV cache, as a file and in memory. Nothing here does I/O by itself.
 
-`chunk` defines the parts of a file and encodes its header, `decode` reads and checks files, `body` works on
-the content in memory, and `checksum` defines the digests. Nothing here does I/O by itself.
+`chunk` defines the parts of a file and encodes its header, `decode` makes, reads and checks files.
 """

@@ -15,58 +15,16 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from blake3 import blake3
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
 from kvferry.common.errors import ChunkError
-
-UNIT_DIGEST_BYTES = 16
-HEADER_DIGEST_BYTES = 32
-
-_STRETCH_UNITS, _STRETCH_BYTES = 512, 1 << 20
-_PAUSE_SECONDS = 20e-6
-# Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`).
-_LETS_OTHERS_RUN_BYTES = 100 << 10
-
-# Types that hold bytes. Pass an array as `memoryview(array).cast("B")`, which refuses non-contiguous arrays.
-Buffer = bytes | bytearray | memoryview
-
-
-def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
-    """Return the XXH3 digests of units, 16 bytes each, concatenated.
-
-    Args:
-        data: units without gaps between them.
-        unit_bytes: bytes of one unit, at least 1.
-    """
-    view, digests = memoryview(data), list[bytes]()
-    stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
-    for begin in range(0, len(view), stretch):
-        if begin and unit_bytes < _LETS_OTHERS_RUN_BYTES:
-            # Without a pause, the engine's thread would wait for Python's switch interval, 5 ms.
-            sleep(_PAUSE_SECONDS)
-        end = min(begin + stretch, len(view))
-        digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
-    return b"".join(digests)
-
-
-def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the XXH3 digest of one unit, 16 bytes. Each piece is digested before the next is requested."""
-    digest = xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.digest()
-
-
-def header_digest(data: Buffer) -> bytes:
-    """Return the BLAKE3 digest of a header, 32 bytes. `data` is the header up to its digest."""
-    return blake3(data).digest(HEADER_DIGEST_BYTES)
-
 
 MAGIC = b"KVFCHUNK"
 VERSION = 2
@@ -74,6 +32,8 @@ ALIGNMENT = 4096
 NAMESPACE_BYTES = 32
 KEY_BYTES = range(16, 33)
 NAME_BYTES = range(1, 32)
+UNIT_DIGEST_BYTES = 16
+HEADER_DIGEST_BYTES = 32
 # A header is read as a whole before its digest is checked. This limits the cost of a damaged length.
 MAX_HEADER_BYTES = 16 << 20
 
@@ -83,6 +43,15 @@ SECTION = struct.Struct("<B31s QQ II")
 
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
+
+# Units and bytes that are digested without a pause.
+_STRETCH_UNITS, _STRETCH_BYTES = 512, 1 << 20
+_PAUSE_SECONDS = 20e-6
+# Size from which python-xxhash releases the interpreter's lock (`XXHASH_GIL_MINSIZE`).
+_LETS_OTHERS_RUN_BYTES = 100 << 10
+
+# Types that hold bytes. Pass an array as `memoryview(array).cast("B")`, which refuses non-contiguous arrays.
+Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,79 +92,55 @@ class ChunkGroup:
         _check_different(f"group {self.name}", "section", [section.name for section in self.sections])
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLayout:
-    """Offsets and sizes of the parts of a chunk file, in bytes."""
-
-    sections: tuple[ChunkSection, ...]  # sections of all groups, in the order of the file
-    tables: bytes  # encoded group table and section table of the header
-    header_bytes: int  # length of the header with its digest, without padding
-    offsets: tuple[int, ...]  # offset of each section in the file
-    file_bytes: int
-
-    @staticmethod
-    # A model has few groups, and this is called for each chunk.
-    @lru_cache(maxsize=16)
-    def of(groups: tuple[ChunkGroup, ...]) -> ChunkLayout:
-        """Compute the layout of a chunk file."""
-        _check_different("chunk", "group", [group.name for group in groups])
-        sections = tuple(section for group in groups for section in group.sections)
-        digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
-        tables = GROUP.size * len(groups) + SECTION.size * len(sections)
-        header_bytes = PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
-        if header_bytes > MAX_HEADER_BYTES:
-            too_long = f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}"
-            raise ChunkError(f"{too_long}: use larger units")
-        sizes = (aligned(section.total_bytes) for section in sections)
-        *offsets, file_bytes = accumulate(sizes, initial=aligned(header_bytes))
-        if file_bytes > _U64:
-            raise ChunkError(f"a chunk of {file_bytes} bytes; at most {_U64}")
-        rows = [
-            *(GROUP.pack(*_name(group.name), group.tokens, len(group.sections)) for group in groups),
-            *(
-                SECTION.pack(*_name(one.name), offset, one.unit_bytes, one.units, 0)
-                for one, offset in zip(sections, offsets, strict=True)
-            ),
-        ]
-        return ChunkLayout(sections, b"".join(rows), header_bytes, tuple(offsets), file_bytes)
-
-
 @dataclass(frozen=True)
 class Chunk:
-    """The identity of a chunk, and the layout of its file."""
+    """The identity of a chunk, and the layout of its file in bytes, which is derived from the groups."""
 
     namespace: bytes  # digest of the namespace, 32 bytes
     key: bytes  # digest that identifies the content within the namespace, 16 to 32 bytes
     groups: tuple[ChunkGroup, ...]  # one or more, with different names
-    layout: ChunkLayout = field(init=False, repr=False, compare=False)  # derived from the groups
+
+    sections: tuple[ChunkSection, ...] = field(init=False, repr=False, compare=False)  # in the file's order
+    tables: bytes = field(init=False, repr=False, compare=False)  # encoded group table and section table
+    header_bytes: int = field(init=False, repr=False, compare=False)  # with its digest, without padding
+    offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each section in the file
+    file_bytes: int = field(init=False, repr=False, compare=False)
+    body_bytes: int = field(init=False, repr=False, compare=False)  # the file without its padded header
 
     def __post_init__(self) -> None:
         if len(self.namespace) != NAMESPACE_BYTES:
             raise ChunkError(f"a namespace of {len(self.namespace)} bytes; expected {NAMESPACE_BYTES}")
         if len(self.key) not in KEY_BYTES:
             raise ChunkError(f"a key of {len(self.key)} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
-        object.__setattr__(self, "layout", ChunkLayout.of(self.groups))
+        vars(self).update(_layout(self.groups))
 
-    @property
-    def sections(self) -> tuple[ChunkSection, ...]:
-        return self.layout.sections
 
-    @property
-    def header_bytes(self) -> int:
-        return self.layout.header_bytes
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self.layout.offsets
-
-    @property
-    def file_bytes(self) -> int:
-        return self.layout.file_bytes
-
-    @property
-    def body_bytes(self) -> int:
-        """Length of the file without its padded header."""
-        return self.file_bytes - self.offsets[0]
+# A model has few groups, and this is called for each chunk.
+@lru_cache(maxsize=16)
+def _layout(groups: tuple[ChunkGroup, ...]) -> dict[str, Any]:
+    """Return the derived attributes of a `Chunk`."""
+    _check_different("chunk", "group", [group.name for group in groups])
+    sections = tuple(section for group in groups for section in group.sections)
+    digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
+    tables = GROUP.size * len(groups) + SECTION.size * len(sections)
+    header_bytes = PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ChunkError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}: use larger units")
+    sizes = (aligned(section.total_bytes) for section in sections)
+    *offsets, file_bytes = accumulate(sizes, initial=aligned(header_bytes))
+    if file_bytes > _U64:
+        raise ChunkError(f"a chunk of {file_bytes} bytes; at most {_U64}")
+    rows = [GROUP.pack(*_name(group.name), group.tokens, len(group.sections)) for group in groups]
+    for section, offset in zip(sections, offsets, strict=True):
+        rows.append(SECTION.pack(*_name(section.name), offset, section.unit_bytes, section.units, 0))
+    return {
+        "sections": sections,
+        "tables": b"".join(rows),
+        "header_bytes": header_bytes,
+        "offsets": tuple(offsets),
+        "file_bytes": file_bytes,
+        "body_bytes": file_bytes - offsets[0],
+    }
 
 
 def aligned(size: int) -> int:
@@ -209,13 +154,35 @@ def encode_header(chunk: Chunk, digests: bytes) -> bytes:
     Args:
         digests: concatenated digests of all units, in the order of the file, 16 bytes each.
     """
-    layout = chunk.layout
     preamble = PREAMBLE.pack(
-        *(MAGIC, VERSION, layout.header_bytes, layout.file_bytes, len(chunk.groups), len(layout.sections)),
+        *(MAGIC, VERSION, chunk.header_bytes, chunk.file_bytes, len(chunk.groups), len(chunk.sections)),
         *(chunk.namespace, len(chunk.key), chunk.key, b""),
     )
-    header = b"".join((preamble, layout.tables, digests))
-    return (header + header_digest(header)).ljust(layout.offsets[0], b"\0")
+    header = preamble + chunk.tables + digests
+    return (header + header_digest(header)).ljust(chunk.offsets[0], b"\0")
+
+
+def header_digest(data: Buffer) -> bytes:
+    """Return the BLAKE3 digest of a header, 32 bytes. `data` is the header up to its digest."""
+    return blake3(data).digest(HEADER_DIGEST_BYTES)
+
+
+def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
+    """Return the XXH3 digests of units, 16 bytes each, concatenated.
+
+    Args:
+        data: units without gaps between them.
+        unit_bytes: bytes of one unit, at least 1.
+    """
+    view, digests = memoryview(data), list[bytes]()
+    stretch = min(_STRETCH_UNITS * unit_bytes, max(_STRETCH_BYTES // unit_bytes, 1) * unit_bytes)
+    for begin in range(0, len(view), stretch):
+        if begin and unit_bytes < _LETS_OTHERS_RUN_BYTES:
+            # Without a pause, the engine's thread would wait for Python's switch interval, 5 ms.
+            sleep(_PAUSE_SECONDS)
+        end = min(begin + stretch, len(view))
+        digests += [xxh3_128_digest(view[at : at + unit_bytes]) for at in range(begin, end, unit_bytes)]
+    return b"".join(digests)
 
 
 def _name(name: str) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""Decode and verify a chunk file. Nothing in it is trusted before it has been checked.
+"""Make the header of a chunk file, decode it, and verify files. Nothing in a file is trusted unchecked.
 
 For any content of a file, the functions raise only `ChunkError`; `OtherVersion`, which is one, for another
 version of the format. A length in a file is checked before it is used.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from xxhash import xxh3_128
 
 from kvferry.common.errors import ChunkError, OtherVersion
 from kvferry.geometry.canonical import CanonicalGroup
@@ -27,17 +29,56 @@ from kvferry.tiers.format.chunk import (
     ChunkGroup,
     ChunkSection,
     aligned,
-    digest_of,
     encode_header,
     header_digest,
     unit_digests,
 )
 
-# Number of bytes of a body that are read and checked at a time.
+# Bytes of a body that `verify` reads and checks at a time.
 _STEP_BYTES = 8 << 20
+# Bytes of a body that are digested at a time: few enough for the CPU cache, and few calls.
+PIECE_BYTES = 2 << 20
 
 # A function that reads a file: it takes an offset and a size, and returns the bytes, fewer at the file's end.
 ReadAt = Callable[[int, int], Buffer]
+# A function that blocks until that many bytes of a body have arrived.
+Wait = Callable[[int], object]
+
+
+def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
+    """Describe the content of a chunk for the header of its file.
+
+    Args:
+        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
+    """
+    sections = (
+        ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
+    )
+    return ChunkGroup(group.label, tokens, tuple(sections))
+
+
+def make_header(chunk: Chunk, body: memoryview) -> bytes:
+    """Zero the padding after each section of a body, and return the header of its file."""
+    check_size(chunk, body)
+    for _, _, padding in _sections(chunk, body):
+        padding[:] = bytes(len(padding))
+    return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
+
+
+def is_chunk(chunk: Chunk, header: Buffer, body: memoryview, wait: Wait = lambda _: None) -> bool:
+    """Return whether a header and a body are, byte for byte, the file of the expected chunk.
+
+    Args:
+        header: read only after the whole body has arrived.
+        body: as long as the expected chunk's body.
+        wait: block until that many bytes of the body have arrived.
+    """
+    # A chunk has exactly one encoding. So the expected header is computed from the body and compared, and no
+    # content of the given header is trusted.
+    written = encode_header(chunk, b"".join(_digests(chunk, body, wait)))
+    wait(len(body))
+    # A comparison of `bytes` takes a thirtieth of one with a view.
+    return written == bytes(header) and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +144,28 @@ def decode_header(data: Buffer) -> ChunkHeader:
     return ChunkHeader(chunk, digests)
 
 
-def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Check units of a chunk against their digests. The error names the first damaged unit.
+def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
+    """Decode the group table and the section table, which must lie within the header."""
+    at = PREAMBLE.size + groups * GROUP.size
+    rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
+    found = [
+        ChunkSection(_name(size, name), units, unit_bytes) for size, name, _, unit_bytes, units, _ in rows
+    ]
+    made = []
+    for size, name, tokens, count in GROUP.iter_unpack(header[PREAMBLE.size : at]):
+        made.append(ChunkGroup(_name(size, name), tokens, tuple(found[:count])))
+        del found[:count]
+    if found:
+        raise ChunkError(f"{len(found)} sections that belong to no group")
+    return tuple(made)
 
-    Args:
-        section: index of the section in `Chunk.sections`.
-        first: index, in the section, of the first unit in `data`.
-        data: one or more consecutive whole units.
-    """
-    one = header.chunk.sections[section]
-    found = unit_digests(data, one.unit_bytes)
-    before = UNIT_DIGEST_BYTES * (sum(one.units for one in header.chunk.sections[:section]) + first)
-    expected = header.digests[before : before + len(found)]
-    if found == expected:
-        return
-    pairs = range(0, len(found), UNIT_DIGEST_BYTES)
-    wrong = next(
-        at for at in pairs if found[at : at + UNIT_DIGEST_BYTES] != expected[at : at + UNIT_DIGEST_BYTES]
-    )
-    unit = first + wrong // UNIT_DIGEST_BYTES
-    raise ChunkError(f"unit {unit} of section {one.name} is damaged: its checksum differs")
+
+def _name(size: int, name: bytes) -> str:
+    """Return the first `size` bytes of a name field as text."""
+    if size not in NAME_BYTES:
+        raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
+    # Latin-1 decodes any bytes. `ChunkSection` and `ChunkGroup` refuse all but ASCII.
+    return name[:size].decode("latin-1")
 
 
 def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
@@ -153,79 +196,26 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
     return header
 
 
-def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Decode the group table and the section table, which must lie within the header."""
-    at = PREAMBLE.size + groups * GROUP.size
-    rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
-    found = [
-        ChunkSection(_name(size, name), units, unit_bytes) for size, name, _, unit_bytes, units, _ in rows
-    ]
-    made = []
-    for size, name, tokens, count in GROUP.iter_unpack(header[PREAMBLE.size : at]):
-        made.append(ChunkGroup(_name(size, name), tokens, tuple(found[:count])))
-        del found[:count]
-    if found:
-        raise ChunkError(f"{len(found)} sections that belong to no group")
-    return tuple(made)
-
-
-def _name(size: int, name: bytes) -> str:
-    """Return the first `size` bytes of a name field as text."""
-    if size not in NAME_BYTES:
-        raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
-    # Latin-1 decodes any bytes. `ChunkSection` and `ChunkGroup` refuse all but ASCII.
-    return name[:size].decode("latin-1")
-
-
-# Bytes of a body that are digested at a time: few enough for the CPU cache, and few calls.
-PIECE_BYTES = 2 << 20
-
-# Blocks until that many bytes of a body have arrived.
-Wait = Callable[[int], object]
-
-
-def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """Describe the content of a chunk for the header of its file.
+def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
+    """Check units of a chunk against their digests. The error names the first damaged unit.
 
     Args:
-        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
+        section: index of the section in `Chunk.sections`.
+        first: index, in the section, of the first unit in `data`.
+        data: one or more consecutive whole units.
     """
-    sections = (
-        ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
+    one = header.chunk.sections[section]
+    found = unit_digests(data, one.unit_bytes)
+    before = UNIT_DIGEST_BYTES * (sum(one.units for one in header.chunk.sections[:section]) + first)
+    expected = header.digests[before : before + len(found)]
+    if found == expected:
+        return
+    pairs = range(0, len(found), UNIT_DIGEST_BYTES)
+    wrong = next(
+        at for at in pairs if found[at : at + UNIT_DIGEST_BYTES] != expected[at : at + UNIT_DIGEST_BYTES]
     )
-    return ChunkGroup(group.label, tokens, tuple(sections))
-
-
-def zero_padding(chunk: Chunk, body: memoryview) -> None:
-    """Write zeros into the padding after each section of a body."""
-    check_size(chunk, body)
-    for _, _, padding in _sections(chunk, body):
-        padding[:] = bytes(len(padding))
-
-
-def make_header(chunk: Chunk, body: memoryview) -> bytes:
-    """Return the header of a chunk file, with the digests of all units of its body.
-
-    The padding of `body` does not affect the header, but must be zero when the file is written.
-    """
-    check_size(chunk, body)
-    return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
-
-
-def is_chunk(chunk: Chunk, header: Buffer, body: memoryview, wait: Wait = lambda _: None) -> bool:
-    """Return whether a header and a body are, byte for byte, the file of the expected chunk.
-
-    Args:
-        header: read only after the whole body has arrived.
-        body: as long as the expected chunk's body.
-        wait: block until that many bytes of the body have arrived.
-    """
-    # A chunk has exactly one encoding. So the expected header is computed from the body and compared, and no
-    # content of the given header is trusted.
-    written = encode_header(chunk, b"".join(_digests(chunk, body, wait)))
-    wait(len(body))
-    # A comparison of `bytes` takes a thirtieth of one with a view.
-    return written == bytes(header) and all(_is_zero(padding) for _, _, padding in _sections(chunk, body))
+    unit = first + wrong // UNIT_DIGEST_BYTES
+    raise ChunkError(f"unit {unit} of section {one.name} is damaged: its checksum differs")
 
 
 def check_body(header: ChunkHeader, body: memoryview) -> None:
@@ -262,13 +252,11 @@ def _digests(chunk: Chunk, body: memoryview, wait: Wait) -> Iterator[bytes]:
             continue
         # Units of more than a piece are digested in pieces, or they would leave the CPU cache before.
         for first in range(begin, end, unit_bytes):
-            yield digest_of(_arriving(view, first, first + unit_bytes, wait))
-
-
-def _arriving(view: memoryview, begin: int, end: int, wait: Wait) -> Iterator[memoryview]:
-    for at, stop in _pieces(begin, end, PIECE_BYTES):
-        wait(stop)
-        yield view[at:stop]
+            digest = xxh3_128()
+            for at, stop in _pieces(first, first + unit_bytes, PIECE_BYTES):
+                wait(stop)
+                digest.update(view[at:stop])
+            yield digest.digest()
 
 
 def _pieces(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

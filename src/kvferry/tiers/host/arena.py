@@ -1,9 +1,8 @@
 """The arena: host memory that all ranks of a node share.
 
 The owner creates the arena. Other processes attach to it with its `SharedFile`. All see the same bytes at
-different addresses, so positions in it are offsets. `host.slot_table` decides which bytes may be read or
-written. The arena is a sealed memory file (`memory.sealed`). All its memory is allocated at once, so too
-little memory is an error at start, and does not kill an engine later.
+different addresses, so positions in it are offsets. All memory is allocated at once, so too little memory is
+an error at start, and does not kill an engine later.
 """
 
 from __future__ import annotations
@@ -82,12 +81,7 @@ class Arena:
             raise
 
     def slots(self, offset: int, stride: int) -> StagedImages:
-        """Return the addresses of cells at equal distances in the arena, for copies to or from KV blocks.
-
-        Args:
-            offset: byte offset of the first cell in the arena. A slot contains one or more cells.
-            stride: bytes from the start of one cell to the start of the next.
-        """
+        """Return cells that are `stride` bytes apart in the arena, the first at `offset`, for copies."""
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:

@@ -36,11 +36,7 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_weight: float = 1.0
 
     def check(self, where: str) -> None:
-        """Check the values. `where` is the name of these settings in the configuration, for messages.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
+        """Raise ConfigError if a value is out of range. `where` names these settings in messages."""
         check_capacity(where, self.capacity)
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ConfigError(
@@ -50,22 +46,14 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_available(size: int) -> None:
-    """Check that this process can still allocate `size` bytes.
-
-    Raises:
-        ConfigError: the machine or a control group has less memory left, or /proc/meminfo cannot be read.
-    """
+    """Check that this process can still allocate `size` bytes, or raise ConfigError."""
     available, where = _available()
     if size > available:
         raise ConfigError(too_large(size, f"{format_bytes(available)} are {where}"))
 
 
 def available_bytes() -> int:
-    """Return how many bytes this process can still allocate on its machine and in its control groups.
-
-    Raises:
-        ConfigError: /proc/meminfo cannot be read.
-    """
+    """Return how many bytes this process can still allocate, or raise ConfigError if that is unknown."""
     return _available()[0]
 
 

@@ -2,10 +2,10 @@
 
 A chunk occupies one slot, which has these states:
 
-    FREE ─reserve→ FILLING ─commit→ READY ─evict without reads→ FREE
+    FREE ─reserve→ FILLING ─filled→ READY ─evict without reads→ FREE
                       │               └─evict during a read→ EVICTED ─last close→ FREE
-                      ├─abort→ FREE
-                      └─clear→ EVICTED ─commit or abort→ FREE
+                      ├─not filled→ FREE
+                      └─clear→ EVICTED ─end of the fill→ FREE
 
 Only a READY chunk can be opened by its key. A *hold* keeps a slot from being reused: the fill has one hold,
 and so has each read. The owner of a hold releases it when no copy or I/O is in flight, and not before, even
@@ -26,19 +26,12 @@ _LARGEST_PER_SLAB = 16
 
 
 class Slabs:
-    """An allocator of slots of a few fixed sizes. Not thread-safe.
-
-    Args:
-        capacity_bytes: bytes of the arena.
-        strides: sizes of slots in bytes; duplicates are allowed.
+    """An allocator of slots of a few fixed sizes (`strides`, in bytes). Not thread-safe.
 
     Attributes:
         count: number of slabs.
         capacity_bytes: bytes of all slabs together; the rest of the arena is not used.
         used_bytes: bytes of all allocated slots.
-
-    Raises:
-        ConfigError: the arena is too small for one slab of each slot size.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
@@ -69,7 +62,11 @@ class Slabs:
         if not self._open[stride]:
             if not self._spare:
                 return None
-            self._assign(self._spare.pop(), stride)
+            slab = self._spare.pop()
+            self._stride[slab] = stride
+            self._free[slab] = list(self.slots(slab))[::-1]
+            self._open[stride][slab] = None
+            self._idle[stride] += len(self._free[slab])
         slab = next(reversed(self._open[stride]))
         offset = self._free[slab].pop()
         if not self._free[slab]:
@@ -87,13 +84,14 @@ class Slabs:
         self._idle[stride] += 1
         self.used_bytes -= stride
         if len(self._free[slab]) == self.slab_bytes // stride:
-            self._retire(slab)
+            del self._stride[slab], self._open[stride][slab]
+            self._idle[stride] -= len(self._free.pop(slab))
+            self._spare.append(slab)
 
     def reclaimable(self, stride: int) -> list[int]:
         """Return the slabs that could be emptied for slots of `stride` bytes, the emptiest first.
 
-        The free slots of their stride add up to at least a slab. The time is proportional to the number of
-        slabs that have free slots.
+        The free slots of their own stride add up to a slab or more.
         """
         return sorted(
             (
@@ -112,7 +110,6 @@ class Slabs:
         return range(first, first + self.slab_bytes // stride * stride, stride) if stride else range(0)
 
     def check_integrity(self) -> None:
-        """Check that all counts and lists are consistent, or raise AssertionError."""
         if sorted([*self._spare, *self._stride]) != list(range(self.count)):
             raise AssertionError("a slab is neither spare nor assigned, or both")
         idle: Counter[int] = Counter()
@@ -130,33 +127,15 @@ class Slabs:
                 f"{+idle} slots free, {taken} bytes taken; kept {self._idle}, {self.used_bytes}"
             )
 
-    def _assign(self, slab: int, stride: int) -> None:
-        """Divide a spare slab into free slots."""
-        self._stride[slab] = stride
-        free = list(self.slots(slab))
-        free.reverse()
-        self._free[slab] = free
-        self._open[stride][slab] = None
-        self._idle[stride] += len(free)
-
-    def _retire(self, slab: int) -> None:
-        """Make a slab whose slots are all free spare."""
-        stride = self._stride.pop(slab)
-        self._idle[stride] -= len(self._free.pop(slab))
-        del self._open[stride][slab]
-        self._spare.append(slab)
-
 
 def _slab_bytes(capacity_bytes: int, strides: Collection[int]) -> int:
-    """Choose the slab size, a multiple of the largest stride, that wastes the fewest bytes.
-
-    Waste is counted for the worst case, in which all slabs have the stride that wastes most.
-    """
+    """Choose the slab size, a multiple of the largest stride, that wastes the fewest bytes."""
     largest = max(strides)
     # At least four slabs per stride, so that one stride cannot keep the arena from the others.
     most = capacity_bytes // (largest * 4 * len(strides))
     sizes = [n * largest for n in range(1, max(min(most, _LARGEST_PER_SLAB), 1) + 1)]
 
+    # In the worst case, in which all slabs have the stride that wastes most.
     def lost(size: int) -> int:
         return max(capacity_bytes - capacity_bytes // size * (size // stride) * stride for stride in strides)
 
@@ -178,11 +157,8 @@ class Slot:
 
 
 @dataclass(slots=True)
-class ResidentChunk:
-    """A chunk that occupies a slot.
-
-    It is in `SlotTable.filling` or `SlotTable.ready`, unless it is evicted and still held.
-    """
+class _ResidentChunk:
+    """A chunk that occupies a slot: FILLING, READY, or evicted and still held."""
 
     key: bytes
     group: int
@@ -196,16 +172,9 @@ class SlotTable:
 
     To release a hold twice, or to open or evict a chunk that is not READY, is a KeyError.
 
-    Args:
-        capacity_bytes: bytes of the arena.
-        chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
-
     Attributes:
+        chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
         filling, ready: chunks in the state FILLING or READY, by key. Callers must not change them.
-
-    Raises:
-        GeometryError: a chunk size is not a multiple of 4096.
-        ConfigError: the arena is too small for these chunks.
     """
 
     def __init__(self, capacity_bytes: int, chunk_bytes: Sequence[int]) -> None:
@@ -213,16 +182,15 @@ class SlotTable:
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.chunk_bytes = tuple(chunk_bytes)
         self.slabs = Slabs(capacity_bytes, chunk_bytes)
-        self.filling: dict[bytes, ResidentChunk] = {}
-        self.ready: dict[bytes, ResidentChunk] = {}
-        self._slots: dict[int, ResidentChunk] = {}
-        self._fills: dict[int, ResidentChunk] = {}
-        self._reads: dict[int, ResidentChunk] = {}
+        self.filling: dict[bytes, _ResidentChunk] = {}
+        self.ready: dict[bytes, _ResidentChunk] = {}
+        self._slots: dict[int, _ResidentChunk] = {}
+        self._fills: dict[int, _ResidentChunk] = {}
+        self._reads: dict[int, _ResidentChunk] = {}
         self._serials = count(1)
 
     @property
     def holds(self) -> int:
-        """Number of holds that are not released yet."""
         return len(self._fills) + len(self._reads)
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
@@ -231,25 +199,23 @@ class SlotTable:
         offset = self.slabs.take(size)
         if offset is None:
             return None
-        chunk = ResidentChunk(key, group, offset, size)
+        chunk = _ResidentChunk(key, group, offset, size)
         self.filling[key] = self._slots[offset] = chunk
         return self._hold(chunk, self._fills)
 
-    def commit(self, slot: Slot) -> bool:
-        """Make a filled chunk READY, and release the hold of `reserve`. Return False if it was cleared."""
+    def end_fill(self, slot: Slot, *, filled: bool) -> bool:
+        """Make a chunk READY if it was filled, and release the hold of `reserve`.
+
+        Returns:
+            False if the chunk was cleared meanwhile.
+        """
         # After `clear`, another chunk of the same key may be filled: compare the chunk, not the key.
         wanted = self.filling.get(slot.key) is self._fills[slot.serial]
         if wanted:
-            self.ready[slot.key] = self.filling.pop(slot.key)
+            chunk = self.filling.pop(slot.key)
+            if filled:
+                self.ready[slot.key] = chunk
         # After the change of state, which decides whether the slot is freed.
-        self._release_hold(slot, self._fills)
-        return wanted
-
-    def abort(self, slot: Slot) -> bool:
-        """Release the hold of `reserve` on a chunk that was not filled. Return False if it was cleared."""
-        wanted = self.filling.get(slot.key) is self._fills[slot.serial]
-        if wanted:
-            del self.filling[slot.key]
         self._release_hold(slot, self._fills)
         return wanted
 
@@ -260,9 +226,9 @@ class SlotTable:
     def close(self, slot: Slot) -> bool:
         """Release a hold of `open`. Return whether the chunk is still READY and has no other hold."""
         chunk = self._release_hold(slot, self._reads)
-        return self._is_ready(chunk) and not chunk.holds
+        return self.ready.get(chunk.key) is chunk and not chunk.holds
 
-    def evict(self, key: bytes) -> ResidentChunk:
+    def evict(self, key: bytes) -> _ResidentChunk:
         """Evict a READY chunk and return it. Its slot becomes FREE, or EVICTED until the last read ends."""
         chunk = self.ready.pop(key)
         self._free_if_unused(chunk)
@@ -305,23 +271,20 @@ class SlotTable:
         if taken != self.slabs.used_bytes or not (fills | reads).keys() <= self._slots.keys():
             raise AssertionError("slots are taken or held that no chunk is in")
 
-    def _is_ready(self, chunk: ResidentChunk) -> bool:
-        """Return whether `ready` contains this chunk, and not another one with the same key."""
-        return self.ready.get(chunk.key) is chunk
-
-    def _hold(self, chunk: ResidentChunk, holds: dict[int, ResidentChunk]) -> Slot:
+    def _hold(self, chunk: _ResidentChunk, holds: dict[int, _ResidentChunk]) -> Slot:
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, serial)
 
-    def _release_hold(self, slot: Slot, holds: dict[int, ResidentChunk]) -> ResidentChunk:
+    def _release_hold(self, slot: Slot, holds: dict[int, _ResidentChunk]) -> _ResidentChunk:
         chunk = holds.pop(slot.serial)
         chunk.holds -= 1
         self._free_if_unused(chunk)
         return chunk
 
-    def _free_if_unused(self, chunk: ResidentChunk) -> None:
-        if not chunk.holds and not self._is_ready(chunk):
+    def _free_if_unused(self, chunk: _ResidentChunk) -> None:
+        # Another chunk of the same key may be ready.
+        if not chunk.holds and self.ready.get(chunk.key) is not chunk:
             del self._slots[chunk.offset]
             self.slabs.free(chunk.offset)

@@ -37,7 +37,7 @@ class HostTier:
         capacity_bytes: bytes of the arena.
         chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
         policy: make an eviction policy for a capacity in bytes.
-        table: hash table of chunk keys that the tiers of a cache share; None for a separate table.
+        table: table that the tiers of a cache share; None for a separate one.
 
     Attributes:
         counters: counts since the tier was created.
@@ -75,7 +75,7 @@ class HostTier:
 
     @property
     def holds(self) -> int:
-        """Number of slots that callers have not released yet."""
+        """Number of holds that callers have not released yet."""
         return self._slots.holds
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -99,7 +99,7 @@ class HostTier:
 
     def commit(self, slot: Slot, *, cold: bool = False) -> bool:
         """Make a filled chunk readable. Return False if `clear` has dropped it since `reserve`."""
-        if not self._slots.commit(slot):
+        if not self._slots.end_fill(slot, filled=True):
             return False
         size = self._slots.chunk_bytes[slot.group]
         self._policy.admit(slot.key, size, cold=cold)
@@ -110,7 +110,7 @@ class HostTier:
 
     def abort(self, slot: Slot) -> None:
         """Free the slot of a chunk that could not be filled. No copy or I/O may still use it."""
-        if self._slots.abort(slot):
+        if self._slots.end_fill(slot, filled=False):
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:

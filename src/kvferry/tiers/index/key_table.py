@@ -27,6 +27,8 @@ ALL_TIERS = (1 << MAX_TIERS) - 1
 Tags: TypeAlias = npt.NDArray[np.uint64]
 TierBits: TypeAlias = npt.NDArray[np.int64]
 
+TAG_BYTES = 8
+
 _SLOTS = 7
 _ROW = _SLOTS + 1
 _LINE_BYTES = 64
@@ -37,6 +39,20 @@ _EVERY = 0x01010101010101  # once in the byte of every slot
 _OVERFLOW = 1 << _LAST_BYTE
 _BYTE, _LAST, _BITS = np.uint64(ALL_TIERS), np.uint64(_LAST_BYTE), np.uint64(_OVERFLOW - 1)
 _SUM = np.uint64(_EVERY << 8)  # a word times this has the sum of its other bytes in its last byte
+
+_TAGS_PER_ROW = 2  # on average
+_FIRST_ROWS = 1 << 7
+_ROWS_PER_STEP = 1 << 8
+
+
+def tag_of(key: bytes) -> int:
+    """Return the tag of a key: its last `TAG_BYTES` bytes as an integer."""
+    return int.from_bytes(key[-TAG_BYTES:], "little")
+
+
+def tags_of(keys: Sequence[bytes]) -> Tags:
+    """Return the tags of keys: uint64 of shape (len(keys),). Each key has `TAG_BYTES` bytes or more."""
+    return np.frombuffer(b"".join([key[-TAG_BYTES:] for key in keys]), "<u8")
 
 
 class TagRows:
@@ -52,15 +68,13 @@ class TagRows:
 
     A slot whose bits are all 0 is free, whatever tag is in it.
 
-    Args:
-        count: number of rows, a power of 2.
-
     Attributes:
         overflow: tier bits of each tag that did not fit into its row.
     """
 
     def __init__(self, count: int) -> None:
-        # One row more, to begin at a cache line: a look-up of a row then causes one cache miss.
+        # `count` is a power of 2. One row more, to begin at a cache line: a look-up of a row then causes one
+        # cache miss.
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
@@ -137,32 +151,12 @@ class TagRows:
 
 
 def row_of(tag: int) -> int:
-    """Return a hash of a tag. The tag's row is the hash modulo the row count."""
+    """Return a hash of a tag, which is in the row of this number modulo the row count."""
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
 
 def _rows_of(tags: Tags) -> Tags:
-    """Return `row_of` of each tag, modulo 2^64."""
     return tags + (tags >> _LAST) * np.uint64(_SPREAD)
-
-
-__all__ = ["MAX_TIERS", "TAG_BYTES", "KeyTable", "TableWatch", "Tags", "TierBits", "tag_of", "tags_of"]
-
-TAG_BYTES = 8
-
-_TAGS_PER_ROW = 2  # on average
-_FIRST_ROWS = 1 << 7
-_ROWS_PER_STEP = 1 << 8
-
-
-def tag_of(key: bytes) -> int:
-    """Return the tag of a key: its last `TAG_BYTES` bytes as an integer."""
-    return int.from_bytes(key[-TAG_BYTES:], "little")
-
-
-def tags_of(keys: Sequence[bytes]) -> Tags:
-    """Return the tags of keys: uint64 of shape (len(keys),). Each key has `TAG_BYTES` bytes or more."""
-    return np.frombuffer(b"".join([key[-TAG_BYTES:] for key in keys]), "<u8")
 
 
 @dataclass(slots=True)
@@ -179,8 +173,8 @@ class KeyTable:
     """A table that records which tiers have which chunks: a bit for each tag and tier.
 
     Any thread may use the table. Look-ups take no lock, so a look-up during a change sees the state before or
-    after the change. In rare cases, another tag takes over the slot of the requested tag during the look-up.
-    Then the look-up returns the tiers of the other tag's chunk, and a fetch from these tiers misses.
+    after the change. In rare cases, another tag takes over the slot of the requested tag meanwhile: the
+    look-up returns the tiers of that tag's chunk, and a fetch from them misses.
 
     Args:
         first_rows: number of rows at the start, a power of 2.
@@ -198,20 +192,6 @@ class KeyTable:
     def __len__(self) -> int:
         """Return the number of chunks that at least one tier has."""
         return self._count
-
-    @property
-    def growing(self) -> bool:
-        """Whether rows are being moved to a larger table."""
-        return self._next is not self._rows
-
-    @property
-    def row_count(self) -> int:
-        return len(self._rows)
-
-    @property
-    def overflow_count(self) -> int:
-        """Number of tags that did not fit into their rows."""
-        return len(self._rows.overflow)
 
     def tier_bits(self, tags: Tags) -> TierBits:
         """Return the bits of the tiers that have each chunk: int64 of shape (len(tags),), 0 for none."""
@@ -250,11 +230,7 @@ class KeyTable:
                 self._watch.cleared = True
 
     def watch(self, tags: Container[int]) -> TableWatch:
-        """Record from now on which chunks tiers gain or lose. A table has one watch; a later one replaces it.
-
-        Args:
-            tags: tags of the chunks to watch, a container that one thread may change while others test it.
-        """
+        """Record which chunks tiers gain or lose. A table has one watch, and a later one replaces it."""
         self._watch = TableWatch(tags)
         return self._watch
 

@@ -14,6 +14,10 @@ from kvferry.tiers.index.key_table import ALL_TIERS, KeyTable, Tags, tag_of
 
 _SLOTS = 1 << 17
 
+# A key's part is its first byte.
+PARTS = 256
+_ALL_PARTS = range(PARTS)
+
 
 class RecentlyEvicted:
     """A set of at most 131072 recently evicted keys, in 1 MiB of memory. Thread-safe.
@@ -37,6 +41,7 @@ class RecentlyEvicted:
         self._marks[slot] = mark
 
     def _slot_and_mark(self, key: bytes) -> tuple[int, int]:
+        # The slot has 63 bits of the key. Two keys of one slot are confused with a probability of 2^-63.
         # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
         slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % len(self._marks)
         # Never 0, which means an empty slot.
@@ -69,7 +74,7 @@ class TierKeys:
         self._evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
-        """Return the number of keys. The time is proportional to the size of the table."""
+        """Return the number of keys, in a time proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
@@ -78,10 +83,7 @@ class TierKeys:
         return found
 
     def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a chunk that the tier does not have now left the tier recently.
-
-        For a chunk that the tier has, the result may be True, because it left and came back.
-        """
+        """Return whether a chunk left the tier recently. It may have come back."""
         return key in self._evicted
 
     def add(self, key: bytes) -> None:
@@ -98,21 +100,17 @@ class TierKeys:
         self._evicted = RecentlyEvicted()
 
 
-PARTS = 256
-_ALL_PARTS = range(PARTS)
-
-
 class ListedKeys:
     """The keys of the chunks that a tier is known to have, kept up to date by listings.
 
-    The first byte of a key is the number of its *part* (one of 256). Every change is also made in `keys`. Any
-    thread may use the object, but two listings that run at the same time must not include the same part.
+    A listing takes time, so what this process adds or removes meanwhile takes precedence over it. Any thread
+    may use the object, but two listings that run at the same time must not include the same part.
 
     Attributes:
         changes: number of keys that listings have added or removed.
 
     Args:
-        keys: set of keys in which the engine looks up the chunks of the tier, initially empty.
+        keys: set of keys that gets every change, initially empty.
         max_keys: maximum number of known keys. Listings add no keys beyond it, but `add` ignores it.
     """
 
@@ -149,12 +147,9 @@ class ListedKeys:
 
     @contextmanager
     def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
-        """List the storage: call `add_page` with every page in the ``with`` statement.
+        """List parts of the storage: call `add_page` with every page in the ``with`` statement.
 
-        When it ends without an exception, known keys that were on no page are removed.
-
-        Args:
-            parts: first bytes of the keys that the listing covers. Keys with other first bytes do not change.
+        When it ends without an exception, known keys of these parts that were on no page are removed.
         """
         with self._lock:
             for part in parts:

@@ -50,21 +50,16 @@ class GuardedBucket:
         return self._reads.is_open
 
     def reading(self) -> AbstractContextManager[BucketClient]:
-        """Give the client for reads, or raise `Unavailable` if reads are paused.
-
-        `Unavailable` in the ``with`` statement counts as a failed read.
-        """
+        """Give the client for reads, or raise `Unavailable` if reads are paused."""
         return self._guard(self._reads)
 
     def writing(self) -> AbstractContextManager[BucketClient]:
-        """Give the client for writes, or raise `Unavailable` if writes are paused.
-
-        `Unavailable` in the ``with`` statement counts as a failed write.
-        """
+        """Give the client for writes, or raise `Unavailable` if writes are paused."""
         return self._guard(self._writes)
 
     @contextmanager
     def _guard(self, breaker: CircuitBreaker) -> Iterator[BucketClient]:
+        """Give the client. `Unavailable` in the ``with`` statement counts as a failure."""
         ticket = breaker.enter()
         if ticket is None:
             self._count(Fault.PAUSED)
@@ -99,17 +94,11 @@ class _CircuitState(Enum):
 class CircuitBreaker:
     """Admits requests to a store, and refuses them for a while after several have failed.
 
-    Any thread may use the object. The breaker is in one of three states:
+    Any thread may use the object.
 
-    - CLOSED: all requests are admitted. After `failures` consecutive failures, the state becomes OPEN.
-    - OPEN: all requests are refused for `pause_seconds`. The first request after that is admitted, and the
-      state becomes HALF_OPEN.
-    - HALF_OPEN: all other requests are refused until that request ends. If it succeeded, the state becomes
-      CLOSED, else OPEN again.
-
-    Args:
-        failures: number of consecutive failures that opens the breaker.
-        clock: monotonic seconds.
+        CLOSED ─`failures` in a row─▶ OPEN ─first request after `pause_seconds`─▶ HALF_OPEN
+        HALF_OPEN ─it succeeded─▶ CLOSED
+        HALF_OPEN ─it failed─▶ OPEN
     """
 
     def __init__(self, failures: int, pause_seconds: float, clock: Callable[[], float]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Lock
 
 from kvferry.keys.namespace import Namespace
@@ -18,6 +18,13 @@ from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.client import BucketClient, ListedObject
 from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.paths import chunk_name, key_of, note_name
+
+_log = logging.getLogger(__name__)
+
+# Time limit of a listing. If it takes longer, the keys listed so far are added, and no key is removed.
+MAX_LISTING_SECONDS = 300.0
+# Pause after every page, in which other threads run. An engine's step must not wait for a listing.
+_PAUSE_SECONDS = 0.001
 
 
 class DistrustedObjects:
@@ -59,20 +66,12 @@ class DistrustedObjects:
         return keys
 
 
-_log = logging.getLogger(__name__)
-
-# Time limit of a listing. If it takes longer, the keys listed so far are added, and no key is removed.
-MAX_LISTING_SECONDS = 300.0
-# Pause after every page, in which other threads run. An engine's step must not wait for a listing.
-_PAUSE_SECONDS = 0.001
-
-
 class BucketIndex:
     """Keeps the known keys of one namespace up to date. Any thread may use the object.
 
     Args:
         listed: known keys, which the listings update.
-        distrusted: objects that failed a check, whose keys listings do not add.
+        distrusted: objects whose keys listings do not add.
         valid_seconds: time from a complete listing until the next one is due.
         clock: monotonic seconds.
     """
@@ -167,24 +166,17 @@ class BucketIndex:
             # obstore ends a listing at a name that it cannot read. So list the chunk folders one by one, and
             # skip the rest of a folder with such a name.
             for number in range(256):
-                with _skipping_bad_names():
+                try:
                     yield from bucket.list(f"{folder}/{number:02x}")
+                except Unavailable as error:
+                    if error.fault is not Fault.ODD_NAME:
+                        raise
 
     def _keys(self, page: Sequence[ListedObject]) -> Iterator[tuple[bytes, str]]:
         for one in page:
             key = key_of(one.path.rpartition("/")[2])
             if key is not None and one.path == chunk_name(self._namespace.digest, key):
                 yield key, one.etag
-
-
-@contextmanager
-def _skipping_bad_names() -> Iterator[None]:
-    """Suppress the error for an object name that obstore cannot read."""
-    try:
-        yield
-    except Unavailable as error:
-        if error.fault is not Fault.ODD_NAME:
-            raise
 
 
 class _OutOfTime(Exception):

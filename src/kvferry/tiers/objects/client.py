@@ -31,6 +31,16 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Store, RetryConfig, S3Config
 
 
+# Size of the pieces of an answer. obstore copies each piece with Python's lock held.
+_PIECE_BYTES = 1 << 19
+# Number of objects on a page of a listing, for the same reason.
+_LISTED = 200
+_RETRIES = 2
+_PAUSE_SECONDS = 0.05
+# Maximum pause before a retry, as a share of the time limit of a request.
+_PAUSE_SHARE = 0.1
+
+
 @dataclass(slots=True)
 class OpenObject:
     """An object whose content is being received: read its beginning, then fill memory with all the rest.
@@ -54,10 +64,7 @@ class OpenObject:
     _start: bytearray = field(default_factory=bytearray, init=False, repr=False)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes at `offset`, or fewer if the object ends earlier.
-
-        All bytes received so far stay in memory, so earlier offsets can be read again.
-        """
+        """Return the `size` bytes at `offset`, or fewer if the object ends earlier."""
         while len(self._start) < offset + size:
             piece = next(self.pieces, None)
             if piece is None:
@@ -83,16 +90,6 @@ class OpenObject:
             raise ChunkError(f"a body that ends after {done} of {len(into)} bytes")
 
 
-# Size of the pieces of an answer. obstore copies each piece with Python's lock held.
-_PIECE_BYTES = 1 << 19
-# Number of objects on a page of a listing, for the same reason.
-_LISTED = 200
-_RETRIES = 2
-_PAUSE_SECONDS = 0.05
-# Maximum pause before a retry, as a share of the time limit of a request.
-_PAUSE_SHARE = 0.1
-
-
 @dataclass(frozen=True, slots=True)
 class ListedObject:
     """An object in a listing."""
@@ -106,19 +103,17 @@ class ListedObject:
 class BucketClient:
     """A client for the objects under a URL. Every call blocks.
 
-    Any thread of the process that created the client may use it. A forked process must not use it.
+    Any thread may use it, but no forked process.
 
     Args:
         url: URL of scheme s3, gs, az or file. Paths of objects are relative to it.
         options: settings of the client, by option name of the obstore library.
         timeout_seconds: time limit for a call, for each page of a listing, and for each of the two steps of
-            `move`. Each attempt of a request may take half of this time, so that there is time for a second
-            attempt.
+            `move`. Each of two attempts of a request may take half of this time.
 
     Attributes:
         url: URL without a slash at its end.
         endpoint: configured server; None for the provider's own.
-        store: obstore's store.
 
     Raises:
         ConfigError: the URL or the value of an option is invalid, an option is unknown, the endpoint is not
@@ -136,12 +131,7 @@ class BucketClient:
         _first_user()
 
     def put(self, path: str, pieces: Sequence[Buffer]) -> None:
-        """Store an object completely or not at all, also in place of an existing one.
-
-        Args:
-            pieces: consecutive buffers with the content. They are not copied, so they must not change during
-                the call.
-        """
+        """Store an object completely or not at all. The consecutive `pieces` must not change meanwhile."""
         views = [memoryview(piece).cast("B") for piece in pieces]
         try:
             with _as_unavailable():
@@ -233,15 +223,14 @@ def _pieces(stream: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _connect(found: StoreSettings, seconds: float) -> Store:
-    """Create an obstore client, with `seconds` for each attempt of a request.
-
-    A request with its retries may take twice as long.
-
-    Raises:
-        ConfigError: the URL names a folder that the file tier uses.
-    """
+    """Create an obstore client, with `seconds` for each attempt of a request, and twice that for all."""
     if found.scheme == "file":
-        return _connect_folder(found.url)
+        path = unquote(urlsplit(found.url).path)
+        if os.path.exists(f"{path}/{MARKER}"):
+            raise ConfigError(
+                f"object tier: {path} is a directory of the file tier; name another, or use that tier"
+            )
+        return LocalStore.from_url(found.url)
     pause = timedelta(seconds=seconds * _PAUSE_SHARE)
     # obstore checks names and values, which are texts. The timeout covers a whole request: to connect, to
     # send it, and to read the answer to its end.
@@ -256,15 +245,6 @@ def _connect(found: StoreSettings, seconds: float) -> Store:
     }
     config = cast("S3Config", found.store)
     return from_url(found.url, config=config, client_options=client, retry_config=retry)
-
-
-def _connect_folder(url: str) -> LocalStore:
-    path = unquote(urlsplit(url).path)
-    if os.path.exists(f"{path}/{MARKER}"):
-        raise ConfigError(
-            f"object tier: {path} is a directory of the file tier; name another, or use that tier"
-        )
-    return LocalStore.from_url(url)
 
 
 def _redacted_message(error: Exception, options: Mapping[str, str]) -> str:
@@ -292,5 +272,5 @@ def _etag(etag: str | None) -> str:
 
 @cache
 def _first_user() -> int:
-    """Return the id of the process in which object storage was first used: an ancestor's, after a fork."""
+    """Return the id of the process that first used object storage: an ancestor's, after a fork."""
     return os.getpid()

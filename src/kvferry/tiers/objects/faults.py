@@ -51,12 +51,39 @@ _ADVICE = {
 }
 
 
-class Unavailable(OSError):
-    """Raised if a request to object storage fails, except if an object is missing.
+# obstore asks these metadata servers for credentials if it finds none.
+_NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
+_SKEWED = r"RequestTimeTooSkewed"
+_BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
+# A redirect to another server ends at the proxy that does not exist.
+_AWAY = rf"\b{re.escape(BLACKHOLE_PROXY)},"
+_BARE = r"inner: BareRedirect"
 
-    Args:
-        detail: detail for the message, such as an HTTP status; empty if there is none.
-    """
+_KINDS = (
+    (_AWAY, Fault.REDIRECTED),
+    (_BARE, Fault.REDIRECTED),
+    (r"\bInvalidPath \{", Fault.ODD_NAME),
+    (r"kind: Timeout|TimedOut", Fault.TIMEOUT),
+    (r"kind: Connect", Fault.UNREACHABLE),
+    (_BROKEN, Fault.UNREACHABLE),
+)
+
+_DETAILS = (
+    (_NO_CREDENTIALS, "no credentials were found"),
+    (r"status code: (\d{3}).{0,200}?<Code>(\w{1,60})</Code>", r"\1 \2"),
+    (r"status code: (\d{3})", r"\1"),
+    (_AWAY, "to another server"),
+    (_BARE, "without saying where"),
+    (r'\bInvalidPath \{.*?path: ("(?:[^"\\]|\\.){1,200}"?)', r"\1"),
+    (r"dns error", "its name is not known"),
+    (_BROKEN, "the connection broke off"),
+    (r"InvalidCertificate\(\s*(\w{1,60})", r"TLS: \1"),
+    (r'code: \d+, kind: \w+, message: "([^"]{1,80})"', r"\1"),
+)
+
+
+class Unavailable(OSError):
+    """Raised if a request to object storage fails, except if an object is missing."""
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
         super().__init__(f"{fault} ({detail})" if detail else str(fault))
@@ -78,7 +105,6 @@ def is_of_the_bucket(missing: FileNotFoundError) -> bool:
 
 
 def _fault(said: str, debug: str) -> Fault:
-    """Return why a request failed, from the message and the debug part of an error of obstore."""
     # Before the status, which says less: a wrong clock is a 403, too.
     if re.search(_NO_CREDENTIALS, said + debug):
         return Fault.DENIED
@@ -112,34 +138,3 @@ def _detail(said: str, debug: str) -> str:
 def _reason(said: str) -> str:
     """Return the cause in a message of obstore, at most 200 characters without queries of URLs."""
     return printable(re.sub(r"\?\S*", "", " ".join(said.rpartition(" - ")[2].split()))[:200])
-
-
-# obstore asks these metadata servers for credentials if it finds none.
-_NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredential"
-_SKEWED = r"RequestTimeTooSkewed"
-_BROKEN = r"IncompleteMessage|ConnectionReset|ConnectionAborted|BrokenPipe"
-# A redirect to another server ends at the proxy that does not exist.
-_AWAY = rf"\b{re.escape(BLACKHOLE_PROXY)},"
-_BARE = r"inner: BareRedirect"
-
-_KINDS = (
-    (_AWAY, Fault.REDIRECTED),
-    (_BARE, Fault.REDIRECTED),
-    (r"\bInvalidPath \{", Fault.ODD_NAME),
-    (r"kind: Timeout|TimedOut", Fault.TIMEOUT),
-    (r"kind: Connect", Fault.UNREACHABLE),
-    (_BROKEN, Fault.UNREACHABLE),
-)
-
-_DETAILS = (
-    (_NO_CREDENTIALS, "no credentials were found"),
-    (r"status code: (\d{3}).{0,200}?<Code>(\w{1,60})</Code>", r"\1 \2"),
-    (r"status code: (\d{3})", r"\1"),
-    (_AWAY, "to another server"),
-    (_BARE, "without saying where"),
-    (r'\bInvalidPath \{.*?path: ("(?:[^"\\]|\\.){1,200}"?)', r"\1"),
-    (r"dns error", "its name is not known"),
-    (_BROKEN, "the connection broke off"),
-    (r"InvalidCertificate\(\s*(\w{1,60})", r"TLS: \1"),
-    (r'code: \d+, kind: \w+, message: "([^"]{1,80})"', r"\1"),
-)

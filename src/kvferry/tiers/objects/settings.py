@@ -1,4 +1,4 @@
-"""The settings of the object tier."""
+"""The settings of the object tier, and the checks of its URL and of its client's options."""
 
 from __future__ import annotations
 
@@ -21,6 +21,67 @@ from kvferry.tiers.storage_tier import Location, StorageSettings, TrialResult
 
 if TYPE_CHECKING:
     from kvferry.tiers.objects.tier import ObjectTier
+
+# Only root may listen at this port.
+BLACKHOLE_PROXY = "127.255.255.254:1"
+# Prefix of the environment variables of each scheme.
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE", "file": "FILE"}
+
+_ENDPOINTS = {
+    "s3": ("aws_endpoint_url_s3", "endpoint", "endpoint_url"),
+    "gs": ("base_url",),
+    "az": ("endpoint",),
+}
+# Options for credentials that are used without requests to another server.
+_CREDENTIALS = {
+    "s3": ("secret_access_key", "skip_signature"),
+    "gs": ("bearer_token", "skip_signature"),
+    "az": ("account_key", "sas_key", "skip_signature"),
+}
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+# Options have the names of obstore. The URL names the bucket, and all timeouts follow from one.
+CLIENT = frozenset(
+    (
+        *("allow_http", "allow_invalid_certificates", "default_content_type", "http1_only"),
+        *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle"),
+        *("http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate"),
+        *("proxy_excludes", "proxy_url", "randomize_addresses", "root_certificate", "user_agent"),
+    )
+)
+
+S3 = frozenset(
+    (
+        *("access_key_id", "aws_endpoint_url_s3", "checksum_algorithm", "conditional_put"),
+        *("container_authorization_token_file", "container_credentials_full_uri"),
+        *("container_credentials_relative_uri", "copy_if_not_exists", "default_region"),
+        *("disable_bulk_delete", "disable_tagging", "endpoint", "imdsv1_fallback", "metadata_endpoint"),
+        *("region", "request_payer", "role_arn", "role_session_name", "s3_express", "secret_access_key"),
+        *("server_side_encryption", "session_token", "skip_signature", "sse_bucket_key_enabled"),
+        *("sse_customer_key_base64", "sse_kms_key_id", "sts_endpoint", "unsigned_payload"),
+        *("virtual_hosted_style_request", "web_identity_token_file"),
+    )
+)
+
+GCS = frozenset(
+    (
+        *("application_credentials", "base_url", "bearer_token", "service_account", "service_account_key"),
+        "skip_signature",
+    )
+)
+
+AZURE = frozenset(
+    (
+        *("account_key", "account_name", "authority_host", "client_id", "client_secret", "credential_type"),
+        *("disable_tagging", "encryption_key", "endpoint", "fabric_cluster_identifier"),
+        *("fabric_session_token", "fabric_token_service_url", "fabric_workload_host"),
+        *("federated_token_file", "msi_endpoint", "msi_resource_id", "object_id", "sas_key"),
+        *("skip_signature", "tenant_id", "token", "use_azure_cli", "use_emulator", "use_fabric_endpoint"),
+    )
+)
+
+_SCHEMES = {"s3": S3, "gs": GCS, "az": AZURE, "file": frozenset[str]()}
+_FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
 
 
 class ObjectSettings(StorageSettings, frozen=True):
@@ -86,140 +147,6 @@ class ObjectSettings(StorageSettings, frozen=True):
         return TrialResult(f"{self.url} can be listed, written to and cleared")
 
 
-# Only root may listen at this port.
-BLACKHOLE_PROXY = "127.255.255.254:1"
-# Prefix of the environment variables of each scheme.
-VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE", "file": "FILE"}
-
-_ENDPOINTS = {
-    "s3": ("aws_endpoint_url_s3", "endpoint", "endpoint_url"),
-    "gs": ("base_url",),
-    "az": ("endpoint",),
-}
-# Options for credentials that are used without requests to another server.
-_CREDENTIALS = {
-    "s3": ("secret_access_key", "skip_signature"),
-    "gs": ("bearer_token", "skip_signature"),
-    "az": ("account_key", "sas_key", "skip_signature"),
-}
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEndpoint:
-    """A server of object storage, as configured."""
-
-    host: str  # host name or IP address of the server
-    shown: str  # URL of scheme, host and port, for messages
-    encrypted: bool  # whether connections use TLS
-
-    @property
-    def is_here(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-
-def endpoint_of(scheme: str, options: Mapping[str, str]) -> StoreEndpoint | None:
-    """Return the configured server of object storage; None for the provider's own server.
-
-    Args:
-        scheme: scheme of the URL: s3, gs, az or file.
-        options: settings of the client, by option name of the obstore library.
-
-    Raises:
-        ConfigError: connections to the server are not encrypted, and the options do not allow that.
-    """
-    url = _option_value(_ENDPOINTS.get(scheme, ()), scheme, options)
-    parts = urlsplit(url)
-    if not parts.hostname:
-        return None
-    found = StoreEndpoint(
-        parts.hostname, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.scheme != "http"
-    )
-    if not found.encrypted and not _is_true(_option_value(("allow_http",), scheme, options)):
-        raise ConfigError(
-            f"object tier: traffic to {found.shown} is not encrypted; use https, or, on a network that "
-            'only engines use, set the option allow_http to "true"'
-        )
-    return found
-
-
-def restrict_to_endpoint(
-    endpoint: StoreEndpoint, scheme: str, options: Mapping[str, str]
-) -> Mapping[str, str]:
-    """Return connection settings that keep the client from other servers than the configured one.
-
-    They are empty if a proxy is configured, or if the client needs another server to get credentials. Then it
-    can reach all servers.
-    """
-    needs_others = not any(
-        value and (name != "skip_signature" or _is_true(value))
-        for name in _CREDENTIALS[scheme]
-        if (value := _option_value((name,), scheme, options))
-    )
-    proxied = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
-    if needs_others or proxied or _option_value(("proxy_url", "proxy_excludes"), scheme, options):
-        return {}
-    return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": endpoint.host}
-
-
-def _option_value(names: tuple[str, ...], scheme: str, options: Mapping[str, str]) -> str:
-    """Return the first option in `names` that is set here or in the environment, else an empty string."""
-    found = [options.get(name) for name in names]
-    found += [os.environ.get(f"{VARIABLES[scheme]}_{name.removeprefix('aws_').upper()}") for name in names]
-    return next((value for value in found if value), "")
-
-
-def _is_true(value: str) -> bool:
-    """Return whether obstore reads the value of an option as true."""
-    return value.lower() in ("1", "true", "on", "yes", "y")
-
-
-CLIENT = frozenset(
-    (
-        *("allow_http", "allow_invalid_certificates", "default_content_type", "http1_only"),
-        *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle"),
-        *("http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate"),
-        *("proxy_excludes", "proxy_url", "randomize_addresses", "root_certificate", "user_agent"),
-    )
-)
-
-S3 = frozenset(
-    (
-        *("access_key_id", "aws_endpoint_url_s3", "checksum_algorithm", "conditional_put"),
-        *("container_authorization_token_file", "container_credentials_full_uri"),
-        *("container_credentials_relative_uri", "copy_if_not_exists", "default_region"),
-        *("disable_bulk_delete", "disable_tagging", "endpoint", "imdsv1_fallback", "metadata_endpoint"),
-        *("region", "request_payer", "role_arn", "role_session_name", "s3_express", "secret_access_key"),
-        *("server_side_encryption", "session_token", "skip_signature", "sse_bucket_key_enabled"),
-        *("sse_customer_key_base64", "sse_kms_key_id", "sts_endpoint", "unsigned_payload"),
-        *("virtual_hosted_style_request", "web_identity_token_file"),
-    )
-)
-
-GCS = frozenset(
-    (
-        *("application_credentials", "base_url", "bearer_token", "service_account", "service_account_key"),
-        "skip_signature",
-    )
-)
-
-AZURE = frozenset(
-    (
-        *("account_key", "account_name", "authority_host", "client_id", "client_secret", "credential_type"),
-        *("disable_tagging", "encryption_key", "endpoint", "fabric_cluster_identifier"),
-        *("fabric_session_token", "fabric_token_service_url", "fabric_workload_host"),
-        *("federated_token_file", "msi_endpoint", "msi_resource_id", "object_id", "sas_key"),
-        *("skip_signature", "tenant_id", "token", "use_azure_cli", "use_emulator", "use_fabric_endpoint"),
-    )
-)
-
-_SCHEMES = {"s3": S3, "gs": GCS, "az": AZURE, "file": frozenset[str]()}
-_FORMS = "s3://bucket/path, gs://bucket/path, az://container/path, file:///path"
-
-
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
     """The URL of object storage, and the settings of its client, by option name of obstore."""
@@ -228,7 +155,7 @@ class StoreSettings:
     url: str  # URL without a slash at its end. It has no secrets.
     store: dict[str, str]  # settings that only this kind of store has
     client: dict[str, str]  # settings of the connections to the store
-    endpoint: StoreEndpoint | None  # configured server; None for the provider's own
+    endpoint: _StoreEndpoint | None  # configured server; None for the provider's own
 
 
 def is_url(where: str) -> bool:
@@ -256,23 +183,82 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
         raise ConfigError(f"object tier: {url} has a folder called . or ..; write the path out")
     if bool(parts.netloc) is (parts.scheme == "file"):
         raise ConfigError(f"object tier: {url} names no bucket; it must be one of {_FORMS}")
+    names = sorted(known | CLIENT) if known else []
     for name in options:
-        _check_known(name, parts.scheme, known)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names) or 'none'}"
+            raise ConfigError(f"object tier: {parts.scheme}:// has no option {name!r}; {hint}")
     store = {name: value for name, value in options.items() if name in known}
     # obstore reads client settings from the environment only if none is given, and timeouts are always given.
-    variables = {name: os.environ.get(f"{VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
+    variables = {name: os.environ.get(f"{_VARIABLES[parts.scheme]}_{name.upper()}") for name in CLIENT}
     client = {name: value for name, value in variables.items() if value is not None}
     client |= {name: value for name, value in options.items() if name not in known}
-    if endpoint := endpoint_of(parts.scheme, options):
-        client |= restrict_to_endpoint(endpoint, parts.scheme, options)
+    if endpoint := _endpoint_of(parts.scheme, options):
+        client |= _restrict_to_endpoint(endpoint, parts.scheme, options)
     return StoreSettings(parts.scheme, url.rstrip("/"), store, client, endpoint)
 
 
-def _check_known(name: str, scheme: str, known: frozenset[str]) -> None:
-    """Check that obstore has an option for a scheme, which alone has the `known` ones."""
-    names = sorted(known | CLIENT) if known else []
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names) or 'none'}"
-    raise ConfigError(f"object tier: {scheme}:// has no option {name!r}; {hint}")
+@dataclass(frozen=True, slots=True)
+class _StoreEndpoint:
+    """A server of object storage, as configured."""
+
+    host: str  # host name or IP address of the server
+    shown: str  # URL of scheme, host and port, for messages
+    encrypted: bool  # whether connections use TLS
+
+    @property
+    def is_here(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def _endpoint_of(scheme: str, options: Mapping[str, str]) -> _StoreEndpoint | None:
+    """Return the configured server; None for the provider's own. Raise ConfigError without encryption."""
+    url = _option_value(_ENDPOINTS.get(scheme, ()), scheme, options)
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return None
+    found = _StoreEndpoint(
+        parts.hostname, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.scheme != "http"
+    )
+    if not found.encrypted and not _is_true(_option_value(("allow_http",), scheme, options)):
+        raise ConfigError(
+            f"object tier: traffic to {found.shown} is not encrypted; use https, or, on a network that "
+            'only engines use, set the option allow_http to "true"'
+        )
+    return found
+
+
+def _restrict_to_endpoint(
+    endpoint: _StoreEndpoint, scheme: str, options: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return connection settings that keep the client from other servers than the configured one.
+
+    They are empty if a proxy is configured, or if the client needs another server to get credentials.
+    """
+    # obstore follows redirects to any server, and has no setting against that. Another server would get the
+    # session token and the names of chunks, and could send forged chunks.
+    needs_others = not any(
+        value and (name != "skip_signature" or _is_true(value))
+        for name in _CREDENTIALS[scheme]
+        if (value := _option_value((name,), scheme, options))
+    )
+    proxied = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+    if needs_others or proxied or _option_value(("proxy_url", "proxy_excludes"), scheme, options):
+        return {}
+    return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": endpoint.host}
+
+
+def _option_value(names: tuple[str, ...], scheme: str, options: Mapping[str, str]) -> str:
+    """Return the first option in `names` that is set here or in the environment, else an empty string."""
+    found = [options.get(name) for name in names]
+    found += [os.environ.get(f"{_VARIABLES[scheme]}_{name.removeprefix('aws_').upper()}") for name in names]
+    return next((value for value in found if value), "")
+
+
+def _is_true(value: str) -> bool:
+    """Return whether obstore reads the value of an option as true."""
+    return value.lower() in ("1", "true", "on", "yes", "y")

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header, zero_padding
+from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
@@ -46,17 +46,16 @@ class ObjectTier(StorageTier):
     """A storage tier with the chunks of one namespace under a URL, which others may use too.
 
     A forked process must not use the tier. The constructor lists the chunks for at most about
-    `timeout_seconds`, and raises no exception if the store does not answer. Then `refresh` lists them.
+    `timeout_seconds`. If the store does not answer, `refresh` lists them.
 
     Args:
         url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
         namespace: namespace of the chunks. If a complete listing finds no note of it, the tier tries once to
             write one.
-        options: settings of the client, by option name of the obstore library, such as endpoint, region and
-            allow_http. Settings that are not given, such as credentials, are read from the environment.
+        options: settings of the client, by option name of the obstore library. Settings that are not given,
+            such as credentials, are read from the environment.
         timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
-            looked up first. Each attempt of a request must be complete within half of the limit, so large
-            chunks on a slow network need a higher limit.
+            looked up first. Each attempt of a request must be complete within half of the limit.
         pause_seconds: time for which fetches and listings are refused after three of them in a row have
             failed. Writes to the store are refused in the same way.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
@@ -111,7 +110,7 @@ class ObjectTier(StorageTier):
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Number of requests that failed or were refused, for each reason. A missing object is no failure."""
+        """Number of requests that failed or were refused, for each reason."""
         return self._bucket.faults
 
     def __len__(self) -> int:
@@ -171,7 +170,6 @@ class ObjectTier(StorageTier):
             # replacing an object that others are reading, which some stores do not isolate.
             there = chunk.key not in self._distrusted and bucket.head(path)[0] == chunk.file_bytes
             if not there:
-                zero_padding(chunk, body)
                 bucket.put(path, [make_header(chunk, body), body])
         self._distrusted.discard(chunk.key)
         self._listed.add(chunk.key)
@@ -206,11 +204,7 @@ class ObjectTier(StorageTier):
 
 
 def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read an object into memory, and check that it is the expected chunk.
-
-    Returns:
-        An empty string; a description of both if the object has other groups. Then the body is not read.
-    """
+    """Read an object into memory, and check it. Return what differs if it has other groups."""
     header = read_header(found.read, found.size)
     if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
         raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")

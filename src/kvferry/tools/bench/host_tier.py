@@ -22,7 +22,7 @@ from kvferry.common.units import format_bytes
 from kvferry.connector.messages import Piece, StoreOrder
 from kvferry.tools.bench.movers import pool_mover
 from kvferry.tools.bench.rank_chunks import RankPair
-from kvferry.tools.bench.tier_cases import TierCase
+from kvferry.tools.bench.rounds import TierCase
 
 TARGET_RATIO = 0.8
 _APART = 16
@@ -34,13 +34,13 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
     Args:
         stack: exit stack. When it is closed, it ends the threads.
         ranks: pair of ranks with at least one chunk for each thread of the largest depth.
-        depths: numbers of threads.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-host"))
-        shares = _shares(ranks.chunks, depth)
+        cuts = [ranks.chunks * number // depth for number in range(depth + 1)]
+        shares = [range(low, high) for low, high in pairwise(cuts)]
         for direction, orders in (("store", _store_call), ("load", _load_call)):
             ours, memcpy, control = (
                 pool_mover(name, total, pool, call, calls)
@@ -66,11 +66,6 @@ def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
         store.ours.move()
         load.ours.move()
         ranks.check()
-
-
-def _shares(chunks: int, threads: int) -> list[range]:
-    cuts = [chunks * n // threads for n in range(threads + 1)]
-    return [range(low, high) for low, high in pairwise(cuts)]
 
 
 def _store_call(ranks: RankPair, share: range) -> Callable[[], object]:

@@ -10,29 +10,26 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import obstore
 from obstore.store import from_url
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.format.chunk import Chunk
 from kvferry.tiers.objects.client import BucketClient
 from kvferry.tiers.objects.faults import Unavailable
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
-from kvferry.tools.bench.movers import pool_mover, random_pages
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.movers import pool_mover
+from kvferry.tools.bench.rounds import TierCase
 from kvferry.tools.bench.storage_chunks import (
     RandomChunks,
+    StorageCases,
     bench_namespace,
     chunks_per_move,
-    load_mover,
-    open_queue,
-    store_all,
-    store_mover,
+    random_pages,
 )
-from kvferry.tools.bench.tier_cases import TierCase
 
 TARGET_RATIO = 0.8
 _PATIENCE_SECONDS = 60.0
@@ -44,24 +41,12 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the objects.
-        group: format in which chunks are stored.
-        url: URL of a path in a bucket, such as ``s3://bucket/path``.
-        depths: numbers of chunks in flight.
-
-    Raises:
-        ConfigError: memory cannot be allocated, or the URL cannot be used.
-        TransferError: a chunk could not be stored.
     """
-    count = chunks_per_move(max(depths))
-    chunks, into = (stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2))
-    # Other objects have the size of chunks, with the header.
-    size = Chunk(bytes(32), chunks.keys[0], (chunks.group,)).file_bytes
-    kept = stack.enter_context(_empty_tier(url, chunks))
-    queue = stack.enter_context(open_queue(kept, ObjectSettings.kind))
-    # For the loads, and not measured.
-    store_all(queue, chunks, count, depth=8)
+    made = StorageCases(stack, group, depths, ObjectSettings.kind, partial(_empty_tier, url))
     # A random name: two benchmarks may run in one bucket.
     prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
+    # Other objects have the size of chunks, with the header.
+    size = made.chunks.file_bytes
     client, content = from_url(url), random_pages(size)
 
     def put(name: str) -> None:
@@ -77,22 +62,22 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
         for _ in obstore.get(client, name).stream(_PIECE_BYTES):
             pass
 
-    names = [f"{prefix}/{number}" for number in range(count)]
+    names = [f"{prefix}/{number}" for number in range(len(made.chunks))]
     for name in names:
         put(name)
     found = []
     for depth in depths:
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-objects"))
         some = names[: chunks_per_move(depth)]
-        stores = store_mover(ObjectSettings.kind, lambda: _empty_tier(url, chunks), chunks, depth)
-        loads = load_mover(queue, chunks, into, depth)
-        total = len(some) * size
-        puts, gets = (pool_mover("obstore", total, pool, request, some) for request in (put, get))
-        streams = pool_mover("obstore in pieces of 512 KiB", total, pool, stream, some)
-        found += [
-            TierCase(ObjectSettings.kind, "store", depth, TARGET_RATIO, stores, (puts,)),
-            TierCase(ObjectSettings.kind, "load", depth, TARGET_RATIO, loads, (gets,), (streams,)),
-        ]
+        puts, gets, streams = (
+            pool_mover(name, len(some) * size, pool, request, some)
+            for name, request in (
+                ("obstore", put),
+                ("obstore", get),
+                ("obstore in pieces of 512 KiB", stream),
+            )
+        )
+        found += made.cases(depth, (TARGET_RATIO, TARGET_RATIO), [puts], [gets], streams)
     return found
 
 
@@ -107,11 +92,7 @@ def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
 
 @contextmanager
 def _removing(url: str, prefix: str) -> Iterator[str]:
-    """Yield `prefix`. At the end, remove all objects whose path begins with it.
-
-    Raises:
-        TransferError: the objects could not be removed.
-    """
+    """Yield `prefix`. At the end, remove all objects whose path begins with it."""
     bucket = BucketClient(url, {}, _PATIENCE_SECONDS)
     try:
         yield prefix

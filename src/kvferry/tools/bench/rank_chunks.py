@@ -45,17 +45,12 @@ class RankPair:
     Attributes:
         source, destination: memory of the rank that holds the prompt's KV, and of the one that loads it.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
-        span: range of tokens to load: the whole prompt.
         store_tables, load_tables: block table of the prompt for each KV cache group, in the forms that
             `StoreOrder` and `ChunkRoutes.load` take. The block ids are the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
-        """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache.
-
-        Raises:
-            ConfigError: this machine has too little memory for the caches and the arena.
-        """
+        """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache."""
         engine = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks
         self.source, self.destination = engine.allocated(0), engine.allocated(0)
@@ -97,9 +92,5 @@ class RankPair:
         self.destination.buffer.zero_()
 
     def check(self) -> None:
-        """Check that the destination rank's memory equals the source rank's memory.
-
-        Raises:
-            TransferError: a byte differs.
-        """
+        """Raise TransferError if the destination rank's memory differs from the source rank's."""
         content.check_memory(self.destination, self.source)

@@ -1,16 +1,15 @@
-"""Compare movers in interleaved rounds (`measuring.rounds`)."""
+"""The times of movers in interleaved rounds (`measuring.rounds`), and cases of tiers that compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
-from kvferry.tools.measuring.raw_reads import RawReads
-from kvferry.tools.measuring.reader import Reader
+from kvferry.tools.bench.movers import Mover
 from kvferry.tools.measuring.rounds import Spread, run_rounds
-from kvferry.tools.measuring.simulated import SimulatedEngine
+
+MoverT_co = TypeVar("MoverT_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +35,75 @@ class MoverRounds:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TransferComparison:
-    """The times of moving one request's KV with kvferry, with NIXL alone, and with memcpy.
-
-    Attributes:
-        others: times of NIXL alone with large descriptors, of NIXL alone with the same descriptors as
-            kvferry, and of memcpy, in this order.
-        stages: median seconds of kvferry's planning, of its reading, of its lease check, and of the rest.
-    """
-
-    ferry: MoverRounds
-    others: tuple[MoverRounds, ...]
-    stages: tuple[float, float, float, float]
-
-
-def compare(
-    reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
-) -> TransferComparison:
-    """Move a request's KV with kvferry, with NIXL alone, and with memcpy, and return the times.
+def measure_movers(
+    movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]
+) -> list[MoverRounds]:
+    """Run all movers in every round, and return the times of each.
 
     Args:
         repeats: number of counted rounds. One warm-up round before them is not counted.
-        progress: function that is called with a line of text before each round.
-
-    Raises:
-        TransferError: a transfer failed, or kvferry moved wrong bytes.
     """
-    ferry = KVFerryMover("kvferry", reader, source)
-    with closing(RawReads(reader)) as raw:
-        movers: list[Mover] = [
-            ferry,
-            raw_nixl("(a) raw NIXL, 2 MiB descriptors", raw, raw.equal_descriptors(ferry.bytes)),
-            raw_nixl("(b) raw NIXL, same descriptors", raw, raw.same_descriptors(source)),
-            memcpy(reader),
-        ]
-        seconds = run_rounds([mover.move for mover in movers], repeats, progress)
-    all_series = [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
-    # The first move is the warm-up round.
-    planning, reading, check, rest = (
-        # The first round does not count, as in `run_rounds`.
-        Spread.of(column).median
-        for column in zip(*ferry.stages[1:], strict=True)
+    seconds = run_rounds([mover.move for mover in movers], repeats, progress)
+    return [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared(Generic[MoverT_co]):
+    tier: str
+    direction: str
+    depth: int
+    target: float
+    ours: MoverT_co
+    limits: tuple[MoverT_co, ...]
+    controls: tuple[MoverT_co, ...] = ()
+
+
+class TierCase(_Compared[Mover]):
+    """The movers to compare for one tier, direction and depth.
+
+    Attributes:
+        depth: number of chunks in flight, or of threads for the host tier.
+        target: speed that kvferry should reach, as a share of the speed of the fastest mover in `limits`.
+        limits: movers without kvferry. kvferry is compared with the fastest of them.
+        controls: other movers without kvferry. Their speeds help to explain the result.
+    """
+
+
+class TierSpeed(_Compared[MoverRounds]):
+    """The measured times of one `TierCase`, which has the same attributes."""
+
+    @property
+    def limit(self) -> MoverRounds:
+        """Entry of `limits` with the highest median speed."""
+        # By the median, because a single quick round may be luck.
+        return max(self.limits, key=lambda series: series.gigabytes_per_second.median)
+
+    @property
+    def ratio(self) -> Spread:
+        """Speed of kvferry as a multiple of that of `limit`, compared round by round."""
+        return self.ours.speed_ratio(self.limit)
+
+    @property
+    def reached(self) -> bool:
+        """True if the median of `ratio` is at least `target`."""
+        return self.ratio.median >= self.target
+
+
+def measure_cases(
+    cases: Sequence[TierCase], repeats: int, progress: Callable[[str], None]
+) -> tuple[TierSpeed, ...]:
+    """Run all movers of all cases in every round, as `measure_movers`, and return the times of each case."""
+    movers = [mover for one in cases for mover in (one.ours, *one.limits, *one.controls)]
+    series = iter(measure_movers(movers, repeats, progress))
+    return tuple(
+        TierSpeed(
+            one.tier,
+            one.direction,
+            one.depth,
+            one.target,
+            next(series),
+            tuple(next(series) for _ in one.limits),
+            tuple(next(series) for _ in one.controls),
+        )
+        for one in cases
     )
-    return TransferComparison(all_series[0], tuple(all_series[1:]), (planning, reading, check, rest))

@@ -1,4 +1,4 @@
-"""Movers that store and load chunks between host memory and a storage tier with the connector's `TierQueue`.
+"""Store and load chunks between host memory and a storage tier with the connector's `TierQueue`.
 
 The depth is the number of chunks in flight. Each thread of the queue works on one of them at a time. The
 movers poll the queue for results in the same way as an engine's step, but more often.
@@ -6,9 +6,11 @@ movers poll the queue for results in the same way as an engine's step, but more 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from hashlib import blake2b
 from typing import Self
 
@@ -18,12 +20,15 @@ from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.files.chunk_file import whole_pages
+from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StorageTier
-from kvferry.tools.bench.movers import CallMover
+from kvferry.tools.bench.movers import CallMover, Mover
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
+from kvferry.tools.bench.rounds import TierCase
 
 # An engine polls once per step. More often, so that the polling adds little to a chunk's time.
 _POLL_SECONDS = 200e-6
@@ -49,7 +54,6 @@ class RandomChunks:
 
     Attributes:
         group: format of a chunk as a file.
-        keys: key of each chunk, 32 bytes each.
         arena: host memory of all chunks; chunk n is at byte ``n * chunk_bytes``.
     """
 
@@ -61,6 +65,11 @@ class RandomChunks:
         content = np.random.default_rng(5)
         for number in range(count):
             self[number][:] = content.bytes(self.chunk_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of a chunk as a file or an object, with header and padding."""
+        return Chunk(bytes(32), self.keys[0], (self.group,)).file_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -94,40 +103,16 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 
 def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
-    """Store the first `count` chunks, `depth` at a time, and return the seconds until the last one is stored.
-
-    Raises:
-        TransferError: a chunk was not stored.
-    """
+    """Store the first `count` chunks, `depth` at a time, and return the seconds until all are stored."""
     return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
 
 
-def load_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
-    """Load the first `count` chunks, `depth` at a time, and return the seconds. Overwrites `chunks`.
-
-    Raises:
-        TransferError: a chunk could not be loaded.
-    """
-    return _run_all(queue, count, depth, lambda n: queue.read(chunks.keys[n], chunks.group, chunks[n]))
-
-
-def store_mover(
-    name: str, empty_tier: Callable[[], AbstractContextManager[StorageTier]], chunks: RandomChunks, depth: int
-) -> CallMover:
-    """Return a mover that stores chunks with kvferry.
-
-    Args:
-        name: name of the tier.
-        empty_tier: function that returns a context manager, which opens an empty tier and removes it.
-        depth: maximum number of chunks in flight at a time.
-    """
-    count = chunks_per_move(depth)
-
-    def move() -> float:
-        with empty_tier() as tier, open_queue(tier, name) as queue:
-            return store_all(queue, chunks, count, depth)
-
-    return CallMover("kvferry", count * chunks.chunk_bytes, move)
+def random_pages(size: int) -> memoryview:
+    """Return `size` random bytes in page-aligned memory."""
+    pages = whole_pages(size)
+    # Storage may compress other content, or skip zeros.
+    pages[:] = os.urandom(size)
+    return pages
 
 
 def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth: int) -> CallMover:
@@ -136,16 +121,13 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
     It raises TransferError if a load failed, or wrong bytes arrived.
 
     Args:
-        queue: queue for a tier that has the chunks.
-        chunks: chunks with the expected bytes.
         into: chunks that each move overwrites with the loaded bytes.
-        depth: maximum number of chunks in flight at a time.
     """
     count = chunks_per_move(depth)
 
     def move() -> float:
         into.clear(count)
-        seconds = load_all(queue, into, count, depth)
+        seconds = _run_all(queue, count, depth, lambda n: queue.read(into.keys[n], into.group, into[n]))
         if any(into[number] != chunks[number] for number in range(count)):
             raise TransferError(
                 f"{queue.name} tier: a chunk came with other bytes than were stored: please report this"
@@ -153,6 +135,56 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
         return seconds
 
     return CallMover("kvferry", count * chunks.chunk_bytes, move)
+
+
+class StorageCases:
+    """Makes the cases of a storage tier that holds random chunks."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        group: CanonicalGroup,
+        depths: Sequence[int],
+        kind: str,
+        open_tier: Callable[[RandomChunks], AbstractContextManager[StorageTier]],
+    ) -> None:
+        """Fill a tier with the chunks to load.
+
+        Args:
+            stack: exit stack. When it is closed, it ends the threads and removes the tier.
+            open_tier: returns a context manager that opens an empty tier for such chunks, and removes it.
+        """
+        self._kind, count = kind, chunks_per_move(max(depths))
+        self.chunks, self._into = (
+            stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2)
+        )
+        self._open_tier = partial(open_tier, self.chunks)
+        self._queue = stack.enter_context(open_queue(stack.enter_context(self._open_tier()), kind))
+        # For the loads, and not measured.
+        store_all(self._queue, self.chunks, count, depth=8)
+
+    def cases(
+        self,
+        depth: int,
+        targets: tuple[float, float],
+        store_limits: Sequence[Mover],
+        load_limits: Sequence[Mover],
+        *load_controls: Mover,
+    ) -> list[TierCase]:
+        """Return the case of storing and that of loading with a number of chunks in flight."""
+        store = CallMover(
+            "kvferry", chunks_per_move(depth) * self.chunks.chunk_bytes, partial(self._store, depth)
+        )
+        load = load_mover(self._queue, self.chunks, self._into, depth)
+        return [
+            TierCase(self._kind, "store", depth, targets[0], store, tuple(store_limits)),
+            TierCase(self._kind, "load", depth, targets[1], load, tuple(load_limits), load_controls),
+        ]
+
+    def _store(self, depth: int) -> float:
+        """Store chunks in an empty tier, and return the seconds."""
+        with self._open_tier() as tier, open_queue(tier, self._kind) as queue:
+            return store_all(queue, self.chunks, chunks_per_move(depth), depth)
 
 
 def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], None]) -> float:

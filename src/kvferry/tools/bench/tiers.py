@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +13,29 @@ from kvferry.common.units import format_bytes
 from kvferry.geometry.models import ModelReading
 from kvferry.tools.bench import file_tier, host_tier, object_tier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
-from kvferry.tools.bench.rounds import MoverRounds
-from kvferry.tools.bench.tier_cases import TierSpeed, measure_cases
+from kvferry.tools.bench.rounds import MoverRounds, TierSpeed, measure_cases
 from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
 from kvferry.tools.plan.side import EngineSide
+
+_CASE = (Column("tier", left=True), Column("direction", left=True))
+
+SPEEDS = (
+    *_CASE,
+    Column("depth"),
+    Column("speed", rank=1),
+    Column("limit", rank=3),
+    Column("ratio"),
+    Column("range of ratio", rank=4),
+    Column("target", rank=5),
+    Column("reached", rank=2, left=True),
+    Column("limited by", rank=6, left=True),
+)
+
+NOTES = (
+    *_CASE,
+    Column("gain over the least depth", left=True),
+    Column("control, share of the limit", rank=1, left=True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +43,9 @@ class TiersJob:
     """The tiers that `kvferry bench tiers` measures, and the settings of the measurement.
 
     Attributes:
-        reading: description of the KV cache of a model whose layers are all alike.
         sides: engines (layout and block size) for the host tier, each measured separately.
         depths: numbers of chunks in flight, or of threads for the host tier.
-        repeats: number of counted rounds. One warm-up round before them is not counted.
         path: existing folder for the file tier. The files created there are removed.
-        url: URL of the object storage; None to measure no object storage.
     """
 
     reading: ModelReading
@@ -53,9 +69,6 @@ class MeasuredTiers:
 
 def measure(job: TiersJob, progress: Callable[[str], None]) -> MeasuredTiers:
     """Store and load chunks in every tier, and return the measured speeds.
-
-    Args:
-        progress: function that is called with a line of text before each step.
 
     Raises:
         ConfigError: memory cannot be allocated, or the folder or URL cannot be used.
@@ -89,35 +102,19 @@ def _prefixed(progress: Callable[[str], None], where: str) -> Callable[[str], No
     return lambda text: progress(f"{where}: {text}")
 
 
-_CASE = (Column("tier", left=True), Column("direction", left=True))
-
-SPEEDS = (
-    *_CASE,
-    Column("depth"),
-    Column("speed", rank=1),
-    Column("limit", rank=3),
-    Column("ratio"),
-    Column("range of ratio", rank=4),
-    Column("target", rank=5),
-    Column("reached", rank=2, left=True),
-    Column("limited by", rank=6, left=True),
-)
-
-NOTES = (
-    *_CASE,
-    Column("gain over the least depth", left=True),
-    Column("control, share of the limit", rank=1, left=True),
-)
-
-
 def show(measured: MeasuredTiers, report: Report) -> None:
     """Print the results of `kvferry bench tiers`: the chunks, the machine, and two tables."""
     job, machine = measured.job, measured.machine
     report.heading(job.reading.cache.name)
     report.text(f"chunks of {measured.chunk_tokens} tokens, {format_bytes(measured.chunk_bytes)}")
     report.text(f"{machine.cores} cores, {machine.cpu}; median and range of {job.repeats} interleaved rounds")
-    _show_speeds(measured.speeds, report)
-    _show_notes(measured.speeds, report)
+    report.text()
+    report.table(SPEEDS, [_speed_row(speed) for speed in measured.speeds])
+    report.text()
+    report.note("Limit: speed of the same bytes without kvferry. Ratio: kvferry's speed divided by it.")
+    report.note("Depth: number of chunks in flight, or of threads for host memory.")
+    report.text()
+    report.table(NOTES, [*_notes(measured.speeds)])
 
 
 def as_json(measured: MeasuredTiers) -> dict[str, Any]:
@@ -133,14 +130,6 @@ def as_json(measured: MeasuredTiers) -> dict[str, Any]:
         **{name: getattr(measured, name) for name in ("chunk_tokens", "chunk_bytes")},
         "speeds": [_speed_json(speed) for speed in measured.speeds],
     }
-
-
-def _show_speeds(speeds: Sequence[TierSpeed], report: Report) -> None:
-    report.text()
-    report.table(SPEEDS, [_speed_row(speed) for speed in speeds])
-    report.text()
-    report.note("Limit: speed of the same bytes without kvferry. Ratio: kvferry's speed divided by it.")
-    report.note("Depth: number of chunks in flight, or of threads for host memory.")
 
 
 def _speed_json(speed: TierSpeed) -> dict[str, Any]:
@@ -172,20 +161,17 @@ def _speed_row(speed: TierSpeed) -> list[str]:
     ]
 
 
-def _show_notes(speeds: Sequence[TierSpeed], report: Report) -> None:
-    """Print a table of figures that help to explain the results, with one row per tier and direction.
+def _notes(speeds: Sequence[TierSpeed]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table that helps to explain the results, one per tier and direction.
 
     The first column shows kvferry's speed at each larger depth, as a multiple of its speed at the smallest.
     The second shows the speed of each control at the smallest depth, as a share of the limit's.
     """
-    rows = []
     for kind in dict.fromkeys((speed.tier, speed.direction) for speed in speeds):
         first, *rest = sorted((s for s in speeds if (s.tier, s.direction) == kind), key=lambda s: s.depth)
         gains = [f"{one.depth}: {one.ours.speed_ratio(first.ours).median:.2f}x" for one in rest]
         controls = [f"{one.name}: {one.speed_ratio(first.limit).median:.2f}" for one in first.controls]
-        rows.append((*kind, "\n".join(gains), "\n".join(controls)))
-    report.text()
-    report.table(NOTES, rows)
+        yield *kind, "\n".join(gains), "\n".join(controls)
 
 
 def _gigabytes(series: MoverRounds) -> str:

@@ -67,7 +67,7 @@ def parse_layouts(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a layout is unknown.
     """
-    from kvferry.geometry.layout import LAYOUTS
+    from kvferry.geometry.rank import LAYOUTS
 
     return parse_names(text.upper(), LAYOUTS, "layouts")
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.common.errors import ConfigError, Incompatible
+from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.options import (
     INTERRUPTED,
     argument,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvferry.geometry.models import ModelReading
-    from kvferry.tools.plan.forecast import Forecast, RefusedTransfer
+    from kvferry.tools.plan.forecast import Forecast
     from kvferry.tools.plan.kept import KeptSettings, TierForecast
     from kvferry.tools.plan.side import EngineSide
     from kvferry.tools.replay.curve import CurvePoint
@@ -135,8 +135,7 @@ def plan(options: PlanOptions) -> None:
     _check_options(options)
     trace = _open(options)
     from kvferry.tools.plan.blocks import parse_retention
-    from kvferry.tools.plan.cost import Pricing, limit_bandwidth, parse_strategy
-    from kvferry.tools.plan.forecast import RefusedTransfer, forecast, refusal
+    from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth, parse_strategy
     from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
     from kvferry.tools.plan.side import EngineSide, resolve_layout
     from kvferry.transport.costs import load_costs
@@ -160,11 +159,7 @@ def plan(options: PlanOptions) -> None:
         parse_strategy(options.strategy),
         one_machine=options.one_machine,
     )
-    transfer: Forecast | RefusedTransfer
-    try:
-        transfer = forecast(reading, (source, destination), options.tokens, pricing, separate=separate)
-    except Incompatible as error:
-        transfer = refusal(reading, (source, destination), options.tokens, error.differences)
+    transfer = forecast(reading, (source, destination), options.tokens, pricing, separate=separate)
     settings = KeptSettings(
         options.step_tokens,
         parse_retention(options.retention),
@@ -176,8 +171,7 @@ def plan(options: PlanOptions) -> None:
     # Also for a refused transfer: tiers do not need the other engine.
     kept = forecast_tiers(reading, source, settings)
     curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options.kv_cache_memory)
-    refused = isinstance(transfer, RefusedTransfer)
-    if options.html is not None and not isinstance(transfer, RefusedTransfer):
+    if options.html is not None and not transfer.refused:
         from kvferry.tools.plan.page import picture
 
         write_file(options.html, picture(transfer, reading, separate=separate, more=_sections(kept, curve)))
@@ -188,7 +182,7 @@ def plan(options: PlanOptions) -> None:
         _print(transfer, kept, options.html)
     if not curve.complete:
         raise SystemExit(INTERRUPTED)
-    if refused:
+    if transfer.refused:
         raise SystemExit(_REFUSED)
 
 
@@ -251,7 +245,7 @@ def _curve(
     kv_cache_memory: str | None,
 ) -> _Curve:
     """Return the hit rate by capacity of host memory, from several passes over a trace."""
-    from kvferry.tools.replay.model import served_model
+    from kvferry.tools.replay.settings import served_model
 
     try:
         points, about = curve_of_model(trace, served_model(reading, side, settings), kv_cache_memory)
@@ -288,30 +282,24 @@ def _print_models(*, as_json: bool) -> None:
     show_models(Report.to_stdout())
 
 
-def _print(transfer: Forecast | RefusedTransfer, kept: TierForecast, html: Path | None) -> None:
+def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
     from kvferry.common.text import Report
-    from kvferry.tools.plan.forecast import Forecast
-    from kvferry.tools.plan.show import show, show_kept, show_refused
+    from kvferry.tools.plan.show import show, show_kept
 
     report = Report.to_stdout()
-    if not isinstance(transfer, Forecast):
-        show_refused(transfer, report)
-        show_kept(kept, report)
-        return
     show(transfer, report)
     show_kept(kept, report)
-    report.text()
-    report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
+    if not transfer.refused:
+        report.text()
+        report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
-def _print_json(transfer: Forecast | RefusedTransfer, kept: TierForecast, curve: _Curve) -> None:
-    from kvferry.tools.plan.forecast import Forecast
-    from kvferry.tools.plan.show import as_json, kept_as_json, refused_as_json
+def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
+    from kvferry.tools.plan.show import as_json, kept_as_json
 
     points: list[dict[str, float]] = []
     if curve.points:
         from kvferry.tools.replay.curve import curve_as_json
 
         points = curve_as_json(curve.points)
-    moved = as_json(transfer) if isinstance(transfer, Forecast) else refused_as_json(transfer)
-    print(json.dumps({**moved, "tiers": kept_as_json(kept), "curve": points}))
+    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept), "curve": points}))

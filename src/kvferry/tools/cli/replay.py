@@ -22,15 +22,14 @@ from kvferry.tools.cli.options import (
     writing,
 )
 from kvferry.tools.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
-from kvferry.tools.cli.traces import curve_after, open_for_curve, print_notes, progress
+from kvferry.tools.cli.traces import open_for_curve, print_notes, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvferry.tools.replay.engine import Hit
-    from kvferry.tools.replay.model import ServedModel
-    from kvferry.tools.replay.report import Outcome
-    from kvferry.tools.replay.settings import RecordedEngine, ReplaySettings, TierSetting
+    from kvferry.tools.replay.settings import RecordedEngine, ReplaySettings, ServedModel, TierSetting
+    from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 _STEP_TOKENS = 8192
@@ -114,8 +113,7 @@ def replay(options: ReplayOptions) -> None:
         raise ConfigError(
             "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
         )
-    from kvferry.tools.replay.model import block_pool
-    from kvferry.tools.replay.settings import ReplaySettings, parse_tier, recorded_engine
+    from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier, recorded_engine
     from kvferry.tools.replay.trace.open import open_trace
 
     check_folder(options.html)
@@ -147,7 +145,7 @@ def replay(options: ReplayOptions) -> None:
 
         write_file(options.html, page(outcome))
     if options.as_json:
-        from kvferry.tools.replay.report import as_json
+        from kvferry.tools.replay.show import as_json
 
         print(json.dumps(as_json(outcome)))
     else:
@@ -203,8 +201,7 @@ def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedMod
     from kvferry.tools.plan.find import find_config
     from kvferry.tools.plan.kept import KeptSettings
     from kvferry.tools.plan.side import EngineSide, resolve_layout
-    from kvferry.tools.replay.model import served_model
-    from kvferry.tools.replay.settings import with_blocks
+    from kvferry.tools.replay.settings import served_model, with_blocks
 
     name, config = find_config(options.model)
     reading = read_model(config, options.dtype, name=name, draft=False)
@@ -246,8 +243,8 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
 
 def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
     """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
-    from kvferry.tools.replay.curve import CurvePoint
-    from kvferry.tools.replay.report import Outcome
+    from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
+    from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.simulation import Simulation
 
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
@@ -255,7 +252,7 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
         complete, points = False, tuple[CurvePoint, ...]()
         try:
             simulation.run(progress(trace, "replay"))
-            points = tuple(curve_after(trace, simulation)) if options.curve else ()
+            points = tuple(hit_rate_curve(partial(progress, trace), simulation)) if options.curve else ()
             complete = True
         except KeyboardInterrupt:  # a long replay says much before its end
             pass

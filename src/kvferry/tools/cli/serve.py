@@ -67,9 +67,10 @@ def serve(options: ServeOptions) -> None:
     require("kvferry serve", VLLM)
     from rich.console import Console
 
+    from kvferry.engines.vllm.machine import check_shared_memory
     from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.tools.serving.devices import listen
-    from kvferry.tools.serving.machine_checks import check_model, check_shared_memory
+    from kvferry.tools.serving.machine_checks import check_model
     from kvferry.tools.serving.processes import StopSignals, temporary_folder
     from kvferry.tools.serving.serve import RestartPolicy, serve_fleet
     from kvferry.tools.serving.specs import group_specs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import count
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.common.errors import ConfigError
@@ -12,8 +12,7 @@ from kvferry.common.units import counted
 
 if TYPE_CHECKING:
     from kvferry.tools.replay.curve import CurvePoint
-    from kvferry.tools.replay.model import BlockPool, ServedModel
-    from kvferry.tools.replay.simulation import Simulation
+    from kvferry.tools.replay.settings import BlockPool, ServedModel
     from kvferry.tools.replay.trace.base import Trace, TraceRequest
 
 # Requests between two updates of the bar.
@@ -73,20 +72,6 @@ def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
             yield request
 
 
-def curve_after(trace: Trace, simulation: Simulation) -> list[CurvePoint]:
-    """Return the hit rate by capacity of host memory, from further passes over a trace.
-
-    Args:
-        trace: trace that can be read several times.
-        simulation: replay of the same trace, which bounds the capacities.
-    """
-    from kvferry.tools.replay.curve import hit_rate_curve
-
-    # Each pass gets a bar of its own when it begins. Their number is not known before.
-    passes = (progress(trace, f"curve, pass {number}") for number in count(1))
-    return hit_rate_curve(passes, simulation)
-
-
 def curve_of_model(
     trace: Trace, model: ServedModel, kv_cache_memory: str | None
 ) -> tuple[list[CurvePoint], str]:
@@ -100,8 +85,8 @@ def curve_of_model(
     Returns:
         (points, about). `about` says in sentences what the curve was computed from.
     """
-    from kvferry.tools.replay.model import block_pool
-    from kvferry.tools.replay.settings import ReplaySettings, parse_tier
+    from kvferry.tools.replay.curve import hit_rate_curve
+    from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier
     from kvferry.tools.replay.simulation import Simulation
 
     pool = block_pool(model, None, None, kv_cache_memory)
@@ -112,7 +97,7 @@ def curve_of_model(
         f"Replayed: {counted(results.requests, 'request')} of {trace.name}. {described(model, pool)} "
         f"Without host memory, the hit rate is {results.local_hit_rate:.1%}."
     )
-    return curve_after(trace, simulation), about
+    return hit_rate_curve(partial(progress, trace), simulation), about
 
 
 def described(model: ServedModel, pool: BlockPool) -> str:

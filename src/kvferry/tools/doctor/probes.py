@@ -71,10 +71,11 @@ def reads(device: str = "cpu") -> None:
     """
     import numpy as np  # noqa: PLC0415
 
+    from kvferry.tools.measuring.gpus import source_and_destination  # noqa: PLC0415 - loads torch
     from kvferry.tools.measuring.producer_process import ProducerProcess  # noqa: PLC0415
     from kvferry.tools.measuring.raw_reads import RawReads  # noqa: PLC0415
     from kvferry.tools.measuring.reader import Reader  # noqa: PLC0415
-    from kvferry.tools.measuring.rounds import machine_facts, source_and_destination  # noqa: PLC0415
+    from kvferry.tools.measuring.rounds import machine_facts  # noqa: PLC0415
     from kvferry.tools.measuring.simulated import plain_engine  # noqa: PLC0415 - loads torch
 
     _print_result(machine=asdict(machine_facts()))

@@ -1,1 +1,1 @@
-"""Building blocks of measurements, shared by `bench`, `doctor` and the repository's benchmarks."""
+"""Building blocks of measurements, shared by the tools and the repository's benchmarks."""

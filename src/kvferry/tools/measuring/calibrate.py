@@ -27,15 +27,22 @@ from kvferry.memory.device_stream import enter_stream
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strategy import COPY_ENGINE_BYTES, LARGEST_SEGMENT_BYTES, Costs
 from kvferry.planning.strided_copy import Loop, StridedCopy
+from kvferry.tools.measuring.gpus import shortest_engine_run, source_and_destination
 from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit, use_transports
 from kvferry.tools.measuring.raw_reads import HostCopy, RawReads
 from kvferry.tools.measuring.reader import Reader
-from kvferry.tools.measuring.rounds import Spread, run_rounds, shortest_engine_run, source_and_destination
+from kvferry.tools.measuring.rounds import Spread, run_rounds
 from kvferry.tools.measuring.simulated import plain_engine
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import GatherClient, Gathered, GatherRoute
-from kvferry.transport.staging import TransferSettings
 
-Floats: TypeAlias = npt.NDArray[np.float64]
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+# The small gather measures the request itself, the large one the copy beside a READ.
+_SMALL_RUN, _LARGE_RUN = 64, 2048
+_SMALL, _LARGE = range(2)
+# READs that are limited by the work per descriptor, and by bytes.
+_LANE_RUNS = 2 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +55,8 @@ class Fit:
             (timings,).
     """
 
-    costs: Floats
-    errors: Floats
+    costs: _Floats
+    errors: _Floats
 
     @property
     def median_error(self) -> float:
@@ -60,7 +67,7 @@ class Fit:
         return float(self.errors.max())
 
 
-def fit(work: Floats, seconds: Floats) -> Fit:
+def fit(work: _Floats, seconds: _Floats) -> Fit:
     """Fit the cost of each kind of work to timings, by least squares of the relative errors.
 
     For example, three descriptors with 300 bytes together take 6.3 µs, and one descriptor with 1,000 bytes
@@ -79,7 +86,7 @@ def fit(work: Floats, seconds: Floats) -> Fit:
     return Fit(costs, np.abs(relative @ costs - 1))
 
 
-def _not_negative(matrix: Floats, target: Floats) -> Floats:
+def _not_negative(matrix: _Floats, target: _Floats) -> _Floats:
     """Return x of shape (kinds,), without negative elements, that minimizes ``|matrix @ x - target|``."""
     kinds = matrix.shape[1]
     best, least = np.zeros(kinds), float(target @ target)
@@ -96,27 +103,17 @@ def _not_negative(matrix: Floats, target: Floats) -> Floats:
     return best
 
 
-# The small gather measures the request itself, the large one the copy beside a READ.
-_SMALL_RUN, _LARGE_RUN = 64, 2048
-# READs that are limited by the work per descriptor, and by bytes.
-_LANE_RUNS = 2 << 10, 1 << 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
     """The sizes of READs and copies that a calibration measures, and the number of its rounds.
 
     Attributes:
-        repeats: number of rounds that are counted. Each round measures every size once.
-        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
         read_sizes: descriptor sizes in bytes. One READ is measured per size.
         read_bytes: maximum number of bytes of a READ.
         read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
-        runs, cells: lengths of runs, and sizes of cells, in bytes.
         copy_bytes: bytes that one gather or scatter copies.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
         host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
-        host_bytes: bytes of such a copy.
     """
 
     repeats: int = 9
@@ -151,10 +148,6 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
 
     Start a second process, read from its memory, and measure how fast it answers gather requests.
 
-    Args:
-        job: sizes to measure. Its `transports` become UCX_TLS in both processes, unless they are None.
-        progress: function that is called with a line of text before each step.
-
     Raises:
         ConfigError: memory cannot be allocated, NIXL cannot be used, or there is no such device.
         TransferError: the second process died, or a transfer failed.
@@ -178,7 +171,7 @@ def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> Calibrati
             progress("asking for gathers")
             with closing(_GatherChannel(reader)) as channel:
                 # The first request also connects, so it does not count.
-                ask = Spread.of([channel.time_small() for _ in range(10 * job.repeats + 1)][1:])
+                ask = Spread.of([channel.time(_SMALL) for _ in range(10 * job.repeats + 1)][1:])
                 overlap = _overlap(job, channel, raw, reader.cache.buffer.nbytes // 2)
     progress("copying runs of several lengths")
     copies = _copies(job, here)
@@ -219,7 +212,6 @@ def _lanes_gain(job: CalibrationJob, reader: Reader, agent: RawReads, run: int, 
 
     Args:
         agent: NIXL agent of the first lane. A new agent is created for each other lane.
-        run: size of a descriptor, in bytes.
         room: maximum number of bytes that one measurement reads.
     """
     lanes, size = TransferSettings().lanes, min(room, run * job.read_descriptors)
@@ -334,24 +326,18 @@ class _GatherChannel:
         )
         self._lease = reader.claim_lease("asking")
 
-    def time_small(self) -> float:
-        """Request a gather of 64 bytes, and return the seconds until the answer."""
-        return self._timed(0, lambda: None)
-
-    def time_large(self, meanwhile: Callable[[], object] = lambda: None) -> float:
-        """Request a large gather, of runs of 2048 bytes, and return the seconds until the answer.
-
-        Args:
-            meanwhile: called between sending the request and waiting for the answer. Its time counts.
-        """
-        return self._timed(1, meanwhile)
-
     def close(self) -> None:
         self._client.close()
         self._context.destroy(linger=0)
         self._reader.acknowledge("asking")
 
-    def _timed(self, route: int, meanwhile: Callable[[], object]) -> float:
+    def time(self, route: int, meanwhile: Callable[[], object] = lambda: None) -> float:
+        """Request a gather, and return the seconds until the answer.
+
+        Args:
+            route: `_SMALL` for a gather of 64 bytes, `_LARGE` for one of runs of 2048 bytes.
+            meanwhile: called between sending the request and waiting for the answer. Its time counts.
+        """
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
         chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), 0)
@@ -375,9 +361,9 @@ def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: 
     """
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
-        channel.time_large,
+        partial(channel.time, _LARGE),
         partial(raw.read, lists),
-        lambda: channel.time_large(lambda: raw.read(lists)),
+        lambda: channel.time(_LARGE, lambda: raw.read(lists)),
     ]
     gather, read, both = np.array(run_rounds(timed, 3 * job.repeats))
     return float(np.clip(np.median((gather + read - both) / np.minimum(gather, read)), 0, 1))

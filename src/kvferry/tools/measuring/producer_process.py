@@ -1,33 +1,45 @@
-"""A handle to the producer, the process that is read from: start it, send requests to it, end it."""
+"""The producer: a process with prefill engines without a model, which is read from, and a handle to it.
+
+In a real system, request parameters carry the tickets. Here the reader gets them through a pipe, and redeems
+them over the control channels.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Self, TypeVar
 
-from kvferry.common.errors import TransferError
-from kvferry.tools.measuring.producer_main import (
-    AllEnded,
-    AskTicket,
-    Granted,
-    Listening,
-    ProducerFailed,
-    produce,
-)
-from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.transport.security import random_keys
+from kvferry.common.errors import KVFerryError, TransferError
+from kvferry.tools.measuring.simulated import SimulatedEngine, fill_blocks
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
+from kvferry.transport.costs import TransferSettings
+from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
+from kvferry.transport.messages import Facts
+from kvferry.transport.redeem import Grant, PromptContent, new_ticket
+from kvferry.transport.security import Keys, random_keys
+from kvferry.transport.transfers import Transfers
 
-START_SECONDS = 120.0
-ANSWER_SECONDS = 30.0
+_LEASE_SLOTS = 1024
+_LEASE_SECONDS = 60.0
+# Empty, because the reader knows the block tables and has no prompt.
+CONTENT = PromptContent("")
+_HOST = "127.0.0.1"
+# Stands for an engine step. Leases end only between steps.
+_TICK_SECONDS = 0.002
+
+_START_SECONDS = 120.0
+_ANSWER_SECONDS = 30.0
 _END_SECONDS = 15.0
-MOVE_SECONDS = 60.0
+_MOVE_SECONDS = 60.0
 _CHECK_SECONDS = 0.2
 
-AnswerT = TypeVar("AnswerT")
+_AnswerT = TypeVar("_AnswerT")
 
 
 def use_transports(transports: str | None) -> dict[str, str]:
@@ -45,7 +57,6 @@ class ProducerProcess:
 
     Attributes:
         listening: addresses of the engines' control channels, and the incarnation.
-        keys: CURVE keys of the engines' channels.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
@@ -62,7 +73,7 @@ class ProducerProcess:
         self._pipe, theirs = context.Pipe()
         self.keys = random_keys()
         self._process = context.Process(
-            target=produce,
+            target=_produce,
             args=(theirs, tuple(engines), dict(settings), self.keys),
             name="bench-producer",
             daemon=True,
@@ -71,7 +82,7 @@ class ProducerProcess:
         # Else this process would keep the pipe of a dead producer open, and wait for its answer.
         theirs.close()
         try:
-            self.listening = self._answer(Listening, START_SECONDS)
+            self.listening = self._answer(_Listening, _START_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -79,9 +90,7 @@ class ProducerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -94,13 +103,13 @@ class ProducerProcess:
 
     def grant(self, engine: int, lease: str) -> bytes:
         """Make an engine grant a lease of this name, and return the ticket."""
-        self._say(AskTicket(engine, lease))
-        return self._answer(Granted, ANSWER_SECONDS).ticket
+        self._say(_AskTicket(engine, lease))
+        return self._answer(_Granted, _ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
         """Wait until all leases of all engines have ended."""
-        self._say(AllEnded())
-        self._answer(AllEnded, ANSWER_SECONDS)
+        self._say(_AllEnded())
+        self._answer(_AllEnded, _ANSWER_SECONDS)
 
     def check(self) -> None:
         if not self._process.is_alive():
@@ -121,7 +130,7 @@ class ProducerProcess:
         except OSError as error:
             raise TransferError(self._death()) from error
 
-    def _answer(self, kind: type[AnswerT], seconds: float) -> AnswerT:
+    def _answer(self, kind: type[_AnswerT], seconds: float) -> _AnswerT:
         try:
             # A producer that hangs is reported, and not waited for.
             if not self._pipe.poll(seconds):
@@ -129,7 +138,7 @@ class ProducerProcess:
             answer: Any = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise TransferError(self._death()) from error
-        if isinstance(answer, ProducerFailed):
+        if isinstance(answer, _ProducerFailed):
             raise TransferError(f"the producer process: {answer.reason}")
         if not isinstance(answer, kind):
             raise TransferError(f"the producer process answered {answer!r}, expected a {kind.__name__}")
@@ -143,23 +152,15 @@ class ProducerProcess:
 
 
 class WaitLimit:
-    """A limit of `MOVE_SECONDS` and a health check for a loop that polls another process.
-
-    Args:
-        check: function that raises TransferError if the other process has died.
-    """
+    """A limit of `_MOVE_SECONDS` and a health check for a loop that polls another process."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
         now = time.monotonic()
-        self._end, self._next = now + MOVE_SECONDS, now + _CHECK_SECONDS
+        self._end, self._next = now + _MOVE_SECONDS, now + _CHECK_SECONDS
 
     def check(self) -> None:
-        """Check that the other process lives and that the time limit has not passed.
-
-        Raises:
-            TransferError: it does not, or it has.
-        """
+        """Raise TransferError if the other process has died, or if the time limit has passed."""
         now = time.monotonic()
         # Cheap enough for every iteration of a loop that measures microseconds.
         if now < self._next:
@@ -167,4 +168,131 @@ class WaitLimit:
         self._next = now + _CHECK_SECONDS
         self._check()
         if now > self._end:
-            raise TransferError(f"a transfer was not done after {MOVE_SECONDS:g} s")
+            raise TransferError(f"a transfer was not done after {_MOVE_SECONDS:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Listening:
+    """The producer's engines are ready."""
+
+    addresses: tuple[tuple[str, int], ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _AskTicket:
+    """Grant a lease of this name. The answer is `_Granted`, or `_ProducerFailed`."""
+
+    engine: int
+    lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """The lease is granted under this ticket."""
+
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _AllEnded:
+    """Sent to the producer, which sends it back when all leases have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ProducerFailed:
+    """The producer fails, or cannot grant a lease."""
+
+    reason: str
+
+
+def _produce(
+    pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
+) -> None:
+    """Run engines without a model in this process until the other end of `pipe` closes."""
+    # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(settings)
+    producers: list[_ServedEngine] = []
+    try:
+        incarnation = new_incarnation()
+        # Add the engines one by one, so that those already added are closed if the next one fails.
+        producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
+        _serve(pipe, producers, incarnation)
+    except KVFerryError as error:
+        pipe.send(_ProducerFailed(str(error)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        for producer in producers:
+            producer.close()
+
+
+def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: int) -> None:
+    pipe.send(_Listening(tuple(producer.address for producer in producers), incarnation))
+    while True:
+        request = pipe.recv() if pipe.poll(_TICK_SECONDS) else None
+        for producer in producers:
+            producer.end_released()
+        if isinstance(request, _AskTicket):
+            pipe.send(producers[request.engine].grant(request.lease))
+        elif isinstance(request, _AllEnded):
+            while any(producer.leases for producer in producers):
+                time.sleep(_TICK_SECONDS)
+                for producer in producers:
+                    producer.end_released()
+            pipe.send(request)
+
+
+class _ServedEngine:
+    """An engine in the producer's process: KV cache and threads of each rank, control server, lease book."""
+
+    def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
+        self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
+        self._threads: list[Transfers] = []
+        for number, cache in enumerate(self._caches):
+            fill_blocks(cache, engine)
+            words, settings = LeaseWords(new_incarnation(), _LEASE_SLOTS), TransferSettings(keys=keys)
+            name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
+            self._threads.append(Transfers(name, cache.geometry, words, settings))
+        self._book = LeaseBook(incarnation, _LEASE_SLOTS, _LEASE_SECONDS, time.monotonic)
+        facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
+        cards = tuple(thread.card for thread in self._threads)
+        self._server = ControlServer(_HOST, 0, ProducerCard(facts, cards), keys)
+        self.address = (_HOST, self._server.port)
+
+    @property
+    def leases(self) -> int:
+        return len(self._book)
+
+    def close(self) -> None:
+        self._server.close()
+        for thread in self._threads:
+            thread.close()
+
+    def grant(self, lease: str) -> _Granted | _ProducerFailed:
+        """Grant a lease, and publish a ticket for it; or return the reason why it cannot be granted."""
+        try:
+            word = self._book.grant(lease)
+        except KVFerryError as error:
+            return _ProducerFailed(str(error))
+        ticket = new_ticket()
+        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word.slot, word.generation, []))
+        return _Granted(ticket)
+
+    def end_released(self) -> None:
+        """End all leases that were released or have expired, and extend those that were claimed."""
+        ending = dict[str, int]()
+        while self._server.events:
+            event = self._server.events.popleft()
+            if isinstance(event, LeasesClaimed):
+                self._book.extend(event.leases)
+            else:
+                ending.update(self._book.end(event.leases))
+        ending.update(self._book.end_expired())
+        # In the order of an engine: no reader may claim the lease from here on, and then its word changes.
+        self._server.tickets.withdraw(ending)
+        for thread in self._threads:
+            thread.words.end(ending.values())
+        for lease in ending:
+            self._book.ended(lease)

@@ -21,9 +21,10 @@ from kvferry.tools.measuring.producer_process import WaitLimit
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
 from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.staging import LaneResources, StagingArea, TransferSettings
+from kvferry.transport.staging import LaneResources, StagingArea
 
 # So large that the work per descriptor does not matter.
 LARGE_BYTES = 2 << 20
@@ -36,7 +37,6 @@ class PreparedLists:
 
     Attributes:
         indices: indices of the descriptors to read, in the remote and in the local list.
-        bytes: number of bytes to read.
     """
 
     local: Any
@@ -100,11 +100,7 @@ class RawReads:
         return PreparedLists(local, remote, indices, count * length)
 
     def read(self, lists: PreparedLists) -> float:
-        """Read all descriptors once, and return the seconds from creating the NIXL transfer to its end.
-
-        Raises:
-            TransferError: NIXL failed, or the producer process died.
-        """
+        """Read all descriptors once, and return the seconds from creating the NIXL transfer to its end."""
         agent, indices = self._agent, lists.indices
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
@@ -142,9 +138,7 @@ class HostCopy:
     """Blocks of one run each, in random order, and as much host memory.
 
     Args:
-        run: bytes of a block.
         size: number of bytes to copy; rounded down to whole blocks, but at least one block.
-        device: torch device of the blocks.
         engine_bytes: run length in bytes from which the GPU's copy engine copies instead of the kernel.
 
     Attributes:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -21,19 +20,23 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import build_templates
-from kvferry.tools.measuring.producer_main import CONTENT
-from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit
+from kvferry.tools.measuring.producer_process import CONTENT, ProducerProcess, WaitLimit
 from kvferry.tools.measuring.simulated import SimulatedEngine, check_memory, fill_blocks
 from kvferry.transport.control_client import ControlClient
+from kvferry.transport.costs import TransferSettings
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.staging import TransferSettings
 from kvferry.transport.transfers import Transfers
 
 # So long that a busy machine does not end a measurement.
-LOAD_SECONDS = 60.0
+_LOAD_SECONDS = 60.0
+# The end of a load is noticed only in an engine step.
+STEP_SECONDS = 1e-3
+_HANDSHAKE_SECONDS = 10.0
+# Nobody reads from a reader.
+_LEASE_SLOTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,6 @@ class LoadRequest:
 
     Attributes:
         key: name of the load and of its lease, unique in this engine.
-        peer: name under which the worker connected to the peer.
         src_tables, dst_tables: block ids of each KV cache group, on the peer and on this rank.
         strategy: transfer strategy to use; None for the cheapest.
     """
@@ -71,54 +73,9 @@ class StepOutcome:
     results: dict[str, ReadResult] = field(default_factory=dict)
 
 
-class WorkerSteps:
-    """Runs the KV loads of one rank, as a worker does in every engine step."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._loads = Loads(time.monotonic)
-
-    def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
-        """Begin new loads, and return those that have ended or passed their deadline since the last call."""
-        for load in requests:
-            # In the step, because the block ids are known only then.
-            source, tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
-            self._loads.begin(
-                Load(
-                    key=load.key,
-                    request_id=load.key,
-                    attempt=load.key,
-                    loads=1,
-                    bid=Bid(load.peer, ()),
-                    span=load.span,
-                    tables=tables,
-                    timeout_seconds=LOAD_SECONDS,
-                    began=0.0,
-                )
-            )
-            order = ReadOrder(load.key, load.peer, load.span, source, tables, load.lease, load.strategy)
-            self._loads.add(LoadPart(load.key, order, last=True))
-            self._transfers.submit(order)
-        stepped = StepOutcome()
-        for result in self._transfers.results():
-            stepped.results[result.key] = result
-            self._loads.on_part_ended(result.key, result.failure, result)
-        for one in self._loads.settle():
-            if one.report is not None:
-                stepped.failures[one.load.key] = one.report.failure
-        return stepped
-
-
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
     """Convert block tables from lists of block ids to int64 arrays."""
     return tuple(np.array(table, np.int64) for table in tables)
-
-
-# The end of a load is noticed only in an engine step.
-STEP_SECONDS = 1e-3
-_HANDSHAKE_SECONDS = 10.0
-# Nobody reads from a reader.
-_LEASE_SLOTS = 1
 
 
 class Reader:
@@ -127,8 +84,6 @@ class Reader:
     Attributes:
         bytes: bytes of the request's KV on this rank, without padding.
         cache: KV cache of this rank, which loads overwrite.
-        cards: descriptions of the ranks of each engine, by its index in the producer process.
-        steps: begins loads and collects their results, once per engine step.
     """
 
     def __init__(
@@ -144,10 +99,6 @@ class Reader:
         Args:
             peers: indices, in the producer process, of the engines to read from.
             settings: transfer settings; their CURVE keys are replaced by the producer's.
-
-        Raises:
-            ConfigError: memory cannot be allocated or registered, or NIXL is missing or cannot start.
-            TransferError: the handshake with an engine fails.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._tickets = 0, dict[str, bytes]()
@@ -158,32 +109,59 @@ class Reader:
             fill_blocks(self._expected, engine)
             words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
             name = f"bench-reader/{engine.name}/{words.incarnation:x}"
-            transfers = Transfers(
-                name, self.cache.geometry, words, replace(settings or TransferSettings(), keys=producer.keys)
-            )
-            stack.callback(transfers.close)
-            self.steps = WorkerSteps(transfers)
+            settings = replace(settings or TransferSettings(), keys=producer.keys)
+            self._transfers = Transfers(name, self.cache.geometry, words, settings)
+            stack.callback(self._transfers.close)
+            self._loads = Loads(time.monotonic)
             facts = Facts("bench-reader", new_incarnation(), "kvferry bench", {})
             self._client = ControlClient(facts, self._check_compatible, producer.keys)
             stack.callback(self._client.close)
             self.cards: Mapping[int, tuple[RankCard, ...]] = {peer: self._handshake(peer) for peer in peers}
             for peer, cards in self.cards.items():
-                transfers.connect(_name(peer), cards)
+                self._transfers.connect(_name(peer), cards)
             # Everything is started. Until here, an error ends what was.
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of the KV cache, and the expected bytes after a read, both uint8 of shape (bytes,)."""
         return self.cache.buffer, self._expected.buffer
+
+    def step(self, requests: Sequence[LoadRequest] = ()) -> StepOutcome:
+        """Begin new loads, as in a step of a worker, and return those that ended or passed their deadline."""
+        for load in requests:
+            # In the step, because the block ids are known only then.
+            source, tables = as_arrays(load.src_tables), as_arrays(load.dst_tables)
+            self._loads.begin(
+                Load(
+                    key=load.key,
+                    request_id=load.key,
+                    attempt=load.key,
+                    loads=1,
+                    bid=Bid(load.peer, ()),
+                    span=load.span,
+                    tables=tables,
+                    timeout_seconds=_LOAD_SECONDS,
+                    began=0.0,
+                )
+            )
+            order = ReadOrder(load.key, load.peer, load.span, source, tables, load.lease, load.strategy)
+            self._loads.add(LoadPart(load.key, order, last=True))
+            self._transfers.submit(order)
+        stepped = StepOutcome()
+        for result in self._transfers.results():
+            stepped.results[result.key] = result
+            self._loads.on_part_ended(result.key, result.failure, result)
+        for one in self._loads.settle():
+            if one.report is not None:
+                stepped.failures[one.load.key] = one.report.failure
+        return stepped
 
     def load_request(
         self,
@@ -197,10 +175,6 @@ class Reader:
 
         Args:
             src_tables, dst_tables: block tables there and on this rank, each int64 of shape (blocks,).
-            peer: index of the engine in the producer process.
-
-        Raises:
-            TransferError: the engine refuses, or does not answer.
         """
         self._leases += 1
         key = f"{self.engine.name}-{self._leases}"
@@ -223,11 +197,6 @@ class Reader:
     ) -> tuple[ReadResult, float]:
         """Load a request's KV, and return the result and the seconds until the request may use it.
 
-        Args:
-            peer: index of the engine in the producer process.
-            strategy: transfer strategy to use; None for the cheapest.
-            poll_seconds: time between two engine steps.
-
         Raises:
             TransferError: the load failed, or the producer process died.
         """
@@ -235,11 +204,11 @@ class Reader:
         request = self.load_request(source.span, source.tables, self.engine.tables, peer, strategy)
         limit = WaitLimit(self.producer.check)
         started = time.perf_counter()
-        outcome = self.steps.step([request])
+        outcome = self.step([request])
         while request.key not in outcome.failures:
             limit.check()
             time.sleep(poll_seconds)
-            outcome = self.steps.step()
+            outcome = self.step()
         self.acknowledge(request.key, peer)
         seconds = time.perf_counter() - started
         if failure := outcome.failures[request.key]:
@@ -253,11 +222,7 @@ class Reader:
         return result.plan
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
-        """Make an engine grant a lease, claim it, and return its lease word.
-
-        Raises:
-            TransferError: the engine refuses, or does not answer.
-        """
+        """Make an engine grant a lease, claim it, and return its lease word."""
         ticket = self._tickets[key] = self.producer.grant(peer, key)
         number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
         while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Pending):
@@ -280,11 +245,7 @@ class Reader:
             self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Check that the KV cache has the expected bytes after a read.
-
-        Raises:
-            TransferError: a byte differs.
-        """
+        """Raise TransferError if the KV cache does not have the expected bytes after a read."""
         check_memory(self.cache, self._expected)
 
     def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:

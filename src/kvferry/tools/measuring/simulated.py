@@ -35,10 +35,8 @@ class SimulatedEngine:
 
     Attributes:
         name: unique in its process.
-        tokens: length of the request.
         tables: block table of each KV cache group, int64 of shape (blocks,). The id is 0 (the null block) if
             no block is needed at this position.
-        device: torch device of the KV cache, such as ``cpu`` or ``cuda:0``.
     """
 
     name: str
@@ -66,11 +64,7 @@ class SimulatedEngine:
         )
 
     def allocated(self, rank: int) -> OwnedCache:
-        """Allocate the KV cache of one rank, filled with zeros.
-
-        Raises:
-            ConfigError: there is not enough memory.
-        """
+        """Allocate the KV cache of one rank, filled with zeros."""
         try:
             return allocate(self.model, self.shape, rank, self.device)
         except (MemoryError, RuntimeError) as error:
@@ -92,9 +86,6 @@ def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: st
     Args:
         name: name or path of the model, in any form that `kvferry plan` accepts.
         changes: fields of ``config.json`` to replace, with their new values.
-
-    Raises:
-        ConfigError: there is no such model, or its configuration cannot be read.
     """
     found, config = find_config(name)
     if changes:
@@ -116,9 +107,6 @@ def simulate_engine(
     Args:
         order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
             in a new engine.
-
-    Raises:
-        GeometryError: the engine cannot hold this model's KV cache.
     """
     made = shape(reading, side, 1)
     layers = reading.cache.layers
@@ -179,11 +167,7 @@ def fill_blocks(memory: OwnedCache, engine: SimulatedEngine) -> None:
 
 
 def check_memory(memory: OwnedCache, expected: OwnedCache) -> None:
-    """Check that a rank's memory equals the expected memory, byte for byte.
-
-    Raises:
-        TransferError: a byte differs.
-    """
+    """Raise TransferError if a rank's memory differs from the expected memory in any byte."""
     found, wanted = memory.buffer.cpu().numpy(), expected.buffer.cpu().numpy()
     if np.array_equal(found, wanted):
         return
@@ -222,10 +206,6 @@ def _first_head(layer: Layer) -> int:
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
     """Return the part of a page's test values that is the same for every block and layer.
-
-    Args:
-        first_head: index, among the model's heads, of the first head in the page.
-        counts: number of heads, number of tokens, and number of words per head and token.
 
     Returns:
         int64 of shape (heads, tokens, words).

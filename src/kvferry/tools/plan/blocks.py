@@ -1,4 +1,4 @@
-"""Block sizes and KV cache groups, as vLLM 0.32 derives them on a CUDA machine.
+"""Block sizes, KV cache groups and positions of snapshots, as vLLM 0.32 derives them on a CUDA machine.
 
 All groups share the same blocks of memory, because a block id belongs to one group at a time. If layers have
 different caches, vLLM makes their pages equally large, in this order:
@@ -15,7 +15,7 @@ replaced by packing: a group gets as many layers as fit into the bytes of a bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.common.errors import ConfigError, GeometryError
@@ -32,17 +32,18 @@ _HYBRID_LATENT_ALIGNMENT = 128
 _INDEXED = {GroupKind.MLA: 64, GroupKind.FULL: 128}
 _SIMILAR = 1.5
 
+# Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
+# 16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`).
+STEP_TOKENS = 8192
+
+# Default of ``prefix_cache_retention_interval``: only the last snapshot is retained.
+LAST_ONLY = 0
+
 
 def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -> tuple[int, str]:
     """Return the number of tokens per block that vLLM chooses for a model, and the reason as a sentence.
 
     The reason is empty if the number was configured, is vLLM's usual number (16), or is fixed by the model.
-
-    Args:
-        configured: configured number of tokens per block; None for vLLM's choice.
-
-    Raises:
-        GeometryError: the heads cannot be distributed evenly over the ranks.
     """
     caches = dict.fromkeys(caches)
     if all(cache.block_tokens for cache in caches):
@@ -50,7 +51,15 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     state = [page_bytes(s, tp, 1) for s in caches if s.kind is GroupKind.STATE]
     tokens = [page_bytes(s, tp, 1) for s in caches if s.kind is not GroupKind.STATE]
     if not state or not tokens:
-        return _kernel_block_tokens(caches, configured)
+        if configured is not None:
+            return configured, ""
+        if not any(field.name == "indexer" for cache in caches for field in cache.fields):
+            return BLOCK_TOKENS, ""
+        main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
+        found = _INDEXED.get(main, BLOCK_TOKENS)
+        return found, (
+            f"blocks of {found} tokens: vLLM's kernels for sparse attention need at least this size"
+        )
     # `Platform._align_hybrid_block_size` enlarges the block in steps until the largest attention page holds
     # the state of any layer. Both depend on `tp`, by different factors.
     latent = any(cache.kind is GroupKind.MLA for cache in caches)
@@ -65,27 +74,12 @@ def base_tokens(caches: Iterable[LayerCache], tp: int, configured: int | None) -
     )
 
 
-def _kernel_block_tokens(caches: Iterable[LayerCache], configured: int | None) -> tuple[int, str]:
-    """Return what `base_tokens` returns for a model that does not combine attention with recurrent state."""
-    if configured is not None:
-        return configured, ""
-    caches = list(caches)
-    if not any(field.name == "indexer" for cache in caches for field in cache.fields):
-        return BLOCK_TOKENS, ""
-    main = next(cache.kind for cache in caches if cache.fields[0].name != "indexer")
-    found = _INDEXED.get(main, BLOCK_TOKENS)
-    return found, f"blocks of {found} tokens: vLLM's kernels for sparse attention need at least this size"
-
-
 def block_sizes(
     caches: Iterable[LayerCache], tp: int, layout: str, tokens: int
 ) -> tuple[dict[LayerCache, int], str]:
     """Return the number of tokens per block for each kind of layer, and why some have more than `tokens`.
 
     The reason is a sentence, empty if no block has more.
-
-    Args:
-        tokens: number of tokens per block, from `base_tokens`.
 
     Raises:
         GeometryError: blocks are not the outermost axis of the layout, but the model fixes the block size of
@@ -118,16 +112,14 @@ def block_sizes(
 def group_counts(
     layers: Iterable[LayerCache], tp: int, layout: str, sizes: Mapping[LayerCache, int]
 ) -> dict[LayerCache, int]:
-    """Return the number of KV cache groups over which vLLM distributes the layers of each kind.
-
-    Args:
-        sizes: number of tokens per block for each kind of layer, from `block_sizes`.
-    """
+    """Return the number of KV cache groups over which vLLM distributes the layers of each kind."""
     layer_counts = Counter(layers)
     if _share_block_table(layer_counts):
         return dict.fromkeys(layer_counts, 1)
     pages = {cache: page_bytes(cache, tp, sizes[cache]) for cache in layer_counts}
-    if layout[0] == "B" and _pages_differ(pages):
+    # vLLM pads recurrent state to the size of other pages.
+    unequal = len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
+    if layout[0] == "B" and unequal:
         return _packed_group_counts(layer_counts, pages, sizes)
     # Otherwise every group has room for the same number of layers (`_get_kv_cache_groups_uniform_page_size`).
     least, most = min(layer_counts.values()), max(layer_counts.values())
@@ -143,9 +135,6 @@ def _packed_group_counts(
     This is the rule of vLLM's `_get_packed_kv_cache_groups`, for layouts whose outermost axis is blocks. A
     *bucket* contains all layers that need the same tokens and have the same block size. A *mixed* bucket
     contains several kinds of layers in equal numbers.
-
-    Args:
-        layer_counts, pages, sizes: number of layers, bytes of a page, and tokens per block of each kind.
     """
     buckets: dict[object, list[LayerCache]] = {}
     for cache in layer_counts:
@@ -159,7 +148,11 @@ def _packed_group_counts(
     # Each mixed bucket is one group. Buckets of a single kind are divided into groups of equal size, at least
     # as many layers as any one kind has in a mixed bucket.
     if pairs:
-        repeats = _layers_per_group(list(even.values()), max(pairs))
+        # The size of a group that leaves the fewest places in groups empty. Of several, the largest.
+        repeats = min(
+            range(max(pairs), max(even.values()) + 1),
+            key=lambda size: (sum(-count % size for count in even.values()), -size),
+        )
         return {
             cache: -(-even[need] // repeats) if need in even else 1
             for need, of in buckets.items()
@@ -177,22 +170,6 @@ def _packed_group_counts(
     }
 
 
-def _layers_per_group(counts: Sequence[int], least: int) -> int:
-    """Return the group size, at least `least`, that leaves the fewest places in the groups empty.
-
-    The layers of each bucket are divided into groups of this size, of which the last may be partly empty. Of
-    several such sizes, return the largest.
-    """
-    return min(
-        range(least, max(counts) + 1), key=lambda size: (sum(-count % size for count in counts), -size)
-    )
-
-
-def _pages_differ(pages: Mapping[LayerCache, int]) -> bool:
-    # vLLM pads recurrent state to the size of other pages.
-    return len({page for cache, page in pages.items() if cache.kind is not GroupKind.STATE}) > 1
-
-
 def _share_block_table(caches: Iterable[LayerCache]) -> bool:
     return len({(*_attention_pattern(cache), cache.block_tokens) for cache in caches}) == 1
 
@@ -205,16 +182,6 @@ def _attention_pattern(cache: LayerCache) -> tuple[GroupKind, int]:
 def page_bytes(cache: LayerCache, tp: int, tokens: int) -> int:
     """Return the bytes of a page on one rank. `tokens` is ignored for recurrent state."""
     return page_interior(cache, tokens, 1, 0, tp).page_bytes
-
-
-# Default of ``max_num_batched_tokens`` of an API server on a GPU with at least 70 GiB of memory. vLLM takes
-# 16,384 from 160 GiB on, and 2,048 on smaller GPUs and on an A100 (`EngineArgs.get_batch_defaults`).
-STEP_TOKENS = 8192
-
-# Default of ``prefix_cache_retention_interval``: only the last snapshot is retained.
-LAST_ONLY = 0
-
-_EVERY = ("none", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +198,6 @@ class SnapshotSteps:
 
     Attributes:
         block_tokens: number of tokens per block, one size for all groups of a model with recurrent state.
-        step_tokens: maximum number of tokens per step (``max_num_batched_tokens``).
-        retention: as in `plan.kept.KeptSettings`.
     """
 
     block_tokens: int
@@ -259,7 +224,6 @@ class SnapshotSteps:
         """Yield, in ascending order, the positions in a prompt at which vLLM takes and retains a snapshot.
 
         Args:
-            start: position in tokens at which the engine begins to compute.
             shared: position at the end of a block up to which the engine has the attention blocks of another
                 prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the snapshot.
             placed: ends of blocks at which kvferry has vLLM do the same (`planning.retention`).
@@ -298,11 +262,8 @@ def parse_retention(text: str) -> int | None:
 
     >>> parse_retention("0"), parse_retention("8448"), parse_retention("None")
     (0, 8448, None)
-
-    Raises:
-        ConfigError: the text is neither a number of tokens nor "None".
     """
-    if text.lower() in _EVERY:
+    if text.lower() in ("none", ""):
         return None
     try:
         return parse_count(text)

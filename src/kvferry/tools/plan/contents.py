@@ -15,8 +15,8 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.geometry.layout import EngineShape, lay_out, lay_out_rank, layer_name
+from kvferry.geometry import GroupKind, PageFormat, RankGeometry
+from kvferry.geometry.layout import lay_out, lay_out_rank, layer_name
 from kvferry.geometry.models import ModelReading, per_layer
 from kvferry.geometry.models.config import FLOATS
 from kvferry.geometry.page import whole_page
@@ -25,6 +25,12 @@ from kvferry.geometry.store import LayerCache
 from kvferry.tools.plan.side import EngineSide, shape
 
 _NOT_RUN = "not run"
+_INDEXER = "indexer"
+# Backend of the indexers of MLA models. It belongs to no attention layer, so the table does not list it.
+LATENT_INDEXER = "DEEPSEEK_V32_INDEXER"
+_COMPRESSED, _BLOCK_SPARSE = "FLASHMLA_SPARSE_DSV4", "MINIMAX_M3_SPARSE"
+_LATENT, _SPARSE_LATENT = ("FLASHMLA", "FLASHINFER_MLA"), ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE")
+_KV, _UNEQUAL_KV = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), ("FLASH_ATTN_DIFFKV",)
 
 
 class _Row(NamedTuple):
@@ -41,7 +47,6 @@ class BackendPages:
 
     Attributes:
         fields: names of the fields of a page; empty if its pages move whole.
-        why_whole: reason why pages move whole; empty if they move by fields.
     """
 
     backend: str
@@ -57,41 +62,31 @@ def pages_of(backend: str, dtype: str, layout: str) -> BackendPages:
     >>> pages_of("CPU_MLA", "auto", "BLHNC").why_whole
     'nothing is proved of them in layout BLHNC'
 
-    Args:
-        backend: name of the backend, as vLLM's ``--attention-backend`` takes it.
-        dtype: element type of the KV cache, one of `CACHE_DTYPES`.
-
     Raises:
         ConfigError: the backend does not support the element type or the layout.
     """
-    # Without a proof, pages move whole. Some backends can be proved only on a machine that has them.
     rows = [row for row in _table() if row.backend == backend]
     if not rows:
         return BackendPages(backend, why_whole="kvferry does not know this backend")
-    name = "auto" if dtype in FLOATS else dtype
-    fitting = [row for row in rows if not row.dtypes or name in row.dtypes.split()]
+    fitting = [row for row in rows if not row.dtypes or _takes(row, dtype)]
     if not fitting:
         known = ", ".join(dict.fromkeys(one for row in rows for one in row.dtypes.split()))
         raise ConfigError(f"{backend} does not take KV cache dtype {dtype}; choose one of {known}")
-    for row in fitting:
-        if row.layouts in ("", "any") or layout in row.layouts.split():
-            return _pages(row, layout)
-    known = ", ".join(dict.fromkeys(one for row in fitting for one in row.layouts.split()))
-    raise ConfigError(f"{backend} does not take layout {layout} with {dtype}; choose one of {known}")
-
-
-def takes(backend: str, dtype: str) -> bool:
-    """Return True if the table says that an attention backend supports an element type of the KV cache."""
-    name = "auto" if dtype in FLOATS else dtype
-    return any(row.backend == backend and name in row.dtypes.split() for row in _table())
-
-
-def _pages(row: _Row, layout: str) -> BackendPages:
+    row = next((row for row in fitting if row.layouts in ("", "any") or layout in row.layouts.split()), None)
+    if row is None:
+        known = ", ".join(dict.fromkeys(one for row in fitting for one in row.layouts.split()))
+        raise ConfigError(f"{backend} does not take layout {layout} with {dtype}; choose one of {known}")
+    # Without a proof, pages move whole. Some backends can be proved only on a machine that has them.
     if row.moves_as == _NOT_RUN:
-        return BackendPages(row.backend, why_whole=f"they are proved only where it runs: {row.shown_by}")
-    if fields := tuple(re.findall(r"`([^`]+)`", row.moves_as)):
-        return BackendPages(row.backend, fields)
-    return BackendPages(row.backend, why_whole=f"nothing is proved of them in layout {layout}")
+        return BackendPages(backend, why_whole=f"they are proved only where it runs: {row.shown_by}")
+    fields = tuple(re.findall(r"`([^`]+)`", row.moves_as))
+    return BackendPages(
+        backend, fields, why_whole="" if fields else f"nothing is proved of them in layout {layout}"
+    )
+
+
+def _takes(row: _Row, dtype: str) -> bool:
+    return ("auto" if dtype in FLOATS else dtype) in row.dtypes.split()
 
 
 @cache
@@ -100,21 +95,10 @@ def _table() -> tuple[_Row, ...]:
     return tuple(_Row(*row) for row in csv.reader(lines[1:]))
 
 
-INDEXER = "indexer"
-# Backend of the indexers of MLA models. It belongs to no attention layer, so the table does not list it.
-LATENT_INDEXER = "DEEPSEEK_V32_INDEXER"
-_COMPRESSED, _BLOCK_SPARSE = "FLASHMLA_SPARSE_DSV4", "MINIMAX_M3_SPARSE"
-_LATENT, _SPARSE_LATENT = ("FLASHMLA", "FLASHINFER_MLA"), ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE")
-_KV, _UNEQUAL_KV = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), ("FLASH_ATTN_DIFFKV",)
-
-
 def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages | None, ...]:
     """Return how the pages of each cache of a model move, in the order of `ModelCache.layers`.
 
     The entry of a recurrent state is None.
-
-    Raises:
-        ConfigError: the requested backend does not support the model's KV, the element type or the layout.
     """
     compressed = any(layer.state_tokens > 1 for layer in reading.cache.layers)
     found = list[BackendPages | None]()
@@ -123,8 +107,11 @@ def layer_pages(reading: ModelReading, side: EngineSide) -> tuple[BackendPages |
             # The layer's weight loaders prove the fields of recurrent state, not its backend.
             if layer.kind is GroupKind.STATE:
                 found.append(None)
+            elif layer.state_tokens > 1:
+                why = f"a state stands for {layer.state_tokens} tokens"
+                found.append(BackendPages(_COMPRESSED, why_whole=why))
             elif compressed:
-                found.append(_of_compressed(layer))
+                found.append(pages_of(_COMPRESSED, "auto", ""))
             else:
                 found.append(_of_attention(layer, caches, reading.cache_dtype, side))
     return tuple(found)
@@ -140,38 +127,28 @@ def notes_of(pages: tuple[BackendPages | None, ...]) -> Iterator[str]:
             )
 
 
-def _of_compressed(cache: LayerCache) -> BackendPages:
-    if cache.state_tokens > 1:
-        return BackendPages(_COMPRESSED, why_whole=f"a state stands for {cache.state_tokens} tokens")
-    return pages_of(_COMPRESSED, "auto", "")
-
-
 def _of_attention(
     cache: LayerCache, layer: tuple[LayerCache, ...], dtype: str, side: EngineSide
 ) -> BackendPages:
     """Return how the pages of one cache of an attention layer move. `layer` has all caches of the layer."""
-    indexed = any(_holds(one, INDEXER) for one in layer)
+    indexed = any(_holds(one, _INDEXER) for one in layer)
     latent = any(_holds(one, "latent") for one in layer)
     if indexed and not latent:
         return pages_of(_BLOCK_SPARSE, dtype, side.layout)
-    if _holds(cache, INDEXER):
-        return BackendPages(LATENT_INDEXER, (INDEXER,))
+    if _holds(cache, _INDEXER):
+        return BackendPages(LATENT_INDEXER, (_INDEXER,))
     if side.backend is not None:
         return _requested(side.backend, cache, dtype, side.layout)
-    usual = _usual(cache, latent=latent, indexed=indexed)
-    chosen = next((name for name in usual if takes(name, dtype)), None)
+    # The backends that vLLM prefers, the best first. One is made for K and V of different widths.
+    usual: tuple[str, ...] = _SPARSE_LATENT if indexed else _LATENT
+    if not latent:
+        widths = {field.head_bytes for field in cache.fields if field.name in ("k", "v")}
+        usual = _UNEQUAL_KV if len(widths) > 1 else _KV
+    known = {row.backend for row in _table() if _takes(row, dtype)}
+    chosen = next((name for name in usual if name in known), None)
     if chosen is None:
         return BackendPages(usual[0], why_whole=f"no backend is known that takes KV cache dtype {dtype}")
     return pages_of(chosen, dtype, side.layout)
-
-
-def _usual(cache: LayerCache, *, latent: bool, indexed: bool) -> tuple[str, ...]:
-    """Return the backends that vLLM prefers for a cache, best first."""
-    if latent:
-        return _SPARSE_LATENT if indexed else _LATENT
-    # One backend is made for K and V of different widths.
-    widths = {field.head_bytes for field in cache.fields if field.name in ("k", "v")}
-    return _UNEQUAL_KV if len(widths) > 1 else _KV
 
 
 def _requested(backend: str, cache: LayerCache, dtype: str, layout: str) -> BackendPages:
@@ -190,23 +167,31 @@ def _holds(cache: LayerCache, name: str) -> bool:
 
 
 def lay_out_engine(reading: ModelReading, side: EngineSide, num_blocks: int) -> tuple[RankGeometry, ...]:
-    """Return the geometry of every rank of an engine.
-
-    Raises:
-        KVFerryError: an engine cannot have these settings.
-    """
+    """Return the geometry of every rank of an engine."""
     engine = shape(reading, side, num_blocks)
+    each = zip(layer_pages(reading, side), reading.cache.layers, strict=True)
     changed = {
         layer_name(number): (pages, cache)
-        for number, (pages, cache) in enumerate(
-            zip(layer_pages(reading, side), reading.cache.layers, strict=True)
-        )
+        for number, (pages, cache) in enumerate(each)
         if pages is not None and (pages.why_whole or _renamed(pages))
     }
     ranks = lay_out(reading.cache, engine)
     if not changed:
         return ranks
-    return tuple(_described(reading, engine, number, rank, changed) for number, rank in enumerate(ranks))
+    found = []
+    for number, rank in enumerate(ranks):
+        maps = lay_out_rank(reading.cache, engine, number, rank.regions[0].address).maps
+        groups = []
+        for group, where in zip(rank.groups, maps, strict=True):
+            layers = [
+                replace(one, page=_page(one.page, where, rank, *changed[one.name]))
+                if one.name in changed
+                else one
+                for one in group.layers
+            ]
+            groups.append(replace(group, layers=tuple(layers)))
+        found.append(replace(rank, groups=tuple(groups)))
+    return tuple(found)
 
 
 def _renamed(pages: BackendPages) -> dict[str, str]:
@@ -214,30 +199,10 @@ def _renamed(pages: BackendPages) -> dict[str, str]:
     return {name.partition(" in ")[0]: name for name in pages.fields if " in " in name}
 
 
-def _described(
-    reading: ModelReading,
-    engine: EngineShape,
-    number: int,
-    rank: RankGeometry,
-    changed: dict[str, tuple[BackendPages, LayerCache]],
-) -> RankGeometry:
-    maps = lay_out_rank(reading.cache, engine, number, rank.regions[0].address).maps
-    groups = []
-    for group, where in zip(rank.groups, maps, strict=True):
-        layers = tuple(
-            replace(layer, page=_page(layer, where, rank, *changed[layer.name]))
-            if layer.name in changed
-            else layer
-            for layer in group.layers
-        )
-        groups.append(replace(group, layers=layers))
-    return replace(rank, groups=tuple(groups))
-
-
 def _page(
-    layer: Layer, where: PageMap, rank: RankGeometry, pages: BackendPages, cache: LayerCache
+    page: PageFormat, where: PageMap, rank: RankGeometry, pages: BackendPages, cache: LayerCache
 ) -> PageFormat:
-    page = layer.page
+    """Return the page of a layer as its backend fills it."""
     if not pages.why_whole:
         names = _renamed(pages)
         fields = tuple(replace(field, name=names.get(field.name, field.name)) for field in page.fields)

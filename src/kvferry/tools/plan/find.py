@@ -23,7 +23,23 @@ CONFIG_FILE = "config.json"
 PARAMS_FILE = "params.json"
 # Older releases of ModelOpt keep here what vLLM takes for the ``quantization_config`` of a ``config.json``
 # without one.
-QUANTIZATION_FILE = "hf_quant_config.json"
+_QUANTIZATION_FILE = "hf_quant_config.json"
+# A path to weights must not fill the memory.
+_MAX_BYTES = 16 << 20
+_MISTRAL_WEIGHTS = "consolidated*.safetensors"
+
+_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+}
+# Keys that do not affect the KV cache, or that are converted one by one.
+_OTHERS = (
+    "hidden_dim", "norm_eps", "activation", "tied_embeddings", "max_seq_len", "yarn", "llama_4_scaling",
+    "moe", "quantization", "multimodal", "vision_encoder", "use_biases", "causal", "ragged_attention",
+    "q_lora_rank",
+)  # fmt: skip
 
 
 class NotOnHub(ConfigError):
@@ -47,7 +63,7 @@ def hub_config(model: str) -> Path:
         hub.get_hf_file_metadata(hub.hf_hub_url(model, CONFIG_FILE))
         found = Path(hub.hf_hub_download(model, CONFIG_FILE))
         with suppress(EntryNotFoundError):
-            hub.hf_hub_download(model, QUANTIZATION_FILE)
+            hub.hf_hub_download(model, _QUANTIZATION_FILE)
     except Exception as error:  # for every failure of network or hub, the remedy is the same
         with suppress(ValueError):  # not the name of a model
             if isinstance(cached := hub.try_to_load_from_cache(model, CONFIG_FILE), str):
@@ -64,31 +80,14 @@ def hub_config(model: str) -> Path:
     return found
 
 
-_NAMES = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-}
-# Keys that do not affect the KV cache, or that are converted one by one.
-_OTHERS = (
-    "hidden_dim", "norm_eps", "activation", "tied_embeddings", "max_seq_len", "yarn", "llama_4_scaling",
-    "moe", "quantization", "multimodal", "vision_encoder", "use_biases", "causal", "ragged_attention",
-    "q_lora_rank",
-)  # fmt: skip
-
-
-def from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _from_params(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values that a ``config.json`` of a model has, from its ``params.json``.
 
-    >>> from_params({"n_layers": 2, "n_heads": 4, "sliding_window": [8, None]}, {})["layer_types"]
+    >>> _from_params({"n_layers": 2, "n_heads": 4, "sliding_window": [8, None]}, {})["layer_types"]
     ['sliding_attention', 'full_attention']
 
     Args:
         defaults: content of the ``config.json`` beside it, for keys that follow from nothing in ``params``.
-
-    Raises:
-        ConfigError: the file describes what kvferry does not know.
     """
     config = {_NAMES.get(key, key): value for key, value in params.items() if key not in _OTHERS}
     moe, media = params.get("moe"), params.get("multimodal") or {}
@@ -138,9 +137,7 @@ class ModelEntry:
     """A model of the built-in table.
 
     Attributes:
-        source: origin of the configuration, as a text for users.
         also: names of other models with the same KV cache geometry.
-        config: keys and values of the model's ``config.json`` that affect the KV cache.
     """
 
     name: str
@@ -188,23 +185,16 @@ def _plain(name: str) -> str:
     return name.rpartition("/")[2].lower()
 
 
-# A path to weights must not fill the memory.
-_MAX_BYTES = 16 << 20
-_MISTRAL_WEIGHTS = "consolidated*.safetensors"
-
-
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Find a model, and return its display name and the content of its ``config.json``.
 
     Args:
         model: path of a ``config.json``, a ``params.json`` or their folder, name in the built-in table, or
             name on the hub. An existing path is taken first, then the table.
-
-    Raises:
-        ConfigError: the model is unknown, or its ``config.json`` cannot be read.
     """
     path = expanded(model)
-    if os.path.exists(path) or _looks_like_a_path(model):  # noqa: PTH110 - Path.exists raises where it may not look
+    is_path = model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1
+    if is_path or os.path.exists(path):  # noqa: PTH110 - Path.exists raises where it may not look
         found = _in_folder(path) if os.path.isdir(path) else path  # noqa: PTH112 - so does Path.is_dir
         named_by_folder = found.name in (CONFIG_FILE, PARAMS_FILE)
         return (found.parent.name if named_by_folder else found.stem) or model, _content(found)
@@ -223,10 +213,6 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     )
 
 
-def _looks_like_a_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1
-
-
 def _hint(model: str) -> str:
     close = nearest(model)
     return f"; did you mean {' or '.join(close)}" if close else ""
@@ -243,8 +229,8 @@ def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a model's file, in the keys of a ``config.json``, with what stands beside it."""
     if path.name == PARAMS_FILE:
         beside = path.with_name(CONFIG_FILE)
-        return from_params(_load(path), _load(beside) if beside.exists() else {})
-    config, beside = _load(path), path.with_name(QUANTIZATION_FILE)
+        return _from_params(_load(path), _load(beside) if beside.exists() else {})
+    config, beside = _load(path), path.with_name(_QUANTIZATION_FILE)
     if path.name == CONFIG_FILE and config.get("quantization_config") is None and beside.is_file():
         return {**config, "quantization_config": _load(beside)}
     return config

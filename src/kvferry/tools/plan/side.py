@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import LAYOUTS, EngineShape, GroupShape, group_layers, split_stages
+from kvferry.geometry.layout import EngineShape, GroupShape, group_layers, split_stages
 from kvferry.geometry.models import ModelReading
+from kvferry.geometry.rank import LAYOUTS
 from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
 
 # Stands for the engine's default layout.
@@ -76,10 +77,6 @@ def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
     """Return the engine's number of tokens per block, and the reason for this and for layers with more.
 
     The reason is empty if all layers have the requested block size, or vLLM's usual size (16).
-
-    Raises:
-        GeometryError: the heads cannot be distributed evenly over the tensor-parallel ranks, or `block_sizes`
-            rejects the layout.
     """
     tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
     _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
@@ -103,12 +100,7 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
-    """Return the number of entries in `reading.cache.layers` that each pipeline rank has.
-
-    Raises:
-        GeometryError: there are more pipeline ranks than layers.
-        ConfigError: a pipeline rank has no layer with a cache.
-    """
+    """Return the number of entries in `reading.cache.layers` that each pipeline rank has."""
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     # Ranks share the model's layers, of which one may have no cache, or several.
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]

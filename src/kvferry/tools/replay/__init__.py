@@ -4,6 +4,6 @@ The look-up, the choice of chunks to store and the eviction are the code that se
 the engine itself are simulated.
 
 - `trace` reads traces or makes them up: requests with arrival times, lengths and identities of content.
-- `simulation` sends the requests to simulated engines (`engine`, `engine_cache`) with tiers (`tiers`).
-- `capacities` computes the hit rate for many capacities, `sizing` the smallest that reaches a hit rate.
+- `simulation` sends the requests to simulated engines (`engine`) with tiers (`tiers`).
+- `curve` computes the hit rate for many capacities, `sizing` the smallest that reaches a hit rate.
 """

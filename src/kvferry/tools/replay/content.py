@@ -10,27 +10,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry.tools.replay.trace.base import Ids, TraceRequest, batches, chunk_ids, tail_ids
+from kvferry.tools.replay.trace.base import GOLDEN, SECOND, Ids, TraceRequest, batches, mixed, places_within
 
 KEY_BYTES = 8
 _KEYS = np.dtype(f"V{KEY_BYTES}")
-# The golden ratio in 64 bits: multiples of it are far apart, so keys of different groups do not collide.
-_PER_GROUP = np.uint64(0x9E3779B97F4A7C15)
+# Number of a unit that no request has.
+_BEYOND = 1 << 62
 
 
-def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
+def _group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
     """Return the keys of chunks in each KV cache group, `KEY_BYTES` bytes each.
 
-    >>> [key.hex() for key in group_keys(np.array([1, 256], np.uint64), 2)[1]]
+    >>> [key.hex() for key in _group_keys(np.array([1, 256], np.uint64), 2)[1]]
     ['167c4a7fb979379e', '157d4a7fb979379e']
-
-    Args:
-        ids: identities of the chunks, uint64 of shape (chunks,).
     """
     if groups == 1:
         return [ids.view(_KEYS).tolist()]
-    own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None] * _PER_GROUP
+    # Multiples of the golden ratio are far apart, so keys of different groups do not collide.
+    own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None] * GOLDEN
     found: list[list[bytes]] = own.view(_KEYS).tolist()
     return found
 
@@ -38,7 +37,7 @@ def group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
 class RequestKeys:
     """The keys of a request's chunks in each KV cache group, for one length of chunks.
 
-    `keys_of` and `keys_of_each` compute them.
+    `keys_of_each` computes them.
 
     Attributes:
         known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
@@ -75,14 +74,6 @@ class RequestKeys:
         """Return the key of the first chunk of the request's first tokens, in one group."""
         return self.whole[group][0] if tokens >= self.chunk_tokens else self.tail(tokens)[group]
 
-    def row(self, tokens: int) -> list[bytes]:
-        """Return the keys of `rows` of a model with one group."""
-        whole, rest = divmod(tokens, self.chunk_tokens)
-        keys = self.whole[0][:whole]
-        if rest:
-            keys.append(self.tail(tokens)[0])
-        return keys
-
     def in_order(self, prompt: int) -> list[bytes]:
         """Return the keys of all chunks in all groups, in the order of `PromptChunks.all_keys`.
 
@@ -107,11 +98,6 @@ class RequestKeys:
         return self._tails[tokens]
 
 
-def keys_of(request: TraceRequest, chunk_tokens: int, groups: int) -> RequestKeys:
-    """Compute the keys of a request. For many requests, `keys_of_each` is faster."""
-    return keys_of_each([request], chunk_tokens, groups)[0]
-
-
 def in_batches(requests: Iterable[TraceRequest]) -> Iterator[list[TraceRequest]]:
     """Group consecutive requests for `keys_of_each`, so that its arrays are neither short nor large."""
     return batches(requests, lambda request: len(request.prefix_ids))
@@ -129,7 +115,7 @@ def keys_of_each(
     if not requests:
         return []
     counts = np.array([_known_tokens(request) // chunk_tokens for request in requests])
-    flat = group_keys(chunk_ids(requests, chunk_tokens, counts), groups)
+    flat = _group_keys(_chunk_ids(requests, chunk_tokens, counts), groups)
     prompts = [request.prompt_tokens for request in requests]
     tails: list[dict[int, tuple[bytes, ...]]] = [{} for _ in requests]
     for each in (prompts, *ends):
@@ -146,8 +132,52 @@ def keys_of_each(
 def _tails(
     requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, tokens: Sequence[int]
 ) -> list[tuple[bytes, ...]]:
-    """Return the key, in each group, of the incomplete last chunk of each request's first tokens."""
-    return list(zip(*group_keys(tail_ids(requests, chunk_tokens, np.array(tokens)), groups), strict=True))
+    """Return the key, in each group, of the incomplete last chunk of each request's first tokens.
+
+    Args:
+        tokens: number of tokens from the start of each request, at most its prompt. A key means nothing
+            where this is a multiple of `chunk_tokens`.
+    """
+    unit, ends = requests[0].unit_tokens, np.array(tokens)
+    units = (ends - 1) // unit
+    units[units >= np.array([request.prompt_tokens // unit for request in requests])] = _BEYOND
+    known = _prefix_ids(requests, np.arange(len(requests)), units)
+    found: Ids = mixed(mixed(known ^ (ends % chunk_tokens).astype(np.uint64)) + ends.astype(np.uint64))
+    return list(zip(*_group_keys(found, groups), strict=True))
+
+
+def _chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.NDArray[np.int64]) -> Ids:
+    """Return the identities of the first whole chunks of each request, uint64, in one array.
+
+    A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
+
+    Args:
+        counts: number of chunks of each request, int64 of shape (requests,).
+    """
+    # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
+    # prompts differ later in that unit, and the replay counts too few hits, unless units divide chunks.
+    unit = requests[0].unit_tokens
+    ends = (places_within(counts) + 1) * chunk_tokens
+    units = (ends - 1) // unit
+    found = _prefix_ids(requests, np.arange(len(requests)).repeat(counts), units)
+    found += ((units + 1) * unit - ends).astype(np.uint64) * SECOND
+    return found
+
+
+def _prefix_ids(
+    requests: Sequence[TraceRequest], owners: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
+) -> Ids:
+    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
+
+    Args:
+        units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
+    """
+    each = [request.prefix_ids for request in requests]
+    prompts = np.array([request.prompt_id for request in requests], np.uint64)
+    known = np.array([len(ids) for ids in each])
+    places = np.where(units < known[owners], (known.cumsum() - known)[owners] + units, known.sum() + owners)
+    found: Ids = np.concatenate([*each, prompts])[places]
+    return found
 
 
 def _known_tokens(request: TraceRequest) -> int:

@@ -18,18 +18,28 @@ which attends to all tokens. The pass knows no slower tiers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
+from typing import TypeAlias
 
 import numpy as np
 
+from kvferry.connector.load import saves_computation
 from kvferry.tools.replay.content import RequestKeys, in_batches
 from kvferry.tools.replay.engine import EngineCache
-from kvferry.tools.replay.lookup import UNLIMITED
-from kvferry.tools.replay.model import BlockPool
+from kvferry.tools.replay.settings import UNLIMITED, BlockPool
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
+
+# Least capacity of a curve, in chunks.
+_LEAST_CHUNKS = 64
+_PER_DOUBLING = 4
+# Each pass replays the whole trace.
+_PASSES = 8
+
+# Takes the name of a pass, for progress, and returns the requests of the trace.
+Requests: TypeAlias = Callable[[str], Iterable[TraceRequest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,6 @@ class CurvePoint:
     """The hit rate with one capacity.
 
     Attributes:
-        capacity_bytes: capacity of host memory in bytes.
         hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
     """
 
@@ -88,7 +97,6 @@ class StackDistances:
     """The tokens that need not be computed at each capacity, added up while requests pass.
 
     Args:
-        chunk_bytes: bytes of a chunk in host memory.
         capacities: capacities in bytes, ascending. Chunks that are deeper in the stack than the last one are
             forgotten, so it bounds the memory that this object takes.
     """
@@ -107,13 +115,7 @@ class StackDistances:
     def add(
         self, request: TraceRequest, names: RequestKeys, local_tokens: int = 0, *, counted: bool = True
     ) -> None:
-        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack.
-
-        Args:
-            names: keys of its chunks, in one group.
-            local_tokens: number of tokens of its prompt that the engine itself has.
-            counted: False to move its chunks only.
-        """
+        """Pass a request: count its hits at each capacity, and put its chunks on top of the stack."""
         prompt, size = request.prompt_tokens, self._chunk_tokens
         whole, chunks = names.whole[0][: names.computed_tokens // size], prompt // size
         keys, generated = whole[:chunks], whole[chunks:]
@@ -122,7 +124,7 @@ class StackDistances:
         self._tokens += prompt * counted
         self._local_tokens += local_tokens * counted
         runs = self._hit_runs(keys)
-        if counted and runs and prompt - local_tokens > 1:  # the last token is always computed
+        if counted and runs and saves_computation(prompt - local_tokens):
             depths = [self._sums.after(user) + np.arange(1, last - first + 1) for user, first, last in runs]
             at = self._depths.searchsorted(np.concatenate(depths))
             ends = np.minimum(np.arange(1, len(at) + 1) * size, prompt)
@@ -176,60 +178,42 @@ class StackDistances:
             self._sums.add(number, -self._left.pop(number))
 
 
-_LEAST_CHUNKS = 64
-_PER_DOUBLING = 4
-# Each pass replays the whole trace.
-_PASSES = 8
-
-
-def hit_rate_curve(passes: Iterator[Iterable[TraceRequest]], replayed: Simulation) -> list[CurvePoint]:
+def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]:
     """Return the hit rate of one engine by the capacity of its host memory, without slower tiers.
 
     The engine has the pools of all engines of the replay.
-
-    Args:
-        passes: yields the requests of the trace, once for each pass.
-        replayed: replay of the same trace, which bounds the capacities.
     """
     model, settings = replayed.model, replayed.settings
     least = _LEAST_CHUNKS * max(group.chunk_bytes for group in model.groups)
     stored = sum(counts.stored_bytes for tier in replayed.tiers[0] for counts in tier.counts)
     largest = max(stored, 2 * least)
     pool = BlockPool(settings.pool.blocks * settings.engines)
-    # One pass is enough if the chunks form a stack and all of them have one size (`curve`).
+    # One pass is enough if the chunks form a stack and all of them have one size.
     if settings.policy == "lru" and model.has_one_row:
-        capacities = capacities_up_to(largest, least)
-        distances = StackDistances(model.groups[0].chunk_bytes, model.chunk_tokens, capacities)
-        cache = EngineCache(model, pool.blocks, replayed.unit_tokens)
-        for number, looked_up in enumerate(_looked_up(cache, next(passes))):
-            distances.add(*looked_up, counted=number >= settings.skip)
+        distances = StackDistances(
+            model.groups[0].chunk_bytes, model.chunk_tokens, _capacities(largest, least)
+        )
+        cache, number = EngineCache(model, pool.blocks, replayed.unit_tokens), 0
+        for batch in in_batches(requests("curve, pass 1")):
+            for request, keys, runs in zip(batch, *cache.keys_of_each(batch), strict=True):
+                local = cache.look_up(request.prompt_tokens, runs).tokens
+                cache.keep(request, runs, (), 0)
+                distances.add(request, keys, local, counted=number >= settings.skip)
+                number += 1
         return distances.points()
     found = []
-    for capacity in capacities_up_to(largest, least, _PASSES):
+    for number, capacity in enumerate(_capacities(largest, least, _PASSES), 1):
         host = replace(settings.tiers[0], capacity_bytes=min(capacity, UNLIMITED))
         alone = replace(settings, tiers=(host,), engines=1, pool=pool, prefill_tokens_per_second=0.0)
-        simulation = Simulation(model, alone, replayed.unit_tokens)
-        found.append(CurvePoint(capacity, simulation.run(next(passes)).hit_rate))
+        results = Simulation(model, alone, replayed.unit_tokens).run(requests(f"curve, pass {number}"))
+        found.append(CurvePoint(capacity, results.hit_rate))
     return found
 
 
-def _looked_up(
-    cache: EngineCache, requests: Iterable[TraceRequest]
-) -> Iterator[tuple[TraceRequest, RequestKeys, int]]:
-    """Yield (request, keys of its chunks, number of tokens of its prompt that the engine has).
-
-    The engine serves one request after the other, and `cache` keeps every one.
-    """
-    for batch in in_batches(requests):
-        for request, keys, runs in zip(batch, *cache.keys_of_each(batch), strict=True):
-            yield request, keys, cache.look_up(request.prompt_tokens, runs).tokens
-            cache.keep(request, runs, (), 0)
-
-
-def capacities_up_to(largest: int, least: int, most: int = 0) -> list[int]:
+def _capacities(largest: int, least: int, most: int = 0) -> list[int]:
     """Return capacities from `least` to `largest` bytes, by equal factors.
 
-    >>> capacities_up_to(1024, 256), capacities_up_to(1024, 256, 3)
+    >>> _capacities(1024, 256), _capacities(1024, 256, 3)
     ([256, 304, 362, 431, 512, 609, 724, 861, 1024], [256, 512, 1024])
 
     Args:

@@ -10,19 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.connector.load import saves_computation
 from kvferry.connector.room import LocalPrefix, last_boundary_before
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
-from kvferry.planning.select import attends_to_all, first_attended
-from kvferry.tiers.eviction.policies import LRU
+from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
+from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
-from kvferry.tools.replay.model import BlockGroup, ServedModel
+from kvferry.tools.replay.lookup import Found, look_up
+from kvferry.tools.replay.settings import BlockGroup, ServedModel
 from kvferry.tools.replay.tiers import ComputedPrompt, SimulatedTiers, snapshots_of, store_chunks
 from kvferry.tools.replay.trace.base import TraceRequest
-
-# A running request holds this many blocks per table for recurrent state.
-_RUNNING_STATES = 2
-
 
 # Prefix of a prompt of which the engine has nothing.
 NO_PREFIX = LocalPrefix(0, 0)
@@ -33,7 +31,6 @@ class EngineCache:
 
     Args:
         num_blocks: number of blocks in the pool, over all KV cache groups; 0 without prefix caching.
-        unit_tokens: number of tokens per unit of the trace.
     """
 
     def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
@@ -41,7 +38,7 @@ class EngineCache:
         block = model.block_tokens
         has_tail = model.state is None and unit_tokens % block == 0
         self._run = unit_tokens if has_tail else block
-        self._policy, self._sizes, self._used = LRU(num_blocks), dict[bytes, int](), 0
+        self._policy, self._sizes, self._used = EVICTION_POLICIES["lru"](num_blocks), dict[bytes, int](), 0
         self._capacity = max(num_blocks - 1, 0)  # without the null block
 
     def keys_of_each(self, requests: Sequence[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
@@ -50,7 +47,7 @@ class EngineCache:
         if not self._capacity:  # nothing is looked up by runs
             chunks = keys_of_each(requests, chunk_tokens, groups)
             return chunks, chunks
-        ends = [self._whole_blocks(request.prompt_tokens) for request in requests]
+        ends = [last_boundary_before(request.prompt_tokens, self._model.block_tokens) for request in requests]
         runs = keys_of_each(requests, self._run, groups, ends)
         chunks = runs if self._run == chunk_tokens else keys_of_each(requests, chunk_tokens, groups)
         return chunks, runs
@@ -58,11 +55,14 @@ class EngineCache:
     def look_up(self, prompt: int, keys: RequestKeys) -> LocalPrefix:
         """Return the prefix of a prompt that the engine has. The last token is never part of it."""
         model, held = self._model, self._sizes
-        tokens = self._whole_blocks(prompt)
+        tokens = last_boundary_before(prompt, self._model.block_tokens)
         leading = keys.whole[model.widest]
         if not held or not tokens or (model.attention and leading and leading[0] not in held):
             return NO_PREFIX
-        rows = self._rows(tokens, keys)
+        # If the tokens end inside a run, a request that has the whole run is looked up by the whole run's
+        # key.
+        in_whole_run = len(keys.whole[0]) * self._run >= tokens
+        rows = keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)
         if model.has_one_row:  # the result of `coverage` without its arrays, which would take twice as long
             runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
             leading_tokens = min(runs * self._run, tokens)
@@ -76,7 +76,6 @@ class EngineCache:
         """Allocate the blocks of a request, let it run, and keep those that later requests can share.
 
         Args:
-            snapshots: positions in tokens at which the engine has taken and retained recurrent state.
             shared: position up to which the engine had the attention blocks, but not all other blocks, of
                 another prompt; 0 if there is none.
         """
@@ -89,7 +88,9 @@ class EngineCache:
         # The request holds the blocks that it shares, so they are not evicted for its new ones.
         self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
-        self._make_room(needed - sum(map(sizes.__getitem__, held)))
+        needed -= sum(map(sizes.__getitem__, held))
+        if (missing := self._used + needed - self._capacity) > 0:
+            self._used -= sum(map(sizes.pop, self._policy.evict_bytes(missing)))
         for size, some in entries:
             new = [key for key in some if key not in sizes] if held else some
             new = new[: (self._capacity - self._used) // size]
@@ -112,7 +113,7 @@ class EngineCache:
             (number of blocks of each run, keys of the runs) of consecutive runs of one size.
         """
         model, run, runs = self._model, self._run, known // self._run
-        last = self._whole_blocks(prompt)
+        last = last_boundary_before(prompt, self._model.block_tokens)
         kept: list[Sequence[int]] = []
         for group in model.block_groups:
             if group.kind is GroupKind.STATE:
@@ -152,37 +153,18 @@ class EngineCache:
             found.update(range(max(int(first_attended(group, end)), 0) // run, -(-end // run)))
         return sorted(found)
 
-    def _whole_blocks(self, prompt: int) -> int:
-        # The engine always computes the last token of a prompt.
-        return (prompt - 1) // self._model.block_tokens * self._model.block_tokens
-
     def _running_blocks(self, group: BlockGroup, tokens: int) -> int:
         if group.kind is GroupKind.STATE:
-            return _RUNNING_STATES * group.tables
+            return STATE_BLOCKS * group.tables
         if group.attention_span:
             tokens = min(tokens, group.attention_span + self._model.form.steps.step_tokens)
         return -(-tokens // group.block_tokens) * group.tables
-
-    def _make_room(self, blocks: int) -> None:
-        """Evict runs until `blocks` blocks are free, or until nothing can be evicted."""
-        if (missing := self._used + blocks - self._capacity) > 0:
-            self._used -= sum(map(self._sizes.pop, self._policy.evict_bytes(missing)))
-
-    def _rows(self, tokens: int, keys: RequestKeys) -> list[list[bytes]]:
-        """Return the keys of the runs of a request's first tokens, one list per group."""
-        # If the tokens end inside a run, a request that has the whole run is looked up by the whole run's
-        # key.
-        in_whole_run = len(keys.whole[0]) * self._run >= tokens
-        return keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)
 
 
 class Hit(NamedTuple):
     """The tokens of a prompt that a simulated engine did not compute.
 
     Attributes:
-        local_tokens: number of tokens from the engine's own prefix cache.
-        tier_tokens: number of tokens from each tier, host memory first.
-        tier_bytes: number of bytes loaded from each tier.
         attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
             beyond `found` were computed again because a window or a snapshot was missing.
         group_tokens: length in tokens of the longest prefix that each group alone could use.
@@ -203,11 +185,7 @@ class Hit(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A request that a simulated engine has not admitted yet.
-
-    Attributes:
-        block_keys: keys of the request's runs of blocks.
-    """
+    """A request that a simulated engine has not admitted yet."""
 
     request: TraceRequest
     keys: RequestKeys
@@ -228,12 +206,18 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine of a replay, which computes one prompt after the other."""
+    """An engine of a replay, which computes one prompt after the other.
+
+    Attributes:
+        queue: requests that arrived and have not ended, the running one first.
+        free_without_tiers: time in seconds at which the engine would have ended its requests without tiers.
+    """
 
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache
-    waiting: deque[Arrived] = field(default_factory=deque)
+    queue: deque[Arrived] = field(default_factory=deque)
+    free_without_tiers: float = 0.0
 
     def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
         """Compute the keys of requests. The result may also go to another engine with equal settings."""
@@ -269,7 +253,7 @@ class SimulatedEngine:
         hit = self._load(prompt, keys, local, local.tokens)
         if not local.needs_load or any(hit.tier_tokens):
             return hit
-        found, begin = self.tiers.look_up(prompt, keys, local.resumable_tokens), local.resumable_tokens
+        found, begin = self._look_up(prompt, keys, local.resumable_tokens), local.resumable_tokens
         if found is not None and found.tokens > begin:  # then the engine uses fewer of its attention blocks
             begin = last_boundary_before(found.tokens, self.model.block_tokens)
         return self._load(prompt, keys, local, begin)
@@ -280,17 +264,22 @@ class SimulatedEngine:
         Args:
             begin: number of tokens of it before the load.
         """
-        # The last token is computed in any case, so a load of it alone saves nothing.
-        saves_computation = prompt - begin > 1
-        found = self.tiers.look_up(prompt, keys, begin) if saves_computation else None
         none = (0,) * len(self.tiers.tiers)
+        found = self._look_up(prompt, keys, begin) if saves_computation(prompt - begin) else None
         if found is None:
             each = (local.resumable_tokens,) * len(self.model.groups)
             return Hit(local.resumable_tokens, none, none, local.tokens, each)
-        attention = max(local.tokens, found.attention_tokens) if self.model.attention else 0
-        if found.tokens <= begin:
-            return Hit(
-                local.resumable_tokens, none, none, attention, found.group_tokens, found.attention_tokens
-            )
-        sizes = self.tiers.load(found.wanted)
-        return Hit(begin, found.tier_tokens, sizes, attention, found.group_tokens, found.attention_tokens)
+        tokens, sizes = none, none
+        if found.tokens > begin:
+            tokens, sizes = found.tier_tokens, self.tiers.load(found.wanted)
+        return Hit(
+            local_tokens=begin if found.tokens > begin else local.resumable_tokens,
+            tier_tokens=tokens,
+            tier_bytes=sizes,
+            attention_tokens=max(local.tokens, found.attention_tokens) if self.model.attention else 0,
+            group_tokens=found.group_tokens,
+            shared_tokens=found.attention_tokens,
+        )
+
+    def _look_up(self, prompt: int, keys: RequestKeys, local_tokens: int) -> Found | None:
+        return look_up(self.model, self.tiers.tiers, prompt, keys, local_tokens)

@@ -1,4 +1,4 @@
-"""The look-up of a prompt in simulated tiers: how much of it they hold, and which chunks a load needs."""
+"""Simulated tiers, and the look-up of a prompt in them: how much they hold, and which chunks a load needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from kvferry.planning.coverage import (
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.model import ServedModel
-
-# Capacity in bytes of a tier without a limit.
-UNLIMITED = 1 << 62
+from kvferry.tools.replay.settings import ServedModel
 
 
 @dataclass(slots=True)
@@ -55,23 +52,19 @@ class SimulatedTier:
     The capacity is counted in bytes of chunks. A real host tier divides its memory into slabs of one chunk
     size each, so with chunks of several sizes it holds slightly less.
 
+    Methods take the keys of chunks that are evicted before all others as `cold`.
+
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
-        capacity_bytes: maximum total bytes of all chunks; `UNLIMITED` for no limit.
-        used_bytes: bytes of all chunks that the tier holds.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
         counts: numbers of chunks of each KV cache group so far.
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        chunk_bytes: Sequence[int],
-        policy: Callable[[int], EvictionPolicy],
+        self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], EvictionPolicy]
     ) -> None:
-        self.name, self.chunk_bytes = name, tuple(chunk_bytes)
+        self.chunk_bytes = tuple(chunk_bytes)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.held: dict[bytes, int] = {}
         self.counts = [TierCounts() for _ in chunk_bytes]
@@ -109,7 +102,6 @@ class SimulatedTier:
         Args:
             runs: (index of the group, keys in the order of the prompt) of each run. Keys are different, and
                 the tier does not hold them. An iterator sees the evictions so far.
-            cold: keys of chunks that are evicted before all others.
 
         Returns:
             The runs without dropped chunks, each in the order in which its chunks were admitted.
@@ -135,13 +127,7 @@ class SimulatedTier:
         return [key for key in keys if key not in held]
 
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
-        """Write new chunks of one group one after the other, as storage does. Return their keys.
-
-        Args:
-            keys: different keys, in the order in which they are written. Chunks that the tier holds are
-                skipped.
-            cold: keys of chunks that are evicted before all others.
-        """
+        """Write those chunks of one group that are not held, one after the other. Return their keys."""
         new = self.lacks(keys)
         size = self.chunk_bytes[group]
         if any(key in cold for key in new):  # the next chunk may evict one of these
@@ -153,12 +139,7 @@ class SimulatedTier:
         return new
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
-        """Add new chunks of one group, the last one as the newest. There must be room for them.
-
-        Args:
-            keys: different keys that the tier does not hold.
-            cold: keys of chunks that are evicted before all others.
-        """
+        """Add chunks of one group that are not held, the last one as the newest. There must be room."""
         if not keys:
             return
         size, counts = self.chunk_bytes[group], self.counts[group]
@@ -199,7 +180,6 @@ class Found(NamedTuple):
         attention_tokens: length in tokens of the longest prefix for which all full-attention chunks are held.
         group_tokens: length in tokens of the longest prefix that each group alone could use.
         tier_tokens: number of tokens that each tier provides in a load of the longest prefix.
-        wanted: chunks of this load.
     """
 
     tokens: int
@@ -216,8 +196,6 @@ def look_up(
 
     Args:
         tiers: the fastest first.
-        prompt: length of the prompt in tokens.
-        local: number of tokens at the start of the prompt that the engine itself has.
 
     Returns:
         None if the prompt has no chunk, or no tier holds the first one.
@@ -231,7 +209,7 @@ def look_up(
     if not tokens:
         return None
     if model.has_one_row:
-        return _leading_chunks(tiers, keys.row(tokens), tokens, size, local)
+        return _leading_chunks(tiers, keys.rows(tokens)[0], tokens, size, local)
     # Most prompts of a trace are new, and their first chunk tells it without a look-up of the others.
     if model.attention and local < size:
         first = keys.first(model.attention[0], tokens)

@@ -11,8 +11,7 @@ from kvferry.common.text import Report
 from kvferry.common.units import format_bytes
 from kvferry.tools.plan.page.document import html_page, text_block
 from kvferry.tools.replay.curve import CurvePoint
-from kvferry.tools.replay.report import Outcome
-from kvferry.tools.replay.show import show, show_size
+from kvferry.tools.replay.show import Outcome, show, show_size
 from kvferry.tools.replay.sizing import Sizing
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 28
@@ -38,7 +37,6 @@ def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str
     """Yield the HTML of a hit-rate curve; nothing if there are fewer than two points.
 
     Args:
-        points: hit rate by capacity, ascending.
         about: sentence about the trace and the settings, as plain text, where the page has none.
     """
     if len(points) < 2:

@@ -1,20 +1,35 @@
-"""The settings of a replay: engines, tiers, routing and speeds."""
+"""The settings of a replay: the model as an engine serves it, the engines, tiers, routing and speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.units import parse_size
+from kvferry.common.units import counted, format_bytes, parse_size
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.geometry.models import ModelReading
+from kvferry.planning.coverage import widest_group
+from kvferry.planning.retention import needed_chunks
+from kvferry.planning.select import attends_to_all
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
-from kvferry.tools.replay.lookup import UNLIMITED
-from kvferry.tools.replay.model import NO_PREFIX_CACHE, BlockPool, ServedModel
+from kvferry.tools.plan.contents import lay_out_engine
+from kvferry.tools.plan.kept import KeptSettings, StoredForm, stored_form
+from kvferry.tools.plan.side import EngineSide, shape
+
+# Capacity in bytes of a tier without a limit.
+UNLIMITED = 1 << 62
+
+# Memory of a rank for KV cache, if nothing says it: half of a GPU with 80 GB. Weights take the rest.
+ASSUMED_KV_CACHE = "40GiB"
 
 # Names of the ways to choose an engine for a request.
 RouteName: TypeAlias = Literal["prefix", "random", "session"]
@@ -22,8 +37,167 @@ RouteName: TypeAlias = Literal["prefix", "random", "session"]
 # Assumed speed of loads from each kind of tier. `kvferry bench` measures it.
 BYTES_PER_SECOND: Mapping[str, float] = MappingProxyType({"host": 20e9, "file": 3e9, "object": 1e9})
 
-_NO_LIMIT = ("unlimited", "none")
-_SHARED = "shared"
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """The block tables of an engine that hold the KV of one kind of layers.
+
+    Attributes:
+        tables: number of block tables. Each has its own blocks of the pool.
+    """
+
+    kind: GroupKind
+    attention_span: int
+    block_tokens: int
+    tables: int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model and the settings of the engine that serves it.
+
+    Attributes:
+        block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
+        block_bytes: bytes of a block of the engine's pool on one rank.
+    """
+
+    name: str
+    form: StoredForm
+    block_groups: tuple[BlockGroup, ...]
+    block_bytes: int
+
+    @cached_property
+    def groups(self) -> tuple[CanonicalGroup, ...]:
+        return self.form.canonical.groups
+
+    @cached_property
+    def chunk_tokens(self) -> int:
+        return self.form.canonical.chunk_tokens
+
+    @cached_property
+    def state(self) -> int | None:
+        """Index of the KV cache group with recurrent state; None if there is none."""
+        return next((n for n, group in enumerate(self.groups) if group.kind is GroupKind.STATE), None)
+
+    @cached_property
+    def widest(self) -> int:
+        """Index of the group that needs the most chunks to load a prefix."""
+        return widest_group(self.groups)
+
+    @cached_property
+    def attention(self) -> tuple[int, ...]:
+        """Indices of the groups that attend to all tokens."""
+        return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
+
+    @cached_property
+    def has_only_attention(self) -> bool:
+        return len(self.attention) == len(self.groups)
+
+    @cached_property
+    def has_one_row(self) -> bool:
+        """True if the model has one group, which attends to all tokens."""
+        return len(self.groups) == 1 and self.has_only_attention
+
+    @cached_property
+    def has_cold_chunks(self) -> bool:
+        """True if tiers evict some chunks of this model before others."""
+        return any(some is not None for some in needed_chunks(self.groups, self.chunk_tokens, [1]))
+
+    @cached_property
+    def completes_prefixes(self) -> bool:
+        """True if a load can bring the recurrent state after a prefix of the engine's own prefix cache."""
+        # vLLM passes such a prefix to the connector if all other layers have full attention.
+        return self.state is not None and len(self.groups) == 2 and len(self.attention) == 1
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """Least common multiple of the tokens per block of all groups."""
+        return lcm(*(group.block_tokens for group in self.block_groups))
+
+
+def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> ServedModel:
+    """Return a model with the settings of the engine that serves it.
+
+    Args:
+        settings: settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
+    """
+    form = stored_form(reading, side, settings)
+    layers = reading.cache.layers
+    # Engines may divide layers of one kind among several block tables, and tiers store them in one group.
+    tables: dict[tuple[GroupKind, int], list[int]] = {}
+    engine = shape(reading, side, num_blocks=1)
+    for group in engine.groups:
+        cache = layers[group.layers[0]]
+        tables.setdefault((cache.kind, cache.attention_span), []).append(group.block_tokens)
+    block_groups = []
+    for one in form.canonical.groups:
+        sizes = tables[one.kind, one.attention_span]
+        block_groups.append(BlockGroup(one.kind, one.attention_span, lcm(*sizes), len(sizes)))
+    (pool,) = lay_out_engine(reading, side, num_blocks=1)[0].regions
+    return ServedModel(reading.cache.name, form, tuple(block_groups), pool.length)
+
+
+def with_blocks(model: ServedModel, block_tokens: int) -> ServedModel:
+    """Return a model with the block size that an engine really had, in all its block tables."""
+    # vLLM for CPUs chooses the blocks of models with recurrent state by other rules than on a GPU.
+    groups = tuple(replace(group, block_tokens=block_tokens) for group in model.block_groups)
+    steps = replace(model.form.steps, block_tokens=block_tokens)
+    return replace(model, block_groups=groups, form=replace(model.form, steps=steps))
+
+
+class BlockPool(NamedTuple):
+    """The block pool of an engine.
+
+    Attributes:
+        blocks: number of blocks; 0 for an engine without prefix caching.
+        source: origin of this number, in words for the user; empty if the user gave it.
+    """
+
+    blocks: int = 0
+    source: str = ""
+
+    @property
+    def text(self) -> str:
+        """The prefix cache that an engine with this pool has, as words after "an engine"."""
+        if not self.blocks:
+            return "without a prefix cache"
+        return f"with a prefix cache of {counted(self.blocks, 'block')}{self.source and f' ({self.source})'}"
+
+
+# The pool of an engine without prefix caching.
+NO_PREFIX_CACHE = BlockPool()
+
+
+def block_pool(
+    model: ServedModel, blocks: int | None, recorded: int | None, kv_cache_memory: str | None
+) -> BlockPool:
+    """Return the block pool that an engine has.
+
+    Args:
+        kv_cache_memory: size of the memory of each rank for KV cache, such as ``40GiB``; None for the
+            recorded number of blocks, or else `ASSUMED_KV_CACHE`.
+
+    Raises:
+        ConfigError: both numbers are given, one of them is not valid, or the memory has no room for a block.
+    """
+    if blocks is not None and kv_cache_memory is not None:
+        raise ConfigError(
+            "--engine-blocks and --kv-cache-memory both give the size of the pool; leave one out"
+        )
+    if blocks is not None:
+        return BlockPool(blocks)
+    if kv_cache_memory is None and recorded is not None:
+        return BlockPool(recorded, "as recorded")
+    size = parse_size(kv_cache_memory or ASSUMED_KV_CACHE)
+    found = size // model.block_bytes
+    if not found:
+        block = format_bytes(model.block_bytes)
+        raise ConfigError(
+            f"--kv-cache-memory {kv_cache_memory} has no room for a block of {block}; give more, or "
+            "--engine-blocks 0 for an engine without a prefix cache"
+        )
+    assumed = "" if kv_cache_memory else ", assumed"
+    return BlockPool(found, f"{format_bytes(size)} of KV cache per rank{assumed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +205,7 @@ class TierSetting:
     """A tier of a replay.
 
     Attributes:
-        kind: host, file or object.
         capacity_bytes: maximum bytes of its chunks, for each engine or for all engines together.
-        shared: True if all engines share the tier, False if each engine has its own.
-        bytes_per_second: speed of loads from the tier.
     """
 
     kind: str
@@ -51,18 +222,20 @@ def parse_tier(text: str) -> TierSetting:
     >>> tier = parse_tier("file=2TiB:shared")
     >>> tier.kind, tier.capacity_bytes >> 40, tier.shared
     ('file', 2, True)
-
-    Raises:
-        ConfigError: the text does not describe a tier.
     """
     kind, _, rest = text.partition("=")
     size, _, sharing = rest.partition(":")
-    if kind not in BYTES_PER_SECOND or not size or sharing not in ("", _SHARED) or (kind == HOST and sharing):
+    if (
+        kind not in BYTES_PER_SECOND
+        or not size
+        or sharing not in ("", "shared")
+        or (kind == HOST and sharing)
+    ):
         raise ConfigError(
             f"--tier {text!r} is not a tier; write host=SIZE, file=SIZE, file=SIZE:shared or object=SIZE, "
             "with a size such as 64GiB or unlimited"
         )
-    capacity = UNLIMITED if size.lower() in _NO_LIMIT else parse_size(size)
+    capacity = UNLIMITED if size.lower() in ("unlimited", "none") else parse_size(size)
     if capacity <= 0:
         raise ConfigError(f"--tier {text!r}: the size must be above 0")
     shared = bool(sharing) or kind == "object"
@@ -121,11 +294,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     Without tiers, the engine has no values of chunks and snapshots.
 
     Attributes:
-        block_tokens: number of tokens per block, for each KV cache group.
-        step_tokens: maximum number of tokens per step.
         snapshot_tokens: distance in tokens between kept windows and snapshots.
         first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none.
-        num_blocks: number of blocks in the engine's pool.
     """
 
     block_tokens: tuple[int, ...] | None = None
@@ -143,20 +313,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 def recorded_engine(name: str, header: Mapping[str, object]) -> RecordedEngine:
-    """Read the settings of an engine from the header of its trace, which is empty if no engine recorded it.
-
-    Raises:
-        ConfigError: a setting has another type.
-    """
+    """Read the settings of an engine from the header of its trace; empty if no engine recorded it."""
     try:
         return msgspec.convert(header, RecordedEngine)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{name}: the header of the trace is damaged ({error}); record it again") from error
-
-
-def with_blocks(model: ServedModel, block_tokens: int) -> ServedModel:
-    """Return a model with the block size that an engine really had, in all its block tables."""
-    # vLLM for CPUs chooses the blocks of models with recurrent state by other rules than on a GPU.
-    groups = tuple(replace(group, block_tokens=block_tokens) for group in model.block_groups)
-    steps = replace(model.form.steps, block_tokens=block_tokens)
-    return replace(model, block_groups=groups, form=replace(model.form, steps=steps))

@@ -1,109 +1,29 @@
-"""The outcome of a replay as text."""
+"""The outcome of a replay, and the answer to a sizing question, as text and as values for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvferry.common.text import Column, Report
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
-from kvferry.tools.replay.report import Outcome, TierOutcome
-from kvferry.tools.replay.settings import ReplaySettings
-from kvferry.tools.replay.simulation import Times
-from kvferry.tools.replay.sizing import EngineChoice, Sizing
+from kvferry.tools.replay.lookup import TierCounts
+from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.sizing import Sizing
+from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 
 # Length in characters of the bar for a hit rate of 100 %.
 _BAR = 40
-
-
-def show(found: Outcome, report: Report) -> None:
-    """Print the outcome of a replay."""
-    simulation, results = found.simulation, found.simulation.results
-    model, settings = simulation.model, simulation.settings
-    if not found.complete:
-        report.text("Interrupted: these are the numbers of the requests so far.")
-    span = results.last_arrival - results.first_arrival
-    report.text(
-        f"{counted(results.requests, 'request')} in {format_age(span)}, "
-        f"{format_count(results.prompt_tokens)} prompt tokens; {model.name} in chunks of "
-        f"{model.chunk_tokens:,} tokens, {engines(settings)}"
-    )
-    report.text()
-    if found.tells_prefixes:
-        _show_hits(found, report)
-    else:
-        report.heading("The trace cannot tell how many of the prompt tokens need not be computed")
-        report.text("It has only lengths, and every prompt is taken as new.")
-    report.text()
-    report.heading("Chunks")
-    report.table(_CHUNKS, list(_chunks(found)))
-    if len(results.waits):
-        report.text()
-        report.heading("Time to the first token, without decoding")
-        rows = [
-            _wait("with the tiers", results.waits),
-            _wait("without tiers", results.waits_without_tiers),
-        ]
-        report.table(_WAITS, rows)
-    if found.curve:
-        show_curve(found.curve, settings, report)
-
-
-def engines(settings: ReplaySettings) -> str:
-    """Return the number of engines and the prefix cache of each, as words."""
-    pool = settings.pool.text
-    return f"{counted(settings.engines, 'engine')}{', each' * (settings.engines > 1)} {pool}"
-
-
-def _show_hits(found: Outcome, report: Report) -> None:
-    results = found.simulation.results
-    report.heading(
-        f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed, the engine's own "
-        f"prefix cache {results.local_hit_rate:.1%}"
-        if found.simulation.settings.pool.blocks
-        else f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed"
-    )
-    report.note(
-        f"Together {results.hit_rate:.1%}, or {results.unit_hit_rate:.1%} of the trace's units of "
-        f"{found.simulation.unit_tokens:,} tokens."
-    )
-    report.table(_PLACES, list(_places(found)), last_is_total=True)
-    _show_groups(found, report)
-
+# Share of the prompt tokens below which tiers are not worth it.
+_LITTLE = 0.05
+_SHORT_LIVED_YEARS = 3.0
 
 _PLACES = Column("tokens from", left=True), Column("share"), Column("tokens", rank=1)
-
-
-def _places(found: Outcome) -> Iterator[tuple[str, str, str]]:
-    results = found.simulation.results
-    rows = [(tier.name, tier.hit_tokens) for tier in found.tiers]
-    if found.simulation.settings.pool.blocks:
-        rows.insert(0, ("the engine's prefix cache", results.local_tokens))
-    rows.append(("computed", results.prompt_tokens - results.hit_tokens))
-    for name, tokens in rows:
-        yield name, f"{tokens / max(results.prompt_tokens, 1):.1%}", format_count(tokens)
-
-
-def _show_groups(found: Outcome, report: Report) -> None:
-    model, results = found.simulation.model, found.simulation.results
-    if len(model.groups) == 1:
-        return
-    report.text()
-    report.heading("Hit rate of each KV cache group alone")
-    prompt = max(results.prompt_tokens, 1)
-    rows = [
-        (group.label, f"{tokens / prompt:.1%}")
-        for group, tokens in zip(model.groups, results.group_tokens, strict=True)
-    ]
-    report.table((Column("group", left=True), Column("share")), rows)
-    lost = results.lost_tokens
-    report.text(
-        f"{format_count(lost)} tokens ({lost / prompt:.1%}) were computed although their full-attention "
-        "KV was at hand, because no window or snapshot of recurrent state ended where it did."
-    )
-
-
+_GROUPS = Column("group", left=True), Column("share")
 _CHUNKS = (
     Column("tier", left=True),
     Column("capacity"),
@@ -113,26 +33,6 @@ _CHUNKS = (
     Column("evicted", rank=2),
     Column("chunks dropped", rank=3),
 )
-
-
-def _chunks(found: Outcome) -> Iterator[tuple[str, ...]]:
-    for tier in found.tiers:
-        counts = tier.counts
-        yield (
-            _name(tier),
-            "unlimited" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes),
-            format_bytes(counts.most_bytes),
-            format_bytes(counts.read_bytes),
-            format_bytes(counts.stored_bytes),
-            format_bytes(counts.evicted_bytes),
-            f"{counts.dropped:,}",
-        )
-
-
-def _name(tier: TierOutcome) -> str:
-    return tier.name if tier.tiers == 1 else f"{tier.name}, {tier.tiers:,} of them"
-
-
 _WAITS = (
     Column("time", left=True),
     Column("median"),
@@ -140,17 +40,140 @@ _WAITS = (
     Column("99 %"),
     Column("mean", rank=2),
 )
+_CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
+_CHOICES = (
+    Column("retention", left=True),
+    Column("tokens per step"),
+    Column("hit rate"),
+    Column("stored", rank=1),
+)
 
 
-def _wait(name: str, times: Times) -> tuple[str, ...]:
-    return (
-        name,
-        *(format_seconds(times.quantile(share)) for share in (0.5, 0.9, 0.99)),
-        format_seconds(times.mean),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOutcome:
+    """The outcome of a replay for one kind of tier, over all engines.
+
+    Attributes:
+        capacity_bytes: capacity of one such tier in bytes; None for no limit.
+        tiers: number of such tiers: one per engine, or 1 if all engines share it.
+        counts: numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    tiers: int
+    hit_tokens: int
+    counts: TierCounts
+    group_counts: tuple[TierCounts, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a replay that has ended or was interrupted.
+
+    Attributes:
+        curve: hit rate by capacity of host memory; empty if it was not computed.
+        tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
+    """
+
+    simulation: Simulation
+    trace: str
+    complete: bool
+    curve: tuple[CurvePoint, ...] = ()
+    tells_prefixes: bool = True
+
+    @cached_property
+    def tiers(self) -> tuple[TierOutcome, ...]:
+        """Outcome of each kind of tier, host memory first."""
+        return tuple(map(self._tier, range(len(self.simulation.tiers))))
+
+    def _tier(self, number: int) -> TierOutcome:
+        setting, same = self.simulation.settings.tiers[number], self.simulation.tiers[number]
+        counts = zip(*(tier.counts for tier in same), strict=True)
+        groups = tuple(map(TierCounts.sum, counts))
+        return TierOutcome(
+            name=setting.kind,
+            capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
+            tiers=len(same),
+            hit_tokens=self.simulation.results.tier_tokens[number],
+            counts=TierCounts.sum(groups),
+            group_counts=groups,
+        )
+
+
+def show(found: Outcome, report: Report) -> None:
+    """Print the outcome of a replay."""
+    simulation, results = found.simulation, found.simulation.results
+    model, settings = simulation.model, simulation.settings
+    if not found.complete:
+        report.text("Interrupted: these are the numbers of the requests so far.")
+    each = ", each" * (settings.engines > 1)
+    report.text(
+        f"{counted(results.requests, 'request')} in {format_age(results.seconds)}, "
+        f"{format_count(results.prompt_tokens)} prompt tokens; {model.name} in chunks of "
+        f"{model.chunk_tokens:,} tokens, {counted(settings.engines, 'engine')}{each} {settings.pool.text}"
+    )
+    report.text()
+    if found.tells_prefixes:
+        _show_hits(found, report)
+    else:
+        report.heading("The trace cannot tell how many of the prompt tokens need not be computed")
+        report.text("It has only lengths, and every prompt is taken as new.")
+    report.text()
+    report.heading("Chunks")
+    report.table(_CHUNKS, [_chunks(tier) for tier in found.tiers])
+    if len(results.waits):
+        report.text()
+        report.heading("Time to the first token, without decoding")
+        waits = ("with the tiers", results.waits), ("without tiers", results.waits_without_tiers)
+        rows = []
+        for name, times in waits:
+            seconds = [*(times.quantile(share) for share in (0.5, 0.9, 0.99)), times.mean]
+            rows.append((name, *map(format_seconds, seconds)))
+        report.table(_WAITS, rows)
+    if found.curve:
+        show_curve(found.curve, settings, report)
+
+
+def _show_hits(found: Outcome, report: Report) -> None:
+    simulation, results = found.simulation, found.simulation.results
+    has_own, prompt = simulation.settings.pool.blocks > 0, max(results.prompt_tokens, 1)
+    own = f", the engine's own prefix cache {results.local_hit_rate:.1%}" * has_own
+    report.heading(f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed{own}")
+    report.note(
+        f"Together {results.hit_rate:.1%}, or {results.unit_hit_rate:.1%} of the trace's units of "
+        f"{simulation.unit_tokens:,} tokens."
+    )
+    places = [("the engine's prefix cache", results.local_tokens)] * has_own
+    places += [(tier.name, tier.hit_tokens) for tier in found.tiers]
+    places.append(("computed", results.prompt_tokens - results.hit_tokens))
+    rows = [(name, f"{tokens / prompt:.1%}", format_count(tokens)) for name, tokens in places]
+    report.table(_PLACES, rows, last_is_total=True)
+    groups = simulation.model.groups
+    if len(groups) == 1:
+        return
+    report.text()
+    report.heading("Hit rate of each KV cache group alone")
+    alone = zip(groups, results.group_tokens, strict=True)
+    report.table(_GROUPS, [(group.label, f"{tokens / prompt:.1%}") for group, tokens in alone])
+    lost = results.lost_tokens
+    report.text(
+        f"{format_count(lost)} tokens ({lost / prompt:.1%}) were computed although their full-attention "
+        "KV was at hand, because no window or snapshot of recurrent state ended where it did."
     )
 
 
-_CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
+def _chunks(tier: TierOutcome) -> tuple[str, ...]:
+    counts = tier.counts
+    return (
+        tier.name if tier.tiers == 1 else f"{tier.name}, {tier.tiers:,} of them",
+        "unlimited" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes),
+        format_bytes(counts.most_bytes),
+        format_bytes(counts.read_bytes),
+        format_bytes(counts.stored_bytes),
+        format_bytes(counts.evicted_bytes),
+        f"{counts.dropped:,}",
+    )
 
 
 def show_curve(points: Sequence[CurvePoint], settings: ReplaySettings, report: Report) -> None:
@@ -158,12 +181,11 @@ def show_curve(points: Sequence[CurvePoint], settings: ReplaySettings, report: R
     beside = ", with the engine's prefix cache" if settings.pool.blocks else " alone"
     report.text()
     report.heading(f"Hit rate by capacity of host memory{beside}")
-    report.table(_CURVE, [_curve_row(point) for point in thinned(points, 16)])
-
-
-def _curve_row(point: CurvePoint) -> tuple[str, str, str]:
-    bar = "#" * round(point.hit_rate * _BAR)
-    return format_bytes(point.capacity_bytes), f"{point.hit_rate:.1%}", bar
+    rows = [
+        (format_bytes(point.capacity_bytes), f"{point.hit_rate:.1%}", "#" * round(point.hit_rate * _BAR))
+        for point in thinned(points, 16)
+    ]
+    report.table(_CURVE, rows)
 
 
 def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
@@ -174,11 +196,6 @@ def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
     return [points[round(number * step)] for number in range(most)]
 
 
-# Share of the prompt tokens below which tiers are not worth it.
-_LITTLE = 0.05
-_SHORT_LIVED_YEARS = 3.0
-
-
 def show_size(found: Sizing, report: Report) -> None:
     """Print the answer to a sizing question."""
     report.heading(answer(found))
@@ -187,7 +204,16 @@ def show_size(found: Sizing, report: Report) -> None:
     if found.choices:
         report.text()
         report.heading("Engine settings, with unlimited memory")
-        report.table(_CHOICES, [_choice(one) for one in found.choices])
+        rows = [
+            (
+                "None" if one.retention is None else f"{one.retention:,}",
+                f"{one.step_tokens:,}",
+                f"{one.hit_rate:.1%}",
+                format_bytes(one.stored_bytes),
+            )
+            for one in found.choices
+        ]
+        report.table(_CHOICES, rows)
     show_curve(found.curve, found.ceiling.settings, report)
 
 
@@ -223,8 +249,10 @@ def sentences(found: Sizing) -> Iterator[str]:
     if (years := found.disk_years) is not None:
         short = " Choose a larger or a more enduring one." if years < _SHORT_LIVED_YEARS else ""
         yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
-        daily = _times(found.question.disk_writes_per_day)
-        yield f"A disk of this size that endures {daily} per day for 5 years lasts {_lifetime(years)}.{short}"
+        writes = found.question.disk_writes_per_day
+        daily = "1 full write" if writes == 1 else f"{writes:g} full writes"
+        lifetime = f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
+        yield f"A disk of this size that endures {daily} per day for 5 years lasts {lifetime}.{short}"
     if (speed := found.break_even_bytes_per_second) is not None:
         yield (
             f"Loading is faster than computing from tiers that deliver more than {speed / 1e9:.1f} GB/s "
@@ -247,25 +275,78 @@ def sentences(found: Sizing) -> Iterator[str]:
         )
 
 
-def _times(count: float) -> str:
-    return "1 full write" if count == 1 else f"{count:g} full writes"
+def as_json(found: Outcome) -> dict[str, Any]:
+    """Return an outcome as values that can be written as JSON. docs/replay.md explains every key.
+
+    Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1. Hits are None
+    if the trace has only lengths.
+    """
+    simulation = found.simulation
+    results, settings = simulation.results, simulation.settings
+    prompt = max(results.prompt_tokens, 1)
+    known = found.tells_prefixes
+
+    # With lengths alone every prompt looks new, and a hit rate of 0 would be wrong.
+    def told(value: float) -> float | None:
+        return value if known else None
+
+    labels, waits = [group.label for group in simulation.model.groups], None
+    if len(results.waits):
+        waits = {
+            name: {"mean": times.mean, **{f"p{share}": times.quantile(share / 100) for share in (50, 90, 99)}}
+            for name, times in (
+                ("with_tiers", results.waits),
+                ("without_tiers", results.waits_without_tiers),
+            )
+        }
+    return {
+        "trace": found.trace,
+        "unit_tokens": simulation.unit_tokens,
+        "complete": found.complete,
+        "why_no_hit_rate": None if known else f"the trace {ONLY_LENGTHS}",
+        "model": simulation.model.name,
+        "chunk_tokens": simulation.model.chunk_tokens,
+        "engines": settings.engines,
+        "engine_blocks": settings.pool.blocks,
+        "engine_blocks_source": settings.pool.source,
+        "policy": settings.policy,
+        "route": settings.route,
+        "requests": results.requests,
+        "seconds": results.seconds,
+        "prompt_tokens": results.prompt_tokens,
+        "output_tokens": results.output_tokens,
+        "hit_rate": told(results.hit_rate),
+        "unit_hit_rate": told(results.unit_hit_rate),
+        "hit_tokens": told(results.hit_tokens),
+        "computed_tokens": told(results.prompt_tokens - results.hit_tokens),
+        "local_tokens": told(results.local_tokens),
+        "lost_tokens": told(results.lost_tokens),
+        "tiers": [
+            {
+                "name": one.name,
+                "capacity_bytes": one.capacity_bytes,
+                "tiers": one.tiers,
+                **_counts(one.counts),
+                "groups": [
+                    {"label": label, **_counts(counts)}
+                    for label, counts in zip(labels, one.group_counts, strict=True)
+                ],
+                "hit_tokens": told(one.hit_tokens),
+                "hit_rate": told(one.hit_tokens / prompt),
+            }
+            for one in found.tiers
+        ],
+        "groups": [
+            {"label": label, "hit_rate": told(tokens / prompt)}
+            for label, tokens in zip(labels, results.group_tokens, strict=True)
+        ],
+        "time_to_first_token": waits,
+        "curve": curve_as_json(found.curve),
+    }
 
 
-def _lifetime(years: float) -> str:
-    return f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
-
-
-_CHOICES = (
-    Column("retention", left=True),
-    Column("tokens per step"),
-    Column("hit rate"),
-    Column("stored", rank=1),
-)
-
-
-def _choice(one: EngineChoice) -> tuple[str, ...]:
-    retention = "None" if one.retention is None else f"{one.retention:,}"
-    return retention, f"{one.step_tokens:,}", f"{one.hit_rate:.1%}", format_bytes(one.stored_bytes)
+def _counts(counts: TierCounts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in TierCounts.__slots__}
 
 
 def size_as_json(found: Sizing) -> dict[str, Any]:

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, exp, log
-from typing import Protocol
+from typing import TypeAlias
 
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.names import HOST
 from kvferry.tools.replay.content import in_batches
 from kvferry.tools.replay.engine import Arrived, EngineCache, Hit, Running, SimulatedEngine
 from kvferry.tools.replay.lookup import SimulatedTier
-from kvferry.tools.replay.model import ServedModel
-from kvferry.tools.replay.settings import ReplaySettings, RouteName, TierSetting
+from kvferry.tools.replay.settings import ReplaySettings, RouteName, ServedModel, TierSetting
 from kvferry.tools.replay.tiers import SimulatedTiers
 from kvferry.tools.replay.trace.base import TraceRequest
 
@@ -35,38 +34,23 @@ _LEAST_SHARE = 0.3
 # Requests by which the queue of a preferred engine may be longer than the shortest queue.
 _MOST_AHEAD = 4
 
-
-class Route(Protocol):
-    """A way to choose an engine."""
-
-    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        """Return the index of the engine for a request, by the requests that wait or run at each engine."""
+# Classes of times are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
+_STEP = log(1.02)
+_LEAST_SECONDS = 1e-6
 
 
-class RandomRoute:
-    """Chooses any engine."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - a simulation
-
-    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        del request
-        return self._random.randrange(len(queues))
+# Returns the index of the engine for a request, by the requests that wait or run at each engine.
+Route: TypeAlias = Callable[[TraceRequest, Sequence[int]], int]
 
 
-class SessionRoute:
-    """Chooses the same engine for all requests of a session.
-
-    A request without a session goes to an engine by its first unit of content.
-    """
-
-    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
-        first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
-        seed = request.session or first
-        return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
+def _choose_by_session(request: TraceRequest, queues: Sequence[int]) -> int:
+    """Choose the same engine for all requests of a session, or with the same first unit of content."""
+    first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
+    seed = request.session or first
+    return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
 
 
-class PrefixRoute:
+class _PrefixRoute:
     """Chooses the engine that served the longest prefix of the prompt before.
 
     A prompt of which no engine served at least `_LEAST_SHARE` goes to the engine with the shortest queue, of
@@ -77,7 +61,7 @@ class PrefixRoute:
         self._owners: dict[int, int] = {}
         self._tokens: Counter[int] = Counter()
 
-    def choose(self, request: TraceRequest, queues: Sequence[int]) -> int:
+    def __call__(self, request: TraceRequest, queues: Sequence[int]) -> int:
         units = request.prompt_tokens // request.unit_tokens
         ids = request.prefix_ids[:units].tolist()
         shortest = min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
@@ -98,17 +82,12 @@ class PrefixRoute:
 
 def route_named(name: RouteName, seed: int) -> Route:
     """Return the route with a name. Random choices have a seed."""
-    routes: dict[RouteName, Callable[[], Route]] = {
-        "random": lambda: RandomRoute(seed),
-        "session": SessionRoute,
-        "prefix": PrefixRoute,
-    }
-    return routes[name]()
-
-
-# Classes are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
-_STEP = log(1.02)
-_LEAST = 1e-6
+    if name == "prefix":
+        return _PrefixRoute()
+    if name == "session":
+        return _choose_by_session
+    chance = random.Random(seed)  # noqa: S311 - a simulation
+    return lambda _, queues: chance.randrange(len(queues))
 
 
 class Times:
@@ -130,7 +109,7 @@ class Times:
 
     def add(self, seconds: float) -> None:
         """Add a time. Times below a microsecond count as a microsecond."""
-        self._classes[round(log(max(seconds, _LEAST)) / _STEP)] += 1
+        self._classes[round(log(max(seconds, _LEAST_SECONDS)) / _STEP)] += 1
         self._sum += seconds
         self._count += 1
 
@@ -183,6 +162,11 @@ class Results:
     waits_without_tiers: Times = field(default_factory=Times)
 
     @property
+    def seconds(self) -> float:
+        """Time between the first and the last counted arrival."""
+        return self.last_arrival - self.first_arrival
+
+    @property
     def hit_tokens(self) -> int:
         return self.local_tokens + sum(self.tier_tokens)
 
@@ -232,9 +216,7 @@ class Simulation:
     """A replay in progress, at first with idle engines and empty caches.
 
     Attributes:
-        unit_tokens: number of tokens per unit of the trace.
         tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
-        results: sums over the requests so far.
 
     Args:
         on_hit: called with each counted request and what was found for it, when its engine has admitted it.
@@ -257,9 +239,7 @@ class Simulation:
         )
         self._route = route_named(settings.route, settings.seed)
         self._seen = 0
-        self._queues = [0] * settings.engines
-        self._ends: list[tuple[float, int, int, Running]] = []
-        self._free_without_tiers = [0.0] * settings.engines
+        self._ends: list[tuple[float, int, SimulatedEngine, Running]] = []
 
     def run(self, requests: Iterable[TraceRequest]) -> Results:
         """Replay requests in the order of their arrival, and return the sums.
@@ -272,12 +252,15 @@ class Simulation:
                 request = arrived.request
                 if timed:
                     self._end_until(request.arrival)
-                number = self._route.choose(request, self._queues) if len(self.engines) > 1 else 0
-                if timed:
-                    self._queue(number, arrived)
-                else:
-                    engine = self.engines[number]
+                engine = self.engines[0]
+                if len(self.engines) > 1:
+                    engine = self.engines[self._route(request, [len(one.queue) for one in self.engines])]
+                if not timed:
                     engine.finish(self._admit(engine, arrived))
+                    continue
+                engine.queue.append(arrived)
+                if len(engine.queue) == 1:
+                    self._begin(engine, request.arrival)
         self._end_until(float("inf"))
         return self.results
 
@@ -290,57 +273,37 @@ class Simulation:
                 self._on_hit(arrived.request, running.hit)
         return running
 
-    def _queue(self, number: int, arrived: Arrived) -> None:
-        """Begin a request when it arrives, or let it wait for those that its engine has."""
-        self._queues[number] += 1
-        if self._queues[number] > 1:
-            self.engines[number].waiting.append(arrived)
-        else:
-            self._begin(number, arrived, arrived.request.arrival)
-
-    def _begin(self, number: int, arrived: Arrived, now: float) -> None:
-        """Admit a request at a time of the trace, and schedule the end of its prefill."""
-        running = self._admit(self.engines[number], arrived)
-        end = now + self._seconds(running)
-        self._add_waits(number, arrived.request, running, end, counted=self._seen > self.settings.skip)
-        heappush(self._ends, (end, self._seen, number, running))
+    def _begin(self, engine: SimulatedEngine, now: float) -> None:
+        """Admit the first request of an engine's queue, and schedule the end of its prefill."""
+        request, running = engine.queue[0].request, self._admit(engine, engine.queue[0])
+        rate, hit = self.settings.prefill_tokens_per_second, running.hit
+        # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
+        speeds = (tier.bytes_per_second for tier in self.settings.tiers)
+        loading = max(size / speed for size, speed in zip(hit.tier_bytes, speeds, strict=True))
+        seconds = loading + max(request.prompt_tokens - hit.found, 1) / rate
+        end = now + seconds
+        heappush(self._ends, (end, self._seen, engine, running))
+        # The same engine without tiers. Also for requests that are not counted: the next ones wait for them.
+        begin = max(engine.free_without_tiers, request.arrival)
+        free = begin + max(request.prompt_tokens - hit.local_tokens, 1) / rate
+        engine.free_without_tiers = free
+        if self._seen > self.settings.skip:
+            self.results.waits.add(end - request.arrival)
+            self.results.waits_without_tiers.add(free - request.arrival)
 
     def _end_until(self, now: float) -> None:
         """Finish the requests whose prefill ends by a time, and begin those that wait for their engines."""
         while self._ends and self._ends[0][0] <= now:
-            at, _, number, running = heappop(self._ends)
-            engine = self.engines[number]
+            at, _, engine, running = heappop(self._ends)
             engine.finish(running)
-            self._queues[number] -= 1
-            if engine.waiting:
-                self._begin(number, engine.waiting.popleft(), at)
-
-    def _seconds(self, running: Running) -> float:
-        """Return the time to load and to compute the prompt of an admitted request."""
-        rate = self.settings.prefill_tokens_per_second
-        speeds = (tier.bytes_per_second for tier in self.settings.tiers)
-        # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
-        loading = max(size / speed for size, speed in zip(running.hit.tier_bytes, speeds, strict=True))
-        prompt = running.arrived.request.prompt_tokens
-        return loading + max(prompt - running.hit.found, 1) / rate
-
-    def _add_waits(
-        self, number: int, request: TraceRequest, running: Running, end: float, *, counted: bool
-    ) -> None:
-        """Add the time to the first token, with the tiers and as it would be without them."""
-        computed = max(request.prompt_tokens - running.hit.local_tokens, 1)
-        begin = max(self._free_without_tiers[number], request.arrival)
-        free = begin + computed / self.settings.prefill_tokens_per_second
-        # Also of requests that are not counted: the next ones wait for them.
-        self._free_without_tiers[number] = free
-        if counted:
-            self.results.waits.add(end - request.arrival)
-            self.results.waits_without_tiers.add(free - request.arrival)
+            engine.queue.popleft()
+            if engine.queue:
+                self._begin(engine, at)
 
     def _engine(self) -> SimulatedEngine:
         tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
-        return SimulatedEngine(self.model, SimulatedTiers(self.model, tiers), cache)
+        return SimulatedEngine(self.model, SimulatedTiers(tiers), cache)
 
     def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:
         known = self.tiers[number]
@@ -353,5 +316,5 @@ class Simulation:
             sizes = [group.file_bytes for group in self.model.form.groups]
         # Storage evicts the least recently used chunks, whatever the policy of host memory is.
         policy = EVICTION_POLICIES[self.settings.policy if setting.kind == HOST else "lru"]
-        known.append(SimulatedTier(setting.kind, setting.capacity_bytes, sizes, policy))
+        known.append(SimulatedTier(setting.capacity_bytes, sizes, policy))
         return known[-1]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import repeat
 from math import sqrt
 
 from kvferry.common.errors import ConfigError
 from kvferry.tools.plan.kept import settings_with_more_snapshots
-from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
-from kvferry.tools.replay.lookup import UNLIMITED
-from kvferry.tools.replay.model import ServedModel
-from kvferry.tools.replay.settings import ReplaySettings, TierSetting
+from kvferry.tools.replay.curve import CurvePoint, Requests, hit_rate_curve
+from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings, ServedModel, TierSetting
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.base import TraceRequest
 
 # Ratio of the limits of a range below which it is not narrowed further.
 _CLOSE = 1.2
@@ -22,16 +18,12 @@ _SECONDS_PER_DAY = 86_400
 # Years over which vendors state how often a disk can be written each day.
 _YEARS_OF_ENDURANCE = 5
 
-# Takes the name of a pass, for progress, and returns the requests of the trace.
-Requests = Callable[[str], Iterable[TraceRequest]]
-
 
 @dataclass(frozen=True, slots=True)
 class SizeQuestion:
     """A hit rate to reach, and the facts that decide whether it is worth it.
 
     Attributes:
-        target: share of the prompt tokens that need not be computed.
         host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
         disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
     """
@@ -56,7 +48,6 @@ class EngineChoice:
     Attributes:
         step_tokens: ``max_num_batched_tokens``.
         retention: ``prefix_cache_retention_interval``.
-        stored_bytes: bytes of all chunks that are stored.
     """
 
     step_tokens: int
@@ -71,7 +62,6 @@ class Sizing:
 
     Attributes:
         prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
-        ceiling: replay with unlimited host memory.
         enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
             engine's prefix cache reaches it alone.
         too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
@@ -98,9 +88,9 @@ class Sizing:
     @property
     def written_per_second(self) -> float:
         """Bytes written to the disk each second; 0 without a disk, or if the trace has no times."""
-        if self.with_disk is None or not (span := _span(self.with_disk)):
+        if self.with_disk is None or not (seconds := self.with_disk.results.seconds):
             return 0.0
-        return sum(counts.stored_bytes for counts in self.with_disk.tiers[1][0].counts) / span
+        return sum(counts.stored_bytes for counts in self.with_disk.tiers[1][0].counts) / seconds
 
     @property
     def disk_years(self) -> float | None:
@@ -122,21 +112,21 @@ def size(
     """Find the smallest host memory or disk that reaches a hit rate on a trace.
 
     Args:
-        requests: returns the requests of the trace, once for each pass.
         given: settings of the replays, except for the tiers. The replays leave time out.
     """
 
     def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
-        kinds = zip(("host", "file"), capacities, strict=False)
-        tiers = tuple(_tier(*one) for one in kinds)
-        settings = replace(given, tiers=tiers, prefill_tokens_per_second=0.0)
+        tiers = (
+            TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1.0)
+            for kind, capacity in zip(("host", "file"), capacities, strict=False)
+        )
+        settings = replace(given, tiers=tuple(tiers), prefill_tokens_per_second=0.0)
         simulation = Simulation(of, settings, unit_tokens)
         simulation.run(requests(name))
         return simulation
 
     ceiling = replayed(model, "unlimited memory", UNLIMITED)
-    passes = (requests("capacities") for _ in repeat(None))
-    curve = hit_rate_curve(passes, ceiling)
+    curve = hit_rate_curve(lambda _: requests("capacities"), ceiling)
     reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
     alone = ceiling.results.local_hit_rate >= question.target
     enough = 0 if alone else min(reaching, default=None)
@@ -183,11 +173,3 @@ def _choice(simulation: Simulation) -> EngineChoice:
     steps = simulation.model.form.steps
     stored = sum(counts.stored_bytes for counts in simulation.tiers[0][0].counts)
     return EngineChoice(steps.step_tokens, steps.retention, simulation.results.hit_rate, stored)
-
-
-def _tier(kind: str, capacity_bytes: int) -> TierSetting:
-    return TierSetting(kind=kind, capacity_bytes=capacity_bytes, shared=False, bytes_per_second=1.0)
-
-
-def _span(simulation: Simulation) -> float:
-    return simulation.results.last_arrival - simulation.results.first_arrival

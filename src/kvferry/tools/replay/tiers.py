@@ -29,16 +29,14 @@ from kvferry.planning.retention import (
 )
 from kvferry.planning.select import first_attended
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.lookup import Found, SimulatedTier, Wanted, look_up
-from kvferry.tools.replay.model import ServedModel
+from kvferry.tools.replay.lookup import SimulatedTier, Wanted
+from kvferry.tools.replay.settings import ServedModel
 
 
 class Run(NamedTuple):
     """Chunks of one KV cache group that a step of an engine completes.
 
     Attributes:
-        group: index of the group.
-        keys: keys of the chunks, in the order of the prompt.
         unchanged: number of chunks, from the first one, that the engine has not computed anew. They need not
             be stored where any tier has them.
     """
@@ -55,19 +53,12 @@ class SimulatedTiers:
         tiers: host memory, then the slow tiers, the fastest first. Engines may share slow tiers.
     """
 
-    def __init__(self, model: ServedModel, tiers: Sequence[SimulatedTier]) -> None:
+    def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
         self.tiers = tuple(tiers)
-        self._model, self._host, self._slow = model, self.tiers[0], self.tiers[1:]
-
-    def look_up(self, prompt: int, keys: RequestKeys, local_tokens: int) -> Found | None:
-        return look_up(self._model, self.tiers, prompt, keys, local_tokens)
+        self._host, self._slow = self.tiers[0], self.tiers[1:]
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
-        """Load a prefix: count the reads, and copy chunks of slow tiers into host memory.
-
-        Returns:
-            Number of bytes that each tier provides.
-        """
+        """Load a prefix: count the reads, and copy chunks of slow tiers into host memory."""
         keys, groups, tiers = wanted
         here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
         self._host.policy.touch_all(here[::-1])
@@ -108,11 +99,7 @@ class SimulatedTiers:
             here, wanted = [], wanted[fitting:]
 
     def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
-        """Store chunks that one step of the engine completes.
-
-        Args:
-            cold: keys of the chunks that tiers evict before all others.
-        """
+        """Store chunks that one step of the engine completes."""
         stored = self._host.store(self._pieces(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
@@ -162,11 +149,7 @@ class SimulatedTiers:
                 yield run.group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest.
-
-        Args:
-            cold: keys of further chunks, which host memory evicts before all others.
-        """
+        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
         last_first = keys[::-1]
         for tier in self.tiers:
             tier.policy.make_newest(last_first)
@@ -178,7 +161,6 @@ class ComputedPrompt(NamedTuple):
     """A prompt that an engine has computed, and where it began.
 
     Attributes:
-        tokens: length of the prompt in tokens.
         found: number of tokens at its start that the engine had or loaded, less than `tokens`.
         shared: position up to which the engine had the attention blocks, but not all other blocks, of another
             prompt; 0 if there is none.
@@ -218,13 +200,16 @@ def store_chunks(
 
     Args:
         tiers: tiers of the engine. Mutated.
-        snapshots: positions at which the engine has retained snapshots.
     """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
-    if model.has_one_row and tiers.store_at_once([_only_run(keys, prompt, used)]):
-        tiers.mark_used(used)
-        return
+    if model.has_one_row:
+        # All chunks of the request, with the prompt's incomplete last one.
+        tail = prompt.tokens % size > 0
+        unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
+        if tiers.store_at_once([Run(0, used[: keys.computed_tokens // size + tail], unchanged)]):
+            tiers.mark_used(used)
+            return
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
     storable = [
@@ -255,18 +240,6 @@ def store_chunks(
     )
 
 
-def _only_run(keys: RequestKeys, prompt: ComputedPrompt, used: Sequence[bytes]) -> Run:
-    """Return all chunks of a request of a model with one group, which attends to all tokens.
-
-    Args:
-        used: keys in the order of the request, with that of the prompt's incomplete last chunk.
-    """
-    size = keys.chunk_tokens
-    tail = prompt.tokens % size > 0
-    unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
-    return Run(0, used[: keys.computed_tokens // size + tail], unchanged)
-
-
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
     """Yield the positions, in tokens, at which steps end that may complete chunks."""
     steps, size = model.form.steps, model.chunk_tokens
@@ -289,7 +262,6 @@ def _attention_runs(
 
     Args:
         storable: chunks of the request that each group may store, ascending.
-        step: (begin, end) of the step in tokens.
     """
     size = model.chunk_tokens
     first, last = (at // size for at in step)

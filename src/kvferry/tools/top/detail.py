@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvferry.common.text import Column, fit_table
 from kvferry.common.units import format_bytes, format_seconds, plural
 from kvferry.tools.top.figures import ActivityCounts, Figures, Latency, TierCounts, TierUsage
-from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, number, percent, without_end, wrapped
+from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, arrange, number, percent, without_end
 
 SOURCE = (
     Column("source", left=True, minimum=MARGIN - 2, least=MARGIN - 2),
@@ -104,7 +104,7 @@ def _item_lines(
     at_most: int | None = None,
     look: TextStyle = TextStyle.PLAIN,
 ) -> Iterator[TextLine]:
-    lines = list(wrapped(heading, items, width))
+    lines = list(arrange(heading, items, width))
     for place, line in enumerate(lines[:at_most]):
         # Lines are left out behind the last one, which says so.
         last = width is not None and place + 1 == at_most and len(lines) > at_most

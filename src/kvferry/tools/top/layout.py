@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len, set_cell_size
 
-from kvferry.common.text import printable
+from kvferry.common.text import DOTS, printable, wrap
 
 # Width of headings, in cells.
 MARGIN = 10
-_DOTS = ".."
-_INDENT = "  "
-# Spaces where an item may be broken. A number and its unit stay together.
-_BREAKS = re.compile(r"(?<!\d) | (?![^\W\d])")
+_STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_EXACT = 10_000
 
 
 class TextStyle(StrEnum):
@@ -41,23 +38,23 @@ def fit(text: str, width: int) -> str:
     """Return the text, cut or padded with spaces to a width of exactly `width` terminal cells."""
     shown = printable(text)
     whole = set_cell_size(shown, width)
-    if whole.rstrip() == shown.rstrip() or width <= len(_DOTS):
+    if whole.rstrip() == shown.rstrip() or width <= len(DOTS):
         return whole
-    return set_cell_size(shown, width - len(_DOTS)) + _DOTS
+    return set_cell_size(shown, width - len(DOTS)) + DOTS
 
 
-def wrapped(heading: str, items: Iterable[str], width: int | None) -> Iterator[str]:
+def arrange(heading: str, items: Iterable[str], width: int | None) -> Iterator[str]:
     """Arrange items side by side in lines of at most `width` terminal cells, and yield the lines.
 
     The first line begins with the heading, and the others are indented. An item that is longer than a line is
     split at spaces.
 
-    >>> list(wrapped("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
+    >>> list(arrange("peers", ["plan 1.5 ms", "read 17.5 ms, p99 24.9 ms"], 33))
     ['peers     plan 1.5 ms', '          read 17.5 ms, p99', '          24.9 ms']
     """
     line, empty = fit(heading, MARGIN), True
     room = None if width is None else width - MARGIN
-    for item in (piece for each in items for piece in _pieces(printable(each), room)):
+    for item in (line for each in items for line in wrap(printable(each), room)):
         if width is not None and not empty and cell_len(line) + 2 + cell_len(item) > width:
             yield line
             line, empty = " " * MARGIN, True
@@ -69,7 +66,7 @@ def wrapped(heading: str, items: Iterable[str], width: int | None) -> Iterator[s
 
 def without_end(line: str, width: int) -> str:
     """Replace the end of a line by dots, to at most `width` terminal cells."""
-    dots = f" {_DOTS}"
+    dots = f" {DOTS}"
     # Cut between items, or else between words, so that no number is cut.
     for gap in ("  ", " "):
         kept = line.rstrip()
@@ -78,31 +75,6 @@ def without_end(line: str, width: int) -> str:
         if kept:
             return kept + dots
     return fit(line, width)
-
-
-def broken(text: str, width: int | None) -> list[str]:
-    """Split a text into lines of at most `width` terminal cells. All lines except the first are indented."""
-    first, *others = _pieces(printable(text), None if width is None else width - len(_INDENT))
-    return [first, *(f"{_INDENT}{each}" for each in others)]
-
-
-def _pieces(item: str, room: int | None) -> Iterator[str]:
-    if room is None:
-        yield item
-        return
-    piece = ""
-    # A wide character takes two cells.
-    for word in (part for each in _BREAKS.split(item) for part in chop_cells(each, max(room, 2)) or [each]):
-        if piece and cell_len(f"{piece} {word}") > room:
-            yield piece
-            piece = word
-        else:
-            piece = f"{piece} {word}" if piece else word
-    yield piece
-
-
-_STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-_EXACT = 10_000
 
 
 def number(value: float | None) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from rich.cells import cell_len
 
-from kvferry.common.text import Column, fit_table, shortened
+from kvferry.common.text import Column, fit_table, printable, shortened, wrap
 from kvferry.common.units import format_age, format_bytes, format_seconds
 from kvferry.tools.top.detail import detail, extra
 from kvferry.tools.top.figures import Figures
-from kvferry.tools.top.layout import TextLine, TextStyle, broken, fit, number, percent
+from kvferry.tools.top.layout import TextLine, TextStyle, fit, number, percent
 from kvferry.tools.top.poller import EngineRow, FleetView
 
 # The column with engines' names keeps this width, in cells, if its longest name needs it.
@@ -70,7 +70,10 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
     Args:
         width: maximum width of a line, in terminal cells; None for one line per heading and engine.
     """
-    lines = [title(fleet, width, every), *map(TextLine, broken(_about(fleet, None), width))]
+    lines = [
+        title(fleet, width, every),
+        *map(TextLine, wrap(printable(_about(fleet, None)), width, hanging=2)),
+    ]
     if fleet.together is not None:
         lines += [*detail(fleet.together, width), *extra(fleet.together, width)]
     lines += [TextLine(""), *engine_list(fleet, width, None, whole=True)]
@@ -158,7 +161,7 @@ def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> 
         since = time.strftime("%H:%M:%S", time.localtime(engine.silence.since))
         status = f"no answer since {since} ({format_age(at - engine.silence.since)}): {engine.silence.why}"
     if whole or width is None:
-        return broken(f"{_named(engine)}  {status}", width)
+        return wrap(printable(f"{_named(engine)}  {status}"), width, hanging=2)
     return [fit(f"{shortened(_named(engine), max(_NAME, width - cell_len(status) - 2))}  {status}", width)]
 
 

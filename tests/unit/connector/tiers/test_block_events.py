@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.cache.prompt_chunks import BegunChunk
 from kvferry.connector.engine import BlockRun, PlainRequest
 from kvferry.connector.events import BlocksStored, EventStream
-from kvferry.connector.tiers.block_events import BlockEvents
+from kvferry.connector.tiers.events import BlockEvents
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.index.tier_keys import TierKeys

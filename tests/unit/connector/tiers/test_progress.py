@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvferry.connector.tiers.store_orders import Progress
+from kvferry.connector.tiers.storing import Progress
 
 
 def request(prompt: int, tokens: int = 0, computed: int = 0) -> SimpleNamespace:

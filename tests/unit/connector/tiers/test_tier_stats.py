@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.reading import SlowTier, TransferTimes, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
-from kvferry.connector.tiers.stats import TierEvents
+from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES

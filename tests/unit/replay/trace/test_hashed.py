@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.common.errors import ConfigError
-from kvferry.tools.replay.trace.base import TraceFile, chained
+from kvferry.tools.replay.trace.base import TraceFile
 from kvferry.tools.replay.trace.hashed import HashedTrace
 from support.examples import examples
+from support.replayed import chained
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 2290, "output_length": 316, "hash_ids": [0, 42, 43, 44, 45]},

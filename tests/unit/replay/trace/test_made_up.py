@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
+from kvferry.tools.replay.trace.workload import Outline, Passage, write_out
 from support.examples import examples
 
 UNIT = 16

@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kvferry.tools.replay.trace.base import chained, chained_each
+from kvferry.tools.replay.trace.base import chained_each
 from support.examples import examples
+from support.replayed import chained
 
 requests = st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=8)
 

@@ -43,6 +43,18 @@ class Clock:
         self.now += seconds
 
 
+class Handed(LockHandoff):
+    def __init__(self, get, clock):
+        super().__init__("the lock", 30, clock, clock.sleep)
+        self._get = get
+
+    def _acquire(self, deadline):
+        return self._get(deadline)
+
+    def _release(self, resource):
+        resource.give()
+
+
 @pytest.fixture
 def lock():
     return Lock()
@@ -55,7 +67,7 @@ def clock():
 
 @pytest.fixture
 def relay(lock, clock):
-    return LockHandoff("the lock", lock.get, Lock.give, clock, clock.sleep)
+    return Handed(lock.get, clock)
 
 
 def queued(relay, threads, work):
@@ -129,7 +141,7 @@ def test_failed_acquisition_leaves_the_lock_free(lock, clock):
             raise LockTimeout("other processes")
         return lock.get(deadline)
 
-    relay = LockHandoff("the lock", get, Lock.give, clock, clock.sleep)
+    relay = Handed(get, clock)
     with pytest.raises(LockTimeout, match="other processes"), relay.held(1):
         pass
     with relay.held(1) as had:

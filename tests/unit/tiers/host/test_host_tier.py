@@ -363,7 +363,7 @@ def test_the_integrity_check_finds_states_that_disagree_with_fills_and_reads(is_
     key, table = b"%012d" % 0, SlotTable(4 * PAGE, [PAGE])
     slot = table.reserve(key, 0)
     if is_ready:
-        table.commit(slot)
+        table.end_fill(slot, filled=True)
         table.open(key)
     table.check_integrity()
     before, after = (table.ready, table.filling) if is_ready else (table.filling, table.ready)

@@ -7,8 +7,8 @@ fields of a page, and each is used only after a `probe` has confirmed it. Format
 token are moved in `cells`. Pages whose content cannot be proved move whole, as opaque bytes.
 """
 
-from kvferry.engines.vllm.content.adapters import is_known
+from kvferry.engines.vllm.content.adapters import ADAPTERS
 from kvferry.engines.vllm.content.page import page_of_attention, whole_page
 from kvferry.engines.vllm.content.strides import Shard, scales_of
 
-__all__ = ["Shard", "is_known", "page_of_attention", "scales_of", "whole_page"]
+__all__ = ["ADAPTERS", "Shard", "page_of_attention", "scales_of", "whole_page"]

@@ -1,8 +1,8 @@
 """Content adapters: the positions of K, V, latents and scales in each backend's pages.
 
-An adapter is a function that describes a page: its fields, their positions, and the values that the backend's
-cache-write operation leaves in them. `probe` compares this description with what the operation really writes.
-A backend may have several adapters. The first one whose description is proved is used.
+An adapter describes a page: its fields, their positions, and the values that the backend's cache-write
+operation leaves in them. `probe` compares this description with what the operation really writes. The first
+adapter of a backend whose description is proved is used.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ class WrittenField:
     """Field of a page, with the part of K or V that the layer's cache-write operation stores in it.
 
     Attributes:
-        field: name of the field, and positions of its elements in the page.
         source: input of the cache-write operation that the field stores: ``k`` (also for a latent) or ``v``.
-        first: index of the field's first element in the input's vector for one head and token. It is 0
-            unless the input is split into several fields.
-        code: number format of the elements.
+        first: index of the field's first element in the input's vector for one head and token.
         scale: field with the scale factors of the elements; None if the page contains none. Every factor
             applies to the same number of consecutive elements.
         scaled: True if decoded elements must also be multiplied by the layer's own scale of K or V, which is
-            stored outside of the cache. The scale is 1 for layers whose cache is not quantised.
+            stored outside of the cache.
     """
 
     field: Field
@@ -51,18 +48,14 @@ class WrittenField:
 INDEX_GROUP = 128
 """Number of consecutive elements in a key of the sparse indexer that share one scale."""
 
-Loops = tuple[tuple[int, int], ...]
+_Loops = tuple[tuple[int, int], ...]
 """(count, stride in bytes) of each loop over an axis, outermost loop first."""
 Adapter = Callable[[Strides, Shard], tuple[WrittenField, ...]]
-"""Function of the shape and strides of a cache tensor, and of the KV heads that this rank holds.
-
-It returns the fields of the page; an empty tuple if the tensor does not have the shape that the adapter
-knows.
-"""
+"""Return the fields of a page, or an empty tuple if the tensor does not have the shape that is known."""
 
 
 def fields_of(written: tuple[WrittenField, ...]) -> tuple[Field, ...]:
-    """Return the fields of a page. The scale factors of a field, if any, come after it."""
+    """Return the fields of a page, each with its scale factors after it."""
     return tuple(field for one in written for field in (one.field, one.scale) if field is not None)
 
 
@@ -88,7 +81,7 @@ def packed_kv_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def latent(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of MLA, which hold one latent vector per token. All ranks hold the same vectors."""
+    """Describe pages of MLA, which hold one latent vector per token."""
     del shard
     if s.content != s.k or s.v:
         return ()
@@ -96,9 +89,9 @@ def latent(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def latent_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of the KV cache dtype ``fp8_ds_mla``, which hold 656 bytes per token.
+    """Describe pages of the KV cache dtype ``fp8_ds_mla``.
 
-    The bytes are 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
+    A token has 512 fp8 codes of the latent, 4 float32 scales of these codes, and 64 bfloat16 rope values.
     """
     del shard
     if (s.content * s.item, s.k, s.v) != (656, 576, 0):
@@ -111,10 +104,9 @@ def latent_with_scales(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of DeepSeek V3.2's sparse indexer, which hold one fp8 key per token and its scales.
+    """Describe pages of DeepSeek V3.2's sparse indexer, which `indexer_k_quant_and_cache` writes.
 
-    A kernel block holds first the keys of all its tokens, then the scales of all its tokens. Each float32
-    scale belongs to 128 elements of a key. The operation `indexer_k_quant_and_cache` writes this format.
+    A kernel block holds first the fp8 keys of all its tokens, then their float32 scales.
     """
     del shard
     groups, rest = divmod(s.content, INDEX_GROUP + 4)
@@ -128,10 +120,9 @@ def indexer(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of CPU_ATTN's vector kernels, which hold a K array and then a V array for each head.
+    """Describe pages of CPU_ATTN's vector kernels: for each head, K of ``[D][tokens]``, V of ``[tokens][D]``.
 
-    The K array has the shape ``[D][tokens]``. The V array has the shape ``[tokens][D]``. ``D`` is the head
-    size.
+    ``D`` is the head size.
     """
     if s.slots != s.heads or s.content != s.k + s.v:
         return ()
@@ -145,10 +136,9 @@ def cpu_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 def amx_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
     """Describe pages of CPU_ATTN's kernels for AMX, which hold a K array and then a V array for each head.
 
-    Both arrays consist of pairs, as AMX multiplies them: two elements of a token in K, an element of two
-    tokens in V. Sixteen pairs form a row of a tile. The K array has the shape
-    ``[tokens / 16][D / 2][16 tokens][2]``. The V array has the shape ``[D / 16][tokens / 2][16][2 tokens]``.
-    ``D`` is the head size.
+    Both consist of pairs, as AMX multiplies them: two elements of a token in K, an element of two tokens in
+    V. Sixteen pairs form a row of a tile. With heads of ``D`` elements, K has the shape
+    ``[tokens / 16][D / 2][16 tokens][2]``, and V has ``[D / 16][tokens / 2][16][2 tokens]``.
     """
     if s.slots != s.heads or s.content != s.k + s.v or s.tokens % 16 or s.k % 2 or s.v % 16:
         return ()
@@ -163,10 +153,9 @@ def amx_kv(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 
 
 def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
-    """Describe pages of the backend B12X, which hold one array for K and then one array for V.
+    """Describe pages of the backend B12X: for each token K of all heads, then for each token V of all heads.
 
-    Each array holds the elements of all heads for each token. The cache tensor shows the two arrays as the
-    two entries of its head axis.
+    The cache tensor shows these two arrays as the two entries of its head axis.
     """
     if s.slots != 2 or s.content != s.heads * s.k or s.k != s.v:
         return ()
@@ -180,8 +169,8 @@ def planes(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:
 def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
     """Return an adapter for NVFP4 pages, whose scales of K or V may be swizzled.
 
-    A page holds K of all heads, and then V of all heads. K and V each consist of the packed codes of all
-    heads, followed by one e4m3 scale per group of 16 elements. The scales of a head form an array with a row
+    A page holds the packed codes of K of all heads, one e4m3 scale per group of 16 elements, and then the
+    same of V. The scales of a head form an array with a row
     per token and ``G`` columns, one per group. Kernels for data-centre Blackwell swizzle the scales of every
     4 tokens. The scale of token ``t`` and group ``g`` is then in row ``t // 4 * 4 + g // (G / 4)`` and in
     column ``g % (G / 4) * 4 + t % 4``.
@@ -202,8 +191,8 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
         side = s.heads * s.tokens * s.content
         found = []
         for name, start, swizzled in (("k", 0, k_swizzled), ("v", side, v_swizzled)):
-            columns: Loops = ((groups, 1),)
-            rows: Loops = ((s.tokens, token * groups),)
+            columns: _Loops = ((groups, 1),)
+            rows: _Loops = ((s.tokens, token * groups),)
             if swizzled:
                 columns = ((4, token * groups), (groups // 4, 4))
                 rows = ((s.tokens // 4, 4 * token * groups), (4, 1))
@@ -226,19 +215,11 @@ def _field(
     name: str,
     item: int,
     offset: int,
-    tokens: Loops,
-    content: Loops,
+    tokens: _Loops,
+    content: _Loops,
     heads: Axis | None = None,
 ) -> Field:
-    """Return a field of a page.
-
-    Args:
-        item: bytes per element.
-        offset: byte offset of the field in the page.
-        tokens: loops over the tokens of a kernel block.
-        content: loops over the elements of a head and token.
-        heads: head axis; None if all heads share the field.
-    """
+    """Return a field of a page, from loops over the tokens of a kernel block and over a token's elements."""
     axes = (Axis("token", ((s.kernel_blocks, s.kernel), *tokens)), Axis("content", content))
     return Field(name, item, offset, axes if heads is None else (heads, *axes))
 
@@ -248,57 +229,34 @@ def _heads(s: Strides, shard: Shard, stride: int) -> Axis:
 
 
 def _of_token(s: Strides, name: str, item: int, offset: int, count: int) -> Field:
-    """Return a field with one vector per token, at a byte offset within the token's bytes."""
     return _field(s, name, item, offset, ((s.tokens, s.token),), ((count, item),))
 
 
 def _of_head(s: Strides, shard: Shard, name: str, item: int, offset: int, count: int) -> Field:
-    """Return a field with one vector per head and token, at a byte offset within the bytes of both."""
     tokens, content = ((s.tokens, s.token),), ((count, item),)
     return _field(s, name, item, offset, tokens, content, _heads(s, shard, s.slot))
 
 
 _NVFP4 = tuple(nvfp4(*swizzled) for swizzled in ((False, True), (False, False), (True, True)))
-_MLA = (latent, latent_with_scales)
-
+_PACKED = (
+    "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "ROCM_AITER_UNIFIED_ATTN", "TRITON_ATTN_DIFFKV",
+)  # fmt: skip
+_LATENT = (
+    "AITER_TRITON_MLA", "AMX_MLA", "CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE",
+    "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_SPARSE",
+    "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE", "ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "TOKENSPEED_MLA",
+    "TRITON_MLA", "XPU_MLA_SPARSE",
+)  # fmt: skip
 ADAPTERS: dict[str, tuple[Adapter, ...]] = {
-    "AITER_TRITON_MLA": _MLA,
-    "AMX_MLA": _MLA,
+    **dict.fromkeys(_PACKED, (packed_kv,)),
+    **dict.fromkeys(_LATENT, (latent, latent_with_scales)),
     "B12X": (planes,),
     "CPU_ATTN": (cpu_kv, amx_kv),
-    "CPU_MLA": _MLA,
-    "CUTLASS_MLA": _MLA,
     "DEEPSEEK_V32_INDEXER": (indexer,),
     "FLASHINFER": (packed_kv, *_NVFP4),
-    "FLASHINFER_MLA": _MLA,
-    "FLASHINFER_MLA_SPARSE": _MLA,
-    "FLASHINFER_MLA_SPARSE_SM120": _MLA,
-    "FLASHINFER_MLA_SPARSE_SM90": _MLA,
-    "FLASHMLA": _MLA,
-    "FLASHMLA_SPARSE": _MLA,
-    "FLASH_ATTN": (packed_kv,),
-    "FLASH_ATTN_DIFFKV": (packed_kv,),
-    "FLASH_ATTN_MLA": _MLA,
-    "FLASH_ATTN_MLA_SPARSE": _MLA,
-    "FLEX_ATTENTION": (packed_kv,),
-    "ROCM_AITER_MLA": _MLA,
-    "ROCM_AITER_MLA_SPARSE": _MLA,
-    "ROCM_AITER_UNIFIED_ATTN": (packed_kv,),
-    "TOKENSPEED_MLA": _MLA,
     "TRITON_ATTN": (packed_kv, packed_kv_with_scales),
-    "TRITON_ATTN_DIFFKV": (packed_kv,),
     "TRITON_FLASH_ATTN": (packed_kv, packed_kv_with_scales),
     "TRITON_FLASHINFER": (packed_kv, *_NVFP4),
-    "TRITON_MLA": _MLA,
-    "XPU_MLA_SPARSE": _MLA,
 }
 """Adapters by name of the attention backend, in the order in which they are tried. Pages of backends that are
 not listed may still be described by `cells`."""
-
-
-def is_known(backend: str) -> bool:
-    """Return True if there are adapters for an attention backend, by its name.
-
-    A layer's pages are moved field by field if a check confirms one of them for the layer.
-    """
-    return backend in ADAPTERS

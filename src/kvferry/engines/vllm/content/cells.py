@@ -1,10 +1,8 @@
 """Descriptions of pages in which each head and token has its own bytes, whatever these bytes mean.
 
-Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. No adapter
-describes single elements of such a format. But such pages can still move between different block sizes and
-numbers of ranks under two conditions. The cache-write operation keeps all data of a head and token in one
-contiguous range of bytes, here called a *cell*. And the bytes of a cell do not depend on the position of its
-token in the block.
+Some formats mix the elements of a vector: rotations, packed codes with their scales and offsets. Such pages
+can still move between different block sizes and numbers of ranks if all data of a head and token is in one
+contiguous range of bytes, here called a *cell*, which does not depend on the token's position in the block.
 """
 
 from __future__ import annotations
@@ -20,11 +18,8 @@ from kvferry.geometry import Axis, Field
 
 
 def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
-    """Return a field that describes a page made of cells, with single bytes as elements.
-
-    Return None if the head axis of the cache tensor does not have exactly one entry per KV head, for example
-    because K and V have entries of their own.
-    """
+    """Return the field of a page made of cells, with single bytes as elements; None if it is not."""
+    # K and V may have entries of their own in the head axis.
     if s.slots != s.heads:
         return None
     axes = [
@@ -38,16 +33,10 @@ def cell_field(s: Strides, shard: Shard, name: str) -> Field | None:
 
 
 def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that a layer's pages consist of cells, with writes to scratch blocks.
+    """Return why a layer's pages do not consist of cells, from writes to scratch blocks; empty if they do.
 
-    The check passes if:
-
-    - The same input vectors produce the same cells for every token of a block.
-    - New input for some tokens or heads changes the cells of these tokens or heads, and no other cells.
-    - Nothing is written outside of the cells.
-
-    Returns:
-        Reason why the check fails; empty if it passes.
+    The same vectors must produce the same cells for every token of a block. New input for some tokens or
+    heads must change their cells and no others. Nothing may be written outside of the cells.
     """
     try:
         return (
@@ -68,7 +57,6 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
-    """Check that new input for some tokens or heads changes exactly their cells."""
     first, second = _random(s, 1), _random(s, 2)
     before = _written(layer, tensor, s, field, first)
     for dim, name in enumerate(("token", "head") if s.v else ("token",)):

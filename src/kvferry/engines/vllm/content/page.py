@@ -26,10 +26,8 @@ def page_of_attention(
 
     Args:
         name: name of the layer, for messages.
-        spec: KV cache spec of the layer.
         tensor: cache tensor of the layer, of shape (kernel blocks, head slots, tokens, content).
         num_blocks: number of blocks in the cache, as vLLM's block tables count them.
-        shard: range of the layer's KV heads that this rank holds.
     """
     fields: tuple[Field, ...] = ()
     if not shard.total:
@@ -42,18 +40,14 @@ def page_of_attention(
     if not fields:
         return whole_page(layer, name, spec, tensor, num_blocks, shard, spec.block_size, why)
     reach = max(field.extent()[1] for field in fields)
-    return PageFormat(content_id(layer, spec, tensor), spec.block_size, reach, fields)
+    return PageFormat(_content_id(layer, spec, tensor), spec.block_size, reach, fields)
 
 
-def content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
-    """Return a text that identifies the meaning of the bytes in a layer's cache.
-
-    It joins, with colons, the backend's name, the CPU instruction set of its kernels (``layer.isa``; empty if
-    not set), the tensor's dtype and the KV cache dtype.
-    """
-    return ":".join(
-        [_backend(layer), str(getattr(layer, "isa", "")), str(tensor.dtype), _kv_dtype(layer, spec)]
-    )
+def _content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
+    """Return a text that identifies the meaning of the bytes in a layer's cache."""
+    # CPU kernels of different instruction sets have different formats.
+    isa = str(getattr(layer, "isa", ""))
+    return ":".join([_backend(layer), isa, str(tensor.dtype), _kv_dtype(layer, spec)])
 
 
 def _backend(layer: Any) -> str:
@@ -78,21 +72,19 @@ def whole_page(
     """Describe pages of unknown content, as opaque bytes that can only move whole.
 
     Such pages can move only between engines whose pages have the same shape, strides and block size. Unless
-    all ranks hold the same bytes, the engines must also have the same number of ranks. Each rank then reads
-    from the rank with the same index.
+    all ranks hold the same bytes, each rank reads from the rank with the same index.
 
     Args:
         block_tokens: number of tokens per block; 0 for a ring.
         why: reason why the content is unknown, for the log.
     """
-    content = content_id(layer, spec, tensor)
+    content = _content_id(layer, spec, tensor)
     logger.warning(
         "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
         name, content, why,
     )  # fmt: skip
     ranks = 1 if is_replicated(spec) else shard.ranks
     item = tensor.element_size()
-    # The content id of the result contains shape and strides, so that engines notice a difference.
     return whole_page_of(
         content,
         block_tokens,
@@ -107,12 +99,7 @@ def whole_page(
 def _proved(
     layer: Any, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
 ) -> tuple[tuple[Field, ...], str]:
-    """Return the first description of a layer's pages that writes to a scratch cache confirm.
-
-    Returns:
-        Fields of the page, and an empty string. If no description is confirmed, an empty tuple, and the
-        reason.
-    """
+    """Return the first fields that writes to a scratch cache confirm, or none and the reason."""
     s, backend, kv_dtype = strides_of(tensor, spec, num_blocks), _backend(layer), _kv_dtype(layer, spec)
     # Adapters often fail for the same reason. A dict keeps their order.
     reasons = dict[str, None]()
@@ -123,7 +110,12 @@ def _proved(
             why = probe.find_mismatch(layer, tensor, s, written, element)
             if not why:
                 fields = fields_of(written)
-                return fields if element is types[0] else _with_element_name(element, fields), ""
+                if element is not types[0]:
+                    # The backend stores another type than the KV cache dtype names. With the type in their
+                    # names, the fields match only fields of the same type in other engines.
+                    kind = str(element).removeprefix("torch.")
+                    fields = tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)
+                return fields, ""
             reasons[why] = None
     field = cells.cell_field(s, shard, f"{kv_dtype} of {backend}")
     if field is not None:
@@ -132,11 +124,3 @@ def _proved(
             return (field,), ""
         reasons[why] = None
     return (), next(iter(reasons), "no content adapter fits them")
-
-
-def _with_element_name(element: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Return copies of fields with the element type added to each name (``k in float8_e4m3fn``)."""
-    # The backend stores another type than the KV cache dtype names. With the type in their names, the fields
-    # match only fields of the same type in other engines.
-    kind = str(element).removeprefix("torch.")
-    return tuple(replace(field, name=f"{field.name} in {kind}") for field in fields)

@@ -1,9 +1,9 @@
 """Proof that an adapter describes a layer's pages correctly.
 
 The probe lets the backend write known values to scratch pages, and looks for them where the adapter says. The
-values stand for the index of each element along one axis (token, head or content), one digit per write. The
-adapter is right under two conditions. Every element of every field must decode to the digit of its own index,
-in every write. And the cache-write operation must write no byte outside of the fields.
+values stand for the index of each element along one axis (token, head or content), one digit per write. In
+every write, every element must decode to the digit of its own index, and no byte outside of the fields may be
+written.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
     """Return a float32 tensor in which each element is the letter of one digit of its index along `axis`.
 
     Args:
-        shape: shape of the tensor: (tokens, heads, elements per head and token).
-        axis: ``token``, ``head`` or ``content``.
+        shape: (tokens, heads, elements per head and token).
         digit: position of the digit in the index; 0 is the lowest.
         shift: number added to every digit, modulo 5.
     """
@@ -58,10 +57,9 @@ def letters(shape: tuple[int, int, int], axis: str, digit: int, shift: int) -> t
     return torch.tensor(LETTERS)[index].view(view).expand(shape)
 
 
-def with_anchors(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in which the first of every 16 elements is the largest letter."""
-    # All groups of 16 elements then have the same maximum. So an operation that computes scales from the
-    # maximum gives all groups the same scale.
+def _with_anchors(values: torch.Tensor) -> torch.Tensor:
+    # The first of every 16 elements is the largest letter, so an operation that computes scales from the
+    # maximum gives all groups of 16 elements the same scale.
     anchored = values.clone()
     anchored[..., ::16] = LETTERS[-1]
     return anchored
@@ -81,7 +79,7 @@ def element_types(kv_cache_dtype: str, tensor_dtype: torch.dtype) -> tuple[torch
 def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
     """Decode elements of shape (..., count, bytes per element) to float32 of shape (..., count).
 
-    `element` is the type of `Code.ELEMENT`. e2m1 packs two numbers into a byte, so it gives (..., 2 * count).
+    `element` is the type of `Code.ELEMENT`. e2m1 packs two numbers into a byte.
     """
     if code is Code.FP4:
         codes = raw.squeeze(-1)
@@ -92,34 +90,21 @@ def decode(raw: torch.Tensor, code: Code, element: torch.dtype) -> torch.Tensor:
     return raw.contiguous().view(dtype).squeeze(-1).float()
 
 
-def decode_scale(raw: torch.Tensor) -> torch.Tensor:
-    """Decode scale factors of shape (..., count, bytes per factor) to float32 of shape (..., count).
-
-    Factors of four bytes are float32, and those of one byte are e4m3.
-    """
-    dtype = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
-    return raw.contiguous().view(dtype).squeeze(-1).float()
-
-
 def find_mismatch(
     layer: Any, tensor: torch.Tensor, s: Strides, written: tuple[WrittenField, ...], element: torch.dtype
 ) -> str:
-    """Check that a description of a layer's pages is right.
+    """Return why a description of a layer's pages is wrong; empty if it is right.
 
     Args:
         tensor: cache tensor of the layer; not changed.
-        written: fields of the description, with the part of K or V that each stores.
         element: element type to decode the cache with.
-
-    Returns:
-        Reason why the description is wrong; empty if it is right.
     """
     try:
         dynamic = any(one.scale is not None for one in written)
         for axis, digit, anchored in _probe_writes(s, dynamic=dynamic):
             inputs = _letters(s, axis, digit, v_shift=2)
             if anchored:
-                inputs = {name: with_anchors(value) for name, value in inputs.items()}
+                inputs = {name: _with_anchors(value) for name, value in inputs.items()}
             memory = scratch.write(layer, tensor, s, scaled(layer, tensor, inputs))
             for one in written:
                 # `scaled` multiplies by the layer's scale, and the operation divides by it, unless it
@@ -133,11 +118,7 @@ def find_mismatch(
 
 
 def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, ...]) -> str:
-    """Check that a layer's cache-write operation writes no bytes outside of the given fields of a page.
-
-    Returns:
-        Message with the number of other bytes that are written; empty if there are none.
-    """
+    """Return how many bytes a layer's cache-write operation writes outside of fields; empty if none."""
     values = scaled(layer, tensor, _letters(s, "content", 0, v_shift=1))
     # A byte that is equal after both writes was written: the two fills differ in every bit.
     once, again = (scratch.write(layer, tensor, s, values, fill) for fill in (0x55, 0xAA))
@@ -147,13 +128,10 @@ def unclaimed(layer: Any, tensor: torch.Tensor, s: Strides, fields: tuple[Any, .
 
 
 def scaled(layer: Any, tensor: torch.Tensor, inputs: scratch.Inputs) -> scratch.Inputs:
-    """Compute the inputs with which a layer's cache-write operation stores the given values.
+    """Return the inputs with which a layer's cache-write operation stores the given values.
 
     A value that is exact in the cache's element type is stored unchanged, whether the operation rounds or
     truncates. Only the dtype and device of `tensor`, the layer's cache, matter.
-
-    Returns:
-        Inputs for the operation by name, in the layer's dtype and on the cache's device.
     """
     quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
     dtype = (getattr(layer, "dtype", None) or torch.bfloat16) if quantised else tensor.dtype
@@ -194,15 +172,12 @@ def _found(
     element: torch.dtype,
     factor: torch.Tensor,
 ) -> bool:
-    """Return True if a field decodes to the expected values, of shape (tokens, heads, content).
-
-    Args:
-        element: element type to decode the cache with.
-        factor: factor that converts decoded elements, float32 of shape (1,) or (1, heads, 1).
-    """
+    """Return True if a field decodes to the expected values, of shape (tokens, heads, content)."""
     value = decode(scratch.read(memory, written.field, s), written.code, element)
     if written.scale is not None:
-        scales = decode_scale(scratch.read(memory, written.scale, s))
+        raw = scratch.read(memory, written.scale, s)
+        factors = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
+        scales = decode(raw, Code.ELEMENT, factors)
         value = value * scales.repeat_interleave(value.shape[-1] // scales.shape[-1], dim=-1)
     expected = expected[..., written.first : written.first + value.shape[-1]].to(value.device)
     # The field claims more elements than the input has.

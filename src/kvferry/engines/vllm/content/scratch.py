@@ -21,9 +21,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
     """Fill block 1 of a new scratch cache of two blocks, with a layer's own cache-write operation.
 
     Args:
-        layer: the engine's attention layer.
         tensor: cache tensor of the layer; not changed. The scratch cache has the same layout and dtype.
-        s: shape and strides of the cache tensor.
         values: inputs of the operation for every token of the block.
         fill: value of all bytes before the write.
 
@@ -55,10 +53,7 @@ def write(layer: Any, tensor: torch.Tensor, s: Strides, values: Inputs, fill: in
 
 
 def offsets(field: Field, device: torch.device) -> torch.Tensor:
-    """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content).
-
-    An axis that the field lacks has extent 1.
-    """
+    """Return the byte offsets of a field's elements in a page: int64 of shape (tokens, heads, content)."""
     found = torch.tensor([field.offset], device=device)
     shape = []
     for name in ("token", "head", "content"):
@@ -70,20 +65,12 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
 
 
 def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
-    """Return the bytes of a field in block 1 of a scratch cache, which is the block that `write` fills.
-
-    Returns:
-        uint8 of shape (tokens, heads, content, bytes per element).
-    """
+    """Return the bytes of a field in block 1, which `write` fills: (tokens, heads, content, item bytes)."""
     return memory[_places(memory, field, s, block=1)]
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:
-    """Return a mask of the bytes of a scratch cache that belong to fields of its two pages.
-
-    Returns:
-        bool, one element per byte of `memory`.
-    """
+    """Return a mask of the bytes of a scratch cache that belong to fields of its two pages."""
     found = torch.zeros_like(memory, dtype=torch.bool)
     for field in fields:
         for block in (0, 1):
@@ -97,7 +84,6 @@ def _places(memory: torch.Tensor, field: Field, s: Strides, block: int) -> torch
 
 
 def _without_cached_views(impl: Any) -> Any:
-    """Return a copy of an attention implementation to use with a scratch cache."""
     # TRITON_ATTN creates views of the scales in the first cache that it is called with, and keeps using them.
     # The engine's own implementation would later write the scales of the engine's cache to the scratch cache.
     impl = copy.copy(impl)

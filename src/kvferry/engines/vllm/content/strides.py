@@ -1,4 +1,4 @@
-"""Shape and strides of one layer's cache tensor."""
+"""Shape and strides of one layer's cache tensor, the heads that it holds, and its scales."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ class Shard:
     """Range of a layer's KV heads that a tensor-parallel rank holds.
 
     Attributes:
-        rank: tensor-parallel rank.
-        ranks: number of tensor-parallel ranks.
         start: index, among all heads of the layer, of the first head on this rank.
-        total: number of heads of the layer. A head with copies on several ranks counts once. 0 if kvferry
-            cannot determine which heads the rank holds.
+        total: number of heads of the layer, without copies; 0 if it is uncertain which heads the rank holds.
     """
 
     rank: int
@@ -43,12 +40,8 @@ class Strides:
         tokens: number of tokens of a kernel block.
         content: number of elements per head slot and token.
         kernel_blocks: number of kernel blocks per block.
-        kernel: bytes from one kernel block to the next.
-        slot: bytes from one head slot to the next.
-        token: bytes from one token to the next.
-        k: number of elements of K per head and token in the model's output, before they are packed or
-            quantised.
-        v: number of elements of V per head and token, likewise; 0 without V.
+        kernel, slot, token: bytes from one kernel block, head slot or token to the next.
+        k, v: elements of K and V per head and token, before they are packed or quantised; 0 without V.
     """
 
     item: int
@@ -65,7 +58,6 @@ class Strides:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens of a block of vLLM's block tables, which may be several kernel blocks."""
         return self.kernel_blocks * self.tokens
 
     @property
@@ -99,11 +91,10 @@ _OWN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6")
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """Return a layer's scale of ``k`` or ``v`` outside of the cache, once its weights are loaded.
+    """Return a layer's scale of ``k`` or ``v`` outside of the cache; 1 if its KV cache dtype uses none.
 
     Returns:
-        float32 on the host, of shape (1,) or (1, heads, 1). The scale is 1 if the layer's KV cache dtype uses
-        no such scale.
+        float32 on the host, of shape (1,) or (1, heads, 1).
     """
     # Layers have the attribute also if their cache is not quantised.
     found = getattr(layer, f"_{name}_scale", None)

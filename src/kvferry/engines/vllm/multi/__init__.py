@@ -4,9 +4,8 @@ Every child stores KV. One child loads a request's KV; it is chosen as kvferry c
 sources.
 
 - `settings`, `children`: read the configuration, and check that the configured connectors fit together
-- `connector`, `worker_hooks`: vLLM's hooks
-- `child_admission`, `late_loads`: decide which child loads a request, and follow each load to its end
-- `completions`, `block_holders`: merge what children report, and record which of them keep blocks
-- `meta`: messages between the two halves
-- `stats`, `metrics`: counts for the engine's /metrics
+- `connector`: vLLM's hooks
+- `child_admission`: decides which child loads a request, and follows each load to its end
+- `completions`: merges what children report, and records which of them keep blocks and which loads are late
+- `stats`: messages between the two halves, and counts for the engine's /metrics
 """

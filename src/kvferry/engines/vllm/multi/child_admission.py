@@ -1,16 +1,11 @@
 """Choice of the child connector that loads a request.
 
-For each request, all children state how many tokens they can load, and one of them is chosen to load. If its
-load fails, this child is not chosen again for the request, and another child may load.
-
-Requests go through the same phases as in kvferry's own admission (`connector.request_phases`). As in vLLM's
-MultiConnector, the other children are told to load 0 tokens into the request's blocks. They then drop the
-state that they keep for the request.
+For each request, all children state how many tokens they can load, and one of them is chosen. If its load
+fails, another child may load. Requests go through the same phases as in kvferry's own admission
+(`connector.request_phases`).
 
 A synchronous load runs in the step that uses the blocks, and the child does not report its end. The request
-waits for nothing, so its phase is SERVED as soon as it is admitted. If the child reports blocks that it could
-not load, it is not chosen again for the request. A synchronous load is started even if few free blocks remain
-for waiting requests (headroom), because the same step also computes the request.
+waits for nothing, so its phase is SERVED as soon as it is admitted.
 """
 
 from __future__ import annotations
@@ -35,13 +30,7 @@ from kvferry.engines.vllm.multi.stats import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Possible load of a request's KV by one child.
-
-    Attributes:
-        child_index: index of the child.
-        bid: offer of the child, under the child's name.
-        asynchronous: False if the child loads within the step that computes the request.
-    """
+    """Possible load of a request's KV by one child, whose name is the source of the bid."""
 
     child_index: int
     bid: Bid
@@ -57,7 +46,7 @@ class _Load:
         began: start of the load, in seconds on the admission's clock.
         held_blocks: number of blocks that the load may write; 0 if the child ends its loads by itself.
         invalid: True if the child has reported that it could not load some of the blocks.
-        late: True once the workers are told to go on without it.
+        late: True once the request goes on without it.
     """
 
     plan: _Plan
@@ -73,10 +62,8 @@ class _RequestState(RequestState[_Plan]):
     """State of one request.
 
     Attributes:
-        answers: number of tokens that each child offered to load when it was last asked; None for a child
-            that was still looking for KV.
-        load: load in flight; None without one. A synchronous load stays until its request ends or is asked
-            for again.
+        answers: tokens that each child offered when it was last asked; None if it was still looking for KV.
+        load: load in flight. A synchronous load stays until its request ends or is asked for again.
     """
 
     answers: tuple[int | None, ...] = ()
@@ -90,11 +77,8 @@ class ChildAdmission:
     pool.
 
     Attributes:
-        counts: counts of choices and of ended loads, for each child.
-        phases: state machine of all requests.
         late: loads that children have not ended in time.
-        prefix_cache: vLLM's prefix cache, if it shares attention blocks where it lacks recurrent state; else
-            None.
+        prefix_cache: vLLM's prefix cache, if it shares attention blocks where it lacks recurrent state.
     """
 
     def __init__(
@@ -112,9 +96,7 @@ class ChildAdmission:
 
         Args:
             names, children: names and scheduler instances of the children, in the same order.
-            chooser: policy that chooses between the children's offers. It identifies a child by its name.
             attempts: maximum number of loads for one request.
-            clock: function that returns the time in seconds.
             awaited: function of a child and a request id that returns an upper bound of the KV that the child
                 still looks for; None if it is unknown.
             deadlines: longest time of a load in seconds, by name of each child that does not end its loads by
@@ -183,7 +165,6 @@ class ChildAdmission:
         ]
 
     def _bid_of_looking(self, child_index: int, request: Any, local_tokens: int) -> Bid:
-        """Return the offer of a child that is still looking for KV: an upper bound."""
         # Without further knowledge, it may find every missing token but the last, which is always computed.
         name, most = self._names[child_index], request.num_tokens - local_tokens - 1
         known = self._awaited(self._children[child_index], request.request_id)
@@ -196,7 +177,7 @@ class ChildAdmission:
 
     def _has_room(self, plan: _Plan, request: Any, local_tokens: int) -> bool:
         """Return True if a load may start without taking blocks that waiting requests need."""
-        # The step that loads synchronously also computes the request.
+        # The step that loads synchronously also computes the request, so headroom does not matter.
         if not plan.asynchronous:
             return True
         held = Counter[str]()
@@ -210,7 +191,7 @@ class ChildAdmission:
         )
 
     def chosen(self, request_id: str) -> int | None:
-        """Return the index of the child chosen to load a request; None if there is none."""
+        """Return the index of the child chosen to load a request."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -229,13 +210,11 @@ class ChildAdmission:
         if state is not None and state.phase is RequestPhase.OPEN:
             loader = self._admit(request, state, blocks, load_tokens)
         for child_index, child in enumerate(self._children):
-            # vLLM's MultiConnector does the same. Children that load nothing drop what they keep for the
-            # request.
+            # As in vLLM's MultiConnector, children that load 0 tokens drop what they keep for the request.
             child.update_state_after_alloc(request, blocks, load_tokens if child_index == loader else 0)
         return None if state is None or state.phase is RequestPhase.LOADING else loader
 
     def _admit(self, request: Any, state: _RequestState, blocks: Any, load_tokens: int) -> int | None:
-        """Record the admission of a request. Return the index of the child that loads it, if any."""
         taken = self.phases.admit(state, load_tokens)
         answers = zip(self._names, state.answers, strict=True)
         self.counts.admitted(answers, None if taken is None else taken[0].bid.source, load_tokens)

@@ -30,8 +30,7 @@ class Child:
     """Class and configuration from which a `FerryMultiConnector` creates one of its children.
 
     Attributes:
-        name: unique name of the child in errors and metric labels.
-        load_weight: factor for the tokens that the child offers, for the policy ``weight``.
+        name, load_weight: as in `ChildSettings`.
         config: the engine's configuration, with the connector settings of this child.
     """
 
@@ -53,7 +52,6 @@ class Child:
 
     @property
     def hands_over(self) -> bool:
-        """True if the child hands KV to other engines."""
         if self.is_kvferry:
             return read_settings(self.config).transfers
         return self.cls.__name__ in HAND_OVER
@@ -72,7 +70,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return the class and the configuration of each child, in the order of the settings.
+    """Return the children in the order of the settings.
 
     Raises:
         ConfigError: a setting is invalid, a class is not found, or vLLM refuses the settings of a child.
@@ -103,29 +101,27 @@ def check(children: Sequence[Child], vllm_config: Any) -> None:
             or more than one child hands KV to other engines.
     """
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        without = [child.name for child in children if not child.can_sleep]
-        if without:
-            raise ConfigError(
-                f"{', '.join(without)} cannot do with sleep mode in this release of vLLM; leave "
-                f"--enable-sleep-mode out, or leave {'it' if len(without) == 1 else 'them'} out of connectors"
-            )
+        _refuse(
+            [child.name for child in children if not child.can_sleep],
+            "sleep mode in this release of vLLM; leave --enable-sleep-mode out",
+        )
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        without = [child.name for child in children if not supports_hybrid(child.config)]
-        if without:
-            raise ConfigError(
-                f"{', '.join(without)} cannot do with the hybrid KV cache manager, which is on; start the "
-                "engine with --disable-hybrid-kv-cache-manager, or leave "
-                f"{'it' if len(without) == 1 else 'them'} out of connectors"
-            )
+        _refuse(
+            [child.name for child in children if not supports_hybrid(child.config)],
+            "the hybrid KV cache manager, which is on; start the engine with "
+            "--disable-hybrid-kv-cache-manager",
+        )
     check_hand_over([child.name for child in children if child.hands_over])
 
 
-def agreed_layout(children: Sequence[Child]) -> str | None:
-    """Return the memory layout that children require for the KV cache; None if they accept any.
+def _refuse(names: Sequence[str], feature: str) -> None:
+    if names:
+        them = "it" if len(names) == 1 else "them"
+        raise ConfigError(f"{', '.join(names)} cannot do with {feature}, or leave {them} out of connectors")
 
-    Raises:
-        ConfigError: two children require different layouts.
-    """
+
+def agreed_layout(children: Sequence[Child]) -> str | None:
+    """Return the memory layout that children require for the KV cache; None if they accept any."""
     preferred: str | None = None
     layouts: dict[str, str] = {}
     for child in children:
@@ -147,16 +143,11 @@ def agreed_layout(children: Sequence[Child]) -> str | None:
 
 
 def agreed_count(names: Sequence[str], counts: Sequence[int | None], workers: int) -> int | None:
-    """Return how many workers report the end of each transfer, from what each child states; None for all.
-
-    Raises:
-        ConfigError: the children state different numbers.
-    """
+    """Return how many workers report the end of each transfer, from what each child states; None for all."""
     # The scheduler waits for one number of reports per transfer.
-    if len({workers if count is None else count for count in counts}) > 1:
-        said = ", ".join(
-            f"{name} has {workers if n is None else n}" for name, n in zip(names, counts, strict=True)
-        )
+    numbers = [workers if count is None else count for count in counts]
+    if len(set(numbers)) > 1:
+        said = ", ".join(f"{name} has {n}" for name, n in zip(names, numbers, strict=True))
         raise ConfigError(
             f"connectors have different numbers of workers report a request: {said}; the engine waits for "
             "one number, so leave one of them out"

@@ -1,9 +1,8 @@
-"""Merging of the children's completions into those that a worker reports to the engine.
+"""Ends of transfers: children that keep blocks, loads that are late, and what a worker reports to vLLM.
 
-A completion is a report that the KV of a request has been received or sent. vLLM fails an assertion on a
-completion that it does not expect, and takes the first completion of a request as the only one. So the worker
-reports a request as received when the child that loads it does, whatever other children report. It reports a
-request as sent when every child that keeps the request's blocks has reported it as sent.
+vLLM fails an assertion on a completion that it does not expect, and takes the first completion of a request
+as the only one. So a worker reports a request as received when the child that loads it does, whatever other
+children report, and as sent when every child that keeps its blocks has reported it as sent.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 Ending: TypeAlias = tuple[bool, dict[str, Any] | None]
 """Answer of a connector when a request has ended: (True if it keeps the blocks, ``kv_transfer_params``)."""
 
+_NULL_BLOCK = 0
+
 
 class BlockHolders:
     """The children that keep blocks of ended requests. Only the engine's thread may use it."""
@@ -38,36 +39,12 @@ class BlockHolders:
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
         """Merge what all children return when a request ends, and record which of them keep its blocks.
 
-        Args:
-            endings: result of each child, in the order of the children.
-
         Returns:
-            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some
-            (None if no child has any).
+            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some.
         """
         keeps = self.record(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
-        self._warn_once(tuple(name for name, _ in said))
-        return keeps, said[0][1] if said else None
-
-    def record(self, request_id: str, held: Sequence[bool]) -> bool:
-        """Record which children keep blocks of an ended request; return True if any of them does.
-
-        Args:
-            held: True for each child that keeps blocks, in the order of the children.
-        """
-        if any(held):
-            child_indices = {child_index for child_index, holds in enumerate(held) if holds}
-            # A child may tell of blocks twice: at the end of a request, and of its last, partial block.
-            self._holders.setdefault(request_id, set()).update(child_indices)
-        return any(held)
-
-    def take_new(self) -> dict[str, frozenset[int]]:
-        """Return the children that keep blocks, by id of each request that has ended since the last call."""
-        holders, self._holders = self._holders, {}
-        return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}
-
-    def _warn_once(self, names: tuple[str, ...]) -> None:
+        names = tuple(name for name, _ in said)
         # Once for each combination, because every request of a workload has the same one.
         if len(names) > 1 and names not in self._warned_of:
             self._warned_of.add(names)
@@ -76,19 +53,25 @@ class BlockHolders:
                 "what callers get. Blocks that the others keep for a consumer wait for their own deadline",
                 ", ".join(names), names[0],
             )  # fmt: skip
+        return keeps, said[0][1] if said else None
 
+    def record(self, request_id: str, held: Sequence[bool]) -> bool:
+        """Record which children keep blocks of an ended request; return True if any of them does."""
+        child_indices = {child_index for child_index, holds in enumerate(held) if holds}
+        if child_indices:
+            # A child may tell of blocks twice: at the end of a request, and of its last, partial block.
+            self._holders.setdefault(request_id, set()).update(child_indices)
+        return bool(child_indices)
 
-_NULL_BLOCK = 0
+    def take_new(self) -> dict[str, frozenset[int]]:
+        """Return the children that keep blocks, by id of each request that has ended since the last call."""
+        holders, self._holders = self._holders, {}
+        return {request_id: frozenset(child_indices) for request_id, child_indices in holders.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class LateLoad:
-    """A load that its request no longer waits for, as the workers are told.
-
-    Attributes:
-        key: unique name of the load.
-        block_ids: ids of the blocks that it may still write. Until its end, no request has them.
-    """
+    """A load that its request no longer waits for, and the blocks that it may still write."""
 
     key: str
     block_ids: frozenset[int]
@@ -98,18 +81,13 @@ class LateLoads:
     """Loads of children that their requests no longer wait for. Only the engine's thread uses it."""
 
     def __init__(self, workers: int, deadline_seconds: float) -> None:
-        """Begin without late loads. Call `start` before the first one.
-
-        Args:
-            deadline_seconds: time after which a load is late, for the log.
-        """
+        """Begin without late loads. Call `start` before the first one; log `deadline_seconds` with each."""
         self._workers, self._seconds = workers, deadline_seconds
         self._pool: BlockPool | None = None
         self._loads: TransferBook[Transfer] | None = None
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Return the number of late loads whose end the workers have not all reported."""
         return 0 if self._loads is None else len(self._loads)
 
     def start(self, pool: BlockPool) -> None:
@@ -117,7 +95,7 @@ class LateLoads:
         self._pool, self._loads = pool, TransferBook(self._workers, pool)
 
     def hold(self, child: str, request_id: str, blocks: Sequence[Sequence[Any]]) -> LateLoad:
-        """Pin the blocks of a late load, for each KV cache group. The request still holds them."""
+        """Pin the blocks of a late load, by KV cache group, while the request still holds them."""
         assert self._loads is not None, "a load needs blocks"
         held = [block for group in blocks for block in group if block.block_id != _NULL_BLOCK]
         key = f"{request_id}#{next(self._numbers)}"
@@ -155,7 +133,6 @@ class Completions:
         self._ended = Counter[str]()
 
     def __len__(self) -> int:
-        """Return the number of loads in flight plus the number of ended requests whose blocks are kept."""
         return len(self._loads) + len(self._holders)
 
     def expect(self, loads: Mapping[str, int], holders: Mapping[str, Iterable[int]]) -> None:
@@ -175,7 +152,7 @@ class Completions:
 
     @property
     def late_blocks(self) -> frozenset[int]:
-        """Ids of blocks that only late loads may write. A child's errors about them concern no request."""
+        """Ids of blocks that only late loads may write."""
         return frozenset().union(*(load.block_ids for load in self._late.values()))
 
     def take_ended(self) -> dict[str, int]:
@@ -184,11 +161,7 @@ class Completions:
         return dict(ended)
 
     def join(self, reports: Iterable[KVConnectorTransferResults]) -> KVConnectorTransferResults:
-        """Merge the reports of all children about a step into one report for vLLM.
-
-        Args:
-            reports: ids of sent, received and failed requests of each child, in the order of the children.
-        """
+        """Merge the reports of all children about a step, in their order, into one report for vLLM."""
         sent, received, failed = set[str](), set(self._given_up), set(self._given_up)
         self._given_up.clear()
         for child_index, report in enumerate(reports):

@@ -3,25 +3,30 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "FerryMultiConnector",
         "kv_connector_module_path": "kvferry.engines.vllm.multi.connector", ...}'
 
-This class and its base class only forward vLLM's hooks to the children and merge their answers.
-`worker_hooks` has the hooks that vLLM calls on workers. All further logic is in `child_admission`,
-`completions` and `block_holders`.
+It forwards vLLM's hooks to the children and merges their answers. All further logic is in `child_admission`
+and `completions`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.load import Bid
 from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.engines.vllm.compat.connectors import (
+    KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
+    as_current_config,
     class_of_transfer,
     register_connector,
 )
@@ -36,10 +41,16 @@ from kvferry.engines.vllm.multi.children import (
     children_of,
     read_multi,
 )
-from kvferry.engines.vllm.multi.completions import BlockHolders, Ending
+from kvferry.engines.vllm.multi.completions import BlockHolders, Completions, Ending
 from kvferry.engines.vllm.multi.settings import parse_multi
-from kvferry.engines.vllm.multi.stats import MultiMeta, MultiMetrics, MultiStats, path_of
-from kvferry.engines.vllm.multi.worker_hooks import WorkerHooks
+from kvferry.engines.vllm.multi.stats import (
+    MultiEvents,
+    MultiHandshake,
+    MultiMeta,
+    MultiMetrics,
+    MultiStats,
+    MultiWorkerMeta,
+)
 from kvferry.engines.vllm.scheduler import cache_group, step_tokens
 from kvferry.engines.vllm.transfer_config import wrong_name
 
@@ -54,7 +65,20 @@ NOT_FORWARDED = {
 """Members of vLLM's base class that are not forwarded to the children. The value is the reason."""
 
 
-class FerryMultiConnector(WorkerHooks, SupportsHMA):
+def _forwarded(name: str) -> Any:
+    """Return a hook that calls the hook `name` of every child with its own arguments."""
+
+    def hook(self: FerryMultiConnector, *arguments: Any, **named: Any) -> None:
+        for child in self._connectors:
+            getattr(child, name)(*arguments, **named)
+
+    # Not every release of vLLM has all of them.
+    if (theirs := getattr(KVConnectorBase_V1, name, None)) is not None:
+        hook.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+    return hook
+
+
+class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM connector that runs several connectors as children, and chooses which child loads a request."""
 
     _clock = staticmethod(time.monotonic)
@@ -69,7 +93,9 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         share_logging()
         settings, children = read_multi(vllm_config), children_of(vllm_config)
         check(children, vllm_config)
-        super().__init__(vllm_config, role, kv_cache_config, children)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._child_specs, self._names = children, tuple(child.name for child in children)
+        self._connectors = [child.cls(child.config, role, kv_cache_config) for child in children]
         if role is KVConnectorRole.SCHEDULER:
             prepare_scheduler(vllm_config)
         self._speeds = Speeds()
@@ -92,10 +118,14 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             workers=self.get_finished_count() or vllm_config.parallel_config.world_size,
         )
         self._block_holders = BlockHolders(self._names)
+        self._completions = Completions()
 
     @property
     def sub_connectors(self) -> list[Any]:
         return list(self._connectors)
+
+    def _children(self) -> Iterable[tuple[str, Any]]:
+        return zip(self._names, self._connectors, strict=True)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -117,6 +147,22 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
             )
             for child in parse_multi(extra_config).children
         )
+
+    def shutdown(self) -> None:
+        # One child's error must not leave the threads of the others running.
+        failed: list[Exception] = []
+        for name, child in self._children():
+            try:
+                child.shutdown()
+            except Exception as error:
+                logger.exception("%s did not shut down", name)
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    # In the scheduler's process.
+
+    on_new_request = _forwarded("on_new_request")
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -145,10 +191,6 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
     def get_finished_count(self) -> int | None:
         counts = [child.get_finished_count() for child in self._connectors]
         return agreed_count(self._names, counts, self._vllm_config.parallel_config.world_size)
-
-    def on_new_request(self, request: Any) -> None:
-        for child in self._connectors:
-            child.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._admission.matched(request, num_computed_tokens)
@@ -187,8 +229,8 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         try:
             for child_index, child in enumerate(self._connectors):
                 # A child takes the output for its own, so each is shown its part of it.
-                connector_output.kv_connector_worker_meta = _part(meta, child_index)
-                connector_output.kv_cache_events = _part(events, child_index)
+                connector_output.kv_connector_worker_meta = meta and meta.children[child_index]
+                connector_output.kv_cache_events = events and events.children[child_index]
                 child.update_connector_output(connector_output)
         finally:
             connector_output.kv_connector_worker_meta = meta
@@ -261,12 +303,88 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         answers = [child.reset_cache() for child in self._connectors]
         return all(answer is not False for answer in answers)
 
+    # On a worker.
+
+    unregister_kv_caches = _forwarded("unregister_kv_caches")
+    restore_kv_caches = _forwarded("restore_kv_caches")
+    set_host_xfer_buffer_ops = _forwarded("set_host_xfer_buffer_ops")
+    start_load_kv = _forwarded("start_load_kv")
+    finish_forward = _forwarded("finish_forward")
+    reset_capture_state = _forwarded("reset_capture_state")
+    wait_for_layer_load = _forwarded("wait_for_layer_load")
+    save_kv_layer = _forwarded("save_kv_layer")
+    wait_for_save = _forwarded("wait_for_save")
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        found = [(name, child.get_mem_pool_context()) for name, child in self._children()]
+        with_pool = [(name, context) for name, context in found if context is not None]
+        if len(with_pool) > 1:
+            raise ConfigError(
+                f"{' and '.join(name for name, _ in with_pool)} each want a memory pool of their own for the "
+                "KV cache, which is in one; configure it for one of them"
+            )
+        return with_pool[0][1] if with_pool else None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for connector, child in zip(self._connectors, self._child_specs, strict=True):
+            # A child reads its own settings in the current configuration.
+            with as_current_config(child.config):
+                connector.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> MultiHandshake | None:
+        cards = tuple(child.get_handshake_metadata() for child in self._connectors)
+        return None if all(card is None for card in cards) else MultiHandshake(cards)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, MultiMeta)
+        super().bind_connector_metadata(connector_metadata)
+        # Before the children run: they may report a load in the step that starts it.
+        self._completions.expect(connector_metadata.loads, connector_metadata.holders)
+        self._completions.give_up(connector_metadata.given_up)
+        for child, meta in zip(self._connectors, connector_metadata.children, strict=True):
+            child.bind_connector_metadata(meta)
+
+    def clear_connector_metadata(self) -> None:
+        for child in self._connectors:
+            child.clear_connector_metadata()
+        super().clear_connector_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        for child, meta in zip(self._connectors, kv_connector_metadata.children, strict=True):
+            child.handle_preemptions(meta)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._completions.join(
+            [child.get_transfer_results(finished_req_ids) for child in self._connectors]
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        found = set[int]().union(*(child.get_block_ids_with_load_errors() for child in self._connectors))
+        # A child's errors about blocks of late loads concern no request.
+        return found - self._completions.late_blocks
+
+    def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
+        events = tuple(child.get_kv_connector_kv_cache_events() for child in self._connectors)
+        return None if all(of is None for of in events) else MultiEvents(events)
+
+    def build_connector_worker_meta(self) -> MultiWorkerMeta | None:
+        metas = tuple(child.build_connector_worker_meta() for child in self._connectors)
+        ended = self._completions.take_ended()
+        return MultiWorkerMeta(metas, ended) if ended or any(meta is not None for meta in metas) else None
+
+    # Stats of both, and their metrics.
+
     def get_kv_connector_stats(self) -> MultiStats | None:
         self._steps.done()
-        found = {
-            name: (path_of(type(child)), child.get_kv_connector_stats()) for name, child in self._children()
+        children = {
+            name: ((type(child).__module__, type(child).__qualname__), stats)
+            for name, child in self._children()
+            if (stats := child.get_kv_connector_stats()) is not None
         }
-        children = {name: (path, stats) for name, (path, stats) in found.items() if stats is not None}
         counts = self._admission.counts if self._role is KVConnectorRole.SCHEDULER else None
         stats = MultiStats.of(children, counts)
         return None if stats.is_empty() else stats
@@ -286,34 +404,16 @@ class FerryMultiConnector(WorkerHooks, SupportsHMA):
         children = children_of(vllm_config)
         return MultiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
 
-    def shutdown(self) -> None:
-        # One child's error must not leave the threads of the others running.
-        failed: list[Exception] = []
-        for name, child in self._children():
-            try:
-                child.shutdown()
-            except Exception as error:
-                logger.exception("%s did not shut down", name)
-                failed.append(error)
-        if failed:
-            raise failed[0]
-
 
 def _awaited(child: Any, request_id: str) -> Bid | None:
     """Return the offer that a child waits for; None if the child is not kvferry's, or does not say."""
-    if not isinstance(child, KVFerryConnector):
-        return None
-    return child.half.admission.awaited(request_id)
+    return child.half.admission.awaited(request_id) if isinstance(child, KVFerryConnector) else None
 
 
 def _of_child(metadata: dict[Any, Any], child_index: int) -> dict[Any, Any]:
     """Return the handshakes of one child, by worker, out of `MultiHandshake` objects by worker."""
     found = {worker: handshake.children[child_index] for worker, handshake in metadata.items()}
     return {worker: handshake for worker, handshake in found.items() if handshake is not None}
-
-
-def _part(whole: Any, child_index: int) -> Any:
-    return None if whole is None else whole.children[child_index]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,10 +35,9 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """Settings of one child: an entry of the list ``connectors`` in the user's configuration.
 
     Attributes:
-        name: unique name of the child in errors and metric labels. The default is the name of its class, with
-            a number from 2 on if that is taken.
-        load_weight: factor for the number of tokens that the child offers, for the policy ``weight`` alone.
-            It chooses the child with the highest product.
+        name: unique name in errors and metric labels. The default is the name of the child's class, with a
+            number from 2 on if that is taken.
+        load_weight: factor for the tokens that the child offers, for the policy ``weight`` alone.
         transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
@@ -50,9 +50,8 @@ class _SourceChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the choice between children.
 
     Attributes:
-        source_policy: name of the policy that chooses the child that loads a request.
         patience_seconds: maximum time that a request waits for a child that is still looking for KV.
-        attempts: maximum number of loads that are tried for one request. After that, the request is computed.
+        attempts: maximum number of loads for one request, which is then computed.
         load_timeout_seconds: time after which a request goes on without the load of a child that is not
             kvferry's. kvferry's children have this setting of their own.
     """
@@ -64,23 +63,14 @@ class _SourceChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MultiSettings(_SourceChoice, frozen=True, kw_only=True):
-    """Settings of a `FerryMultiConnector`, which are in ``kv_connector_extra_config``.
+    """Settings of a `FerryMultiConnector`, which are in ``kv_connector_extra_config``."""
 
-    Attributes:
-        children: settings of each child. If two offers are equally good, the child that is listed first
-            loads.
-    """
-
+    # If two offers are equally good, the child that is listed first loads.
     children: tuple[ChildSettings, ...]
 
 
 def parse_multi(extra: Mapping[str, Any]) -> MultiSettings:
-    """Parse the ``kv_connector_extra_config`` of a `FerryMultiConnector`.
-
-    Raises:
-        ConfigError: there is an unknown key (the message names the nearest known key), a wrong type, a value
-            out of range, no connector, or two connectors with the same name.
-    """
+    """Parse the ``kv_connector_extra_config`` of a `FerryMultiConnector`, or raise a ConfigError."""
     plain = parse_settings("kv_connector_extra_config", extra, _SourceChoice, beside=("connectors",))
     given = extra.get("connectors")
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -131,12 +121,11 @@ def _named(entries: Sequence[dict[str, Any]]) -> tuple[ChildSettings, ...]:
     for entry in entries:
         name = entry.get("name")
         if not name:
-            name = next(one for one in _numbered(entry["kv_connector"]) if one not in taken)
+            name = kind = entry["kv_connector"]
+            numbers = itertools.count(2)
+            while name in taken:
+                name = f"{kind}-{next(numbers)}"
             taken[name] = 1
         transfer = {key: value for key, value in entry.items() if key not in OWN_KEYS}
         children.append(ChildSettings(name, float(entry.get("load_weight", 1.0)), transfer))
     return tuple(children)
-
-
-def _numbered(name: str) -> Sequence[str]:
-    return [name, *(f"{name}-{number}" for number in range(2, 1000))]

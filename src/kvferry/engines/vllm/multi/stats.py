@@ -1,4 +1,4 @@
-"""Stats of the children and of the choice between them, on their way to the engine's /metrics.
+"""Messages of a `FerryMultiConnector`: those of all children, and stats of the choice between them.
 
 vLLM sends stats between processes as plain values (numbers, strings, lists and dicts). In the other process,
 it restores them with the connector's class, without the engine's configuration. So the stats of each child
@@ -8,7 +8,6 @@ carry the module and name of the connector class that restores them.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,8 @@ from kvferry.engines.vllm.multi.children import Child
 from kvferry.engines.vllm.multi.completions import LateLoad
 from kvferry.observe.metrics import CONNECTOR, MULTI, PREFIX
 
-logger = logging.getLogger(__name__)
-
 ClassPath = tuple[str, str]
 """(module, qualified name) of a connector's class."""
-
 
 Count = tuple[str, str, str]
 """Labels of a counter: (metric, name of the child, outcome). The outcome is empty for metrics without one."""
@@ -58,8 +54,7 @@ class Counts:
 
         Args:
             answers: (name, number of tokens offered) of each child; None if it was still looking for KV.
-            loader: name of the child that loads the request; None if no child does.
-            tokens: number of tokens that the loader loads.
+            loader: name of the child that loads `tokens` tokens; None if no child does.
         """
         for name, answer in answers:
             self.increments["queries", name, ""] += 1
@@ -72,7 +67,7 @@ class Counts:
                 self.increments["misses", name, ""] += 1
 
     def ended(self, name: str, *, succeeded: bool, late: bool = False) -> None:
-        """Count the end of a child's load. A late one is one that the request has gone on without."""
+        """Count the end of a child's load. The request has gone on without a late one."""
         self.increments["loads", name, "expired" if late else "ready" if succeeded else "failed"] += 1
 
     def take(self) -> Counter[Count]:
@@ -81,19 +76,13 @@ class Counts:
         return taken
 
 
-def path_of(cls: type) -> ClassPath:
-    """Return the path of a class."""
-    return cls.__module__, cls.__qualname__
-
-
 class MultiStats(KVConnectorStats):
     """Stats of a `FerryMultiConnector` and its children, from which the engine's metrics are updated.
 
     Attributes:
         data: ``children`` maps a child's name to (path of the connector's class, stats of the child).
-            ``more`` has a list [metric, name of the child, outcome, increment] per counter, on the scheduler
-            only. ``pending`` maps a child's name to its asynchronous loads in flight; empty if ``more`` is
-            empty.
+            ``more`` has a list [metric, name of the child, outcome, increment] per counter. ``pending`` maps
+            a child's name to its asynchronous loads in flight, if ``more`` has any counter.
     """
 
     data: dict[str, Any]
@@ -105,7 +94,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Mapping[str, Any] | None) -> MultiStats:
-        """Restore stats from the result of `to_dict`; None or empty for no stats."""
+        """Restore stats from the result of `to_dict`."""
         if not data:
             return cls()
         children = {}
@@ -120,12 +109,7 @@ class MultiStats(KVConnectorStats):
     def of(
         cls, children: Mapping[str, tuple[ClassPath, KVConnectorStats]], counts: Counts | None
     ) -> MultiStats:
-        """Combine the stats of the children with the counts of choices, whose increments are cleared.
-
-        Args:
-            children: (path of the connector's class, stats of the child), by name of the child.
-            counts: counts of the choices; None on a worker.
-        """
+        """Combine the stats of the children with the counts of choices, whose increments are cleared."""
         more = counts.take() if counts is not None else {}
         pending = dict(counts.pending) if counts is not None and more else {}
         return cls(
@@ -136,7 +120,6 @@ class MultiStats(KVConnectorStats):
         self.data = {"children": {}, "more": [], "pending": {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as plain values (numbers, strings, lists and dicts), which `read` accepts."""
         children = {
             name: [list(path), stats.to_dict()] for name, (path, stats) in self.data["children"].items()
         }
@@ -179,7 +162,6 @@ class MultiMeta(KVConnectorMetadata):
     """Message from the scheduler half of a `FerryMultiConnector` to its worker halves, once per step.
 
     Attributes:
-        children: message of each child, in the order of the configuration.
         loads: index of the child that runs an asynchronous load that starts, by id of the request. Workers
             ignore the other children's reports that the load has ended.
         holders: indices of the children that keep blocks, by id of an ended request.
@@ -197,7 +179,6 @@ class MultiWorkerMeta(KVConnectorWorkerMetadata):
     """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
 
     Attributes:
-        children: message of each child, in the order of the configuration; None for a child that sends none.
         ended: number of workers on which a load that was given up has ended, by the name of the load.
     """
 

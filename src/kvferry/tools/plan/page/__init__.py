@@ -1,8 +1,7 @@
 """A picture of a handover forecast, as one self-contained HTML file.
 
-`strips` lists the pieces of memory that hold a block on one rank, `runs` the copies between those of both
-sides. `place` maps addresses to positions, `scene` collects what one picture shows, `draw` draws it as SVG,
-and `document` writes the HTML file.
+`scene` collects what one picture shows. `draw` lists the pieces of memory and the copies between them, and
+draws them as SVG. `document` writes the HTML file.
 """
 
 from kvferry.tools.plan.page.document import picture

@@ -15,10 +15,23 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.common.units import format_bytes
-from kvferry.geometry import Group, PageFormat, RankGeometry
+from kvferry.geometry import Group, PageFormat
 from kvferry.geometry.page import join_loops, loop_offsets
 from kvferry.planning.descriptors import Int64s, merge
 from kvferry.planning.template import Route
+
+WIDTH = 1000.0
+_GAP = 5.0
+_BETWEEN_RANKS = 18.0
+_MOST_GAPS = WIDTH / 3
+# Distinct colours for layers, and for ranks of the destination. The colours repeat.
+COLOURS = 6
+
+_BAR = 26
+_BETWEEN = 110
+_RULE = 16
+_LEAST_WIDTH = 0.4
+_LONGEST_RULE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +64,6 @@ def strips(group: Group, layers: Sequence[int], blocks: int) -> list[Strip]:
     return sorted(found, key=lambda strip: strip.address)
 
 
-def rank_label(rank: RankGeometry) -> str:
-    """Return a short name of a rank, such as ``TP rank 0 of 2``."""
-    stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
-    return f"{stage}TP rank {rank.tp_rank} of {rank.tp_size}"
-
-
 def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
     """Return (offsets, lengths) in bytes of the contiguous pieces of a page, ascending, int64."""
     starts, lengths = [], []
@@ -71,12 +78,6 @@ def _stretches(page: PageFormat) -> tuple[Int64s, Int64s]:
     return found.src, found.length
 
 
-WIDTH = 1000.0
-_GAP = 5.0
-_BETWEEN_RANKS = 18.0
-_MOST_GAPS = WIDTH / 3
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryLane:
     """The memory of one rank to draw as a row in a picture: its name, and strips sorted by address."""
@@ -86,35 +87,37 @@ class MemoryLane:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnLane:
+class _DrawnLane:
     """A lane with its horizontal positions in a picture, in SVG units.
 
     Attributes:
-        addresses: memory address of the first byte of each strip.
         starts: horizontal position of the first byte of each strip.
-        per_byte: width of a byte.
     """
 
     lane: MemoryLane
-    addresses: tuple[int, ...]
     starts: tuple[float, ...]
     per_byte: float
 
     def at(self, address: int) -> float:
         """Return the horizontal position of an address; of the preceding strip's end if it is between two."""
-        number = max(bisect_right(self.addresses, address) - 1, 0)
-        inside = min(address - self.addresses[number], self.lane.strips[number].length)
+        strips = self.lane.strips
+        number = max(bisect_right(strips, address, key=lambda strip: strip.address) - 1, 0)
+        inside = min(address - strips[number].address, strips[number].length)
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
         """Return the horizontal positions at which a range of memory begins and ends."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
+    def where(self, address: int) -> str:
+        """Return an address in words: the rank, and the bytes from its first strip."""
+        return f"{self.lane.label} + {address - self.lane.strips[0].address:,}"
 
-def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
+
+def place(lanes: Sequence[MemoryLane]) -> list[_DrawnLane]:
     """Place the memory of all ranks of one engine next to each other."""
     total = sum(strip.length for lane in lanes for strip in lane.strips) or 1
-    breaks = sum(_breaks(lane) for lane in lanes)
+    breaks = sum(a.stop != b.address for lane in lanes for a, b in pairwise(lane.strips))
     gap = min(_GAP, _MOST_GAPS / breaks) if breaks else 0.0
     between = _BETWEEN_RANKS * max(len(lanes) - 1, 0)
     per_byte = (WIDTH - gap * breaks - between) / total
@@ -126,13 +129,9 @@ def place(lanes: Sequence[MemoryLane]) -> list[DrawnLane]:
                 x += gap
             starts.append(x)
             x += strip.length * per_byte
-        placed.append(DrawnLane(lane, tuple(s.address for s in lane.strips), tuple(starts), per_byte))
+        placed.append(_DrawnLane(lane, tuple(starts), per_byte))
         x += _BETWEEN_RANKS
     return placed
-
-
-def _breaks(lane: MemoryLane) -> int:
-    return sum(before.stop != after.address for before, after in pairwise(lane.strips))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,7 @@ class DrawnRun:
     Attributes:
         src, dst: address of the first byte on each side.
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
-        bytes: number of copied bytes.
         longest: length of the longest of these runs. A part of a run counts with the length of the whole run.
-        pieces: number of runs, or parts of runs.
     """
 
     src: int
@@ -192,15 +189,21 @@ def cut(run: DrawnRun, src: Sequence[Strip], dst: Sequence[Strip]) -> Iterator[t
 
 
 def by_strip(parts: Iterable[tuple[int, int, DrawnRun]]) -> list[DrawnRun]:
-    """Join the copied bytes that connect the same two strips.
-
-    Args:
-        parts: tuples as `cut` yields them.
-    """
+    """Join the copied bytes that connect the same two strips."""
     joined: dict[tuple[int, int], DrawnRun] = {}
     for a, b, part in parts:
-        before = joined.get((a, b))
-        joined[a, b] = part if before is None else _both(before, part)
+        if (one := joined.setdefault((a, b), part)) is part:
+            continue
+        src, dst = min(one.src, part.src), min(one.dst, part.dst)
+        joined[a, b] = DrawnRun(
+            src=src,
+            dst=dst,
+            src_span=max(one.src + one.src_span, part.src + part.src_span) - src,
+            dst_span=max(one.dst + one.dst_span, part.dst + part.dst_span) - dst,
+            bytes=one.bytes + part.bytes,
+            longest=max(one.longest, part.longest),
+            pieces=one.pieces + part.pieces,
+        )
     return list(joined.values())
 
 
@@ -208,29 +211,6 @@ def _next(strips: Sequence[Strip], address: int) -> int | None:
     """Return the index of the first strip that ends after an address; None if there is none."""
     number = bisect_right(strips, address, key=lambda strip: strip.stop)
     return number if number < len(strips) else None
-
-
-def _both(one: DrawnRun, other: DrawnRun) -> DrawnRun:
-    src, dst = min(one.src, other.src), min(one.dst, other.dst)
-    return DrawnRun(
-        src=src,
-        dst=dst,
-        src_span=max(one.src + one.src_span, other.src + other.src_span) - src,
-        dst_span=max(one.dst + one.dst_span, other.dst + other.dst_span) - dst,
-        bytes=one.bytes + other.bytes,
-        longest=max(one.longest, other.longest),
-        pieces=one.pieces + other.pieces,
-    )
-
-
-# Distinct colours for layers, and for ranks of the destination. The colours repeat.
-COLOURS = 6
-
-_BAR = 26
-_BETWEEN = 110
-_RULE = 16
-_LEAST_WIDTH = 0.4
-_LONGEST_RULE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +253,7 @@ def _labels(lanes: Sequence[MemoryLane]) -> str:
     return f'<div class="ranks">{names}</div>'
 
 
-def _bars(placed: Sequence[DrawnLane], y: int) -> Iterator[str]:
+def _bars(placed: Sequence[_DrawnLane], y: int) -> Iterator[str]:
     for each in placed:
         for x, strip in zip(each.starts, each.lane.strips, strict=True):
             width = max(strip.length * each.per_byte, _LEAST_WIDTH)
@@ -286,7 +266,7 @@ def _bars(placed: Sequence[DrawnLane], y: int) -> Iterator[str]:
 
 
 def _ribbon(
-    ribbon: Ribbon, above: Sequence[DrawnLane], below: Sequence[DrawnLane], between: tuple[int, int]
+    ribbon: Ribbon, above: Sequence[_DrawnLane], below: Sequence[_DrawnLane], between: tuple[int, int]
 ) -> str:
     run, src, dst = ribbon.run, above[ribbon.src], below[ribbon.dst]
     (a, b), (c, d) = src.interval(run.src, run.src_span), dst.interval(run.dst, run.dst_span)
@@ -300,12 +280,8 @@ def _ribbon(
         f"{format_bytes(run.bytes)} in {run.pieces:,} pieces" if run.pieces > 1 else format_bytes(run.bytes)
     )
     part = f" of a run of {format_bytes(run.longest)}" if run.longest > run.bytes else ""
-    said = f"{many}{part}, from {_where(src, run.src)} to {_where(dst, run.dst)}"
+    said = f"{many}{part}, from {src.where(run.src)} to {dst.where(run.dst)}"
     return f'<path class="r{ribbon.dst % COLOURS}" d="{path}"><title>{escape(said)}</title></path>'
-
-
-def _where(placed: DrawnLane, address: int) -> str:
-    return f"{placed.lane.label} + {address - placed.addresses[0]:,}"
 
 
 def _scale(per_byte: float, bottom: int) -> tuple[str, str]:

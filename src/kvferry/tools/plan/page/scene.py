@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
 from kvferry.planning.template import Route
-from kvferry.tools.plan.page.draw import MemoryLane, Ribbon, by_strip, cut, rank_label, runs_of, strips
+from kvferry.tools.plan.page.draw import MemoryLane, Ribbon, by_strip, cut, runs_of, strips
 from kvferry.tools.plan.setting import PlannedTransfer
 
 # Maximum number of drawn ranks per side.
@@ -23,11 +23,7 @@ class Scene:
     """The content of a picture that shows how blocks of a group are copied between two engines.
 
     Attributes:
-        src, dst: lanes of the source and of the destination, each with at least one strip.
-        layers: names of the drawn layers.
         of_layers: number of layers of the group on the drawn ranks.
-        src_blocks, dst_blocks: number of drawn blocks on each side.
-        runs: number of copied runs between the drawn blocks.
         joined: True if some ribbon stands for several runs.
     """
 
@@ -51,7 +47,7 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
         one_layer: False to draw all layers, with one band per pair of strips. True to draw only the first
             layer, with one band per run if there are not too many.
     """
-    srcs, dsts = setting.srcs[:MAX_RANKS], setting.dsts[:MAX_RANKS]
+    srcs, dsts = setting.src.ranks[:MAX_RANKS], setting.dst.ranks[:MAX_RANKS]
     routes = [
         (src, dst, route)
         for dst in range(len(dsts))
@@ -63,49 +59,38 @@ def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | N
         return None
     # Groups of the two engines may contain different layers. Drawn are those that share a table on both
     # sides.
-    groups = (routes[0][2].src_group, group)
-    routes = [each for each in routes if each[2].src_group == groups[0]]
+    src_group = routes[0][2].src_group
+    routes = [each for each in routes if each[2].src_group == src_group]
     blocks = _blocks(routes[0][2])
-    shared = {layer.name for rank in srcs for layer in rank.groups[groups[0]].layers}
-    every = [name for name in _names(dsts, group) if name in shared]
+    shared = {layer.name for rank in srcs for layer in rank.groups[src_group].layers}
+    here = dict.fromkeys(layer.name for rank in dsts for layer in rank.groups[group].layers)
+    every = [name for name in here if name in shared]
     names = every[:1] if one_layer else every
-    above, below = _sides(srcs, dsts, groups, names, blocks)
-    while len(names) > 1 and sum(len(lane.strips) for lane in (*above, *below)) > MAX_STRIPS:
+    while True:
+        above = [_lane("source", rank, src_group, names, blocks[0]) for rank in srcs]
+        below = [_lane("destination", rank, group, names, blocks[1]) for rank in dsts]
+        if len(names) == 1 or sum(len(lane.strips) for lane in (*above, *below)) <= MAX_STRIPS:
+            break
         names = names[: len(names) // 2]
-        above, below = _sides(srcs, dsts, groups, names, blocks)
     parts = [
         (src, dst, [list(cut(run, above[src].strips, below[dst].strips)) for run in runs_of(route, *blocks)])
         for src, dst, route in routes
     ]
     runs = sum(bool(run) for _, _, of in parts for run in of)
     joined = not one_layer or runs > MAX_RIBBONS
+    # Ranks that have no memory to draw are left out.
+    lanes = [[number for number, lane in enumerate(side) if lane.strips] for side in (above, below)]
     ribbons = []
     for src, dst, of in parts:
         each = [part for run in of for part in run]
-        ribbons += [Ribbon(src, dst, run) for run in (by_strip(each) if joined else (p for _, _, p in each))]
-    return _shown(
-        above=above, below=below, ribbons=ribbons, names=names, of_layers=len(every), blocks=blocks, runs=runs
-    )
-
-
-def _shown(
-    above: Sequence[MemoryLane],
-    below: Sequence[MemoryLane],
-    ribbons: Sequence[Ribbon],
-    names: Sequence[str],
-    of_layers: int,
-    blocks: tuple[int, int],
-    runs: int,
-) -> Scene:
-    """Return the content of the picture, without the ranks that have no memory to draw."""
-    src = [number for number, lane in enumerate(above) if lane.strips]
-    dst = [number for number, lane in enumerate(below) if lane.strips]
+        drawn = by_strip(each) if joined else [part for _, _, part in each]
+        ribbons += [Ribbon(lanes[0].index(src), lanes[1].index(dst), run) for run in drawn]
     return Scene(
-        src=tuple(above[number] for number in src),
-        dst=tuple(below[number] for number in dst),
-        ribbons=tuple(Ribbon(src.index(r.src), dst.index(r.dst), r.run) for r in ribbons),
+        src=tuple(above[number] for number in lanes[0]),
+        dst=tuple(below[number] for number in lanes[1]),
+        ribbons=tuple(ribbons),
         layers=tuple(names),
-        of_layers=of_layers,
+        of_layers=len(every),
         src_blocks=blocks[0],
         dst_blocks=blocks[1],
         runs=runs,
@@ -120,23 +105,9 @@ def _blocks(route: Route) -> tuple[int, int]:
     return max(route.dst_cells // route.src_cells, 1), max(route.src_cells // route.dst_cells, 1)
 
 
-def _names(ranks: Sequence[RankGeometry], group: int) -> Iterator[str]:
-    """Yield the names of the layers that a group has on any of the given ranks, each name once."""
-    yield from dict.fromkeys(layer.name for rank in ranks for layer in rank.groups[group].layers)
-
-
-def _sides(
-    srcs: Sequence[RankGeometry],
-    dsts: Sequence[RankGeometry],
-    groups: tuple[int, int],
-    names: Sequence[str],
-    blocks: tuple[int, int],
-) -> tuple[list[MemoryLane], list[MemoryLane]]:
-    above = [_lane("source", rank, groups[0], names, blocks[0]) for rank in srcs]
-    return above, [_lane("destination", rank, groups[1], names, blocks[1]) for rank in dsts]
-
-
 def _lane(side: str, rank: RankGeometry, group: int, names: Sequence[str], blocks: int) -> MemoryLane:
     own = rank.groups[group]
     numbers = [number for number, layer in enumerate(own.layers) if layer.name in names]
-    return MemoryLane(f"{side}, {rank_label(rank)}", tuple(strips(own, numbers, blocks)))
+    stage = f"PP rank {rank.pp_rank} of {rank.pp_size}, " if rank.pp_size > 1 else ""
+    label = f"{side}, {stage}TP rank {rank.tp_rank} of {rank.tp_size}"
+    return MemoryLane(label, tuple(strips(own, numbers, blocks)))

@@ -1,4 +1,7 @@
-"""The contract of traces. Each format has a module of its own with a subclass of `Trace`."""
+"""The contract of traces, and what their formats share: identities of content, files of lines, arrival times.
+
+Each format has a module of its own with a subclass of `FileTrace`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -31,12 +34,37 @@ if TYPE_CHECKING:
 # Identities of content, uint64. Equal identities mean equal tokens.
 Ids: TypeAlias = npt.NDArray[np.uint64]
 
-_GOLDEN, _FIRST, _SECOND = (
+# Numbers of SplitMix64. Multiples of each are far apart.
+GOLDEN, FIRST, SECOND = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-# Number of a unit that no request has.
-_BEYOND = 1 << 62
+
+# A file without line breaks must not fill the memory.
+_MAX_LINE_BYTES = 64 << 20
+_BUFFER_BYTES = 256 << 10
+_GZIP = b"\x1f\x8b"
+
+# A prompt or an output has at most this many tokens. It bounds the memory that a wrong number in a file can
+# take.
+MAX_TOKENS = 1 << 24
+PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+OutputTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+UnitTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+_MAX_LATE_SECONDS = 60.0
+# A larger number of seconds is a time in another unit.
+_MAX_SECONDS = 1e11
+
+BATCH_REQUESTS = 512
+_BATCH_UNITS = 1 << 16
+_SHOWN_CHARACTERS = 100
+_Item = TypeVar("_Item")
+
+ONLY_LENGTHS = (
+    "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a "
+    "table with a column session"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +81,9 @@ class TraceRequest:
 
     Attributes:
         arrival: seconds from the start of the trace to the arrival of the request.
-        prompt_tokens: length of the prompt in tokens, at least 1.
-        output_tokens: number of generated tokens.
         prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal
             identities mean that all tokens so far are equal. The units may include generated tokens.
         prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
-        session: name of the conversation that the request belongs to; empty if unknown.
-        recorded: cache hits of the engine that recorded the trace; None for other traces.
     """
 
     arrival: float
@@ -95,31 +119,20 @@ def mixed(values: Ids) -> Ids:
     Source: Guy Steele, Doug Lea, Christine Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014.
     """
-    found = values + _GOLDEN
-    found = (found ^ (found >> _SHIFTS[0])) * _FIRST
-    found = (found ^ (found >> _SHIFTS[1])) * _SECOND
+    found = values + GOLDEN
+    found = (found ^ (found >> _SHIFTS[0])) * FIRST
+    found = (found ^ (found >> _SHIFTS[1])) * SECOND
     return found ^ (found >> _SHIFTS[2])
 
 
-def chained(ids: npt.ArrayLike) -> Ids:
+def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
     """Return identities of prefixes, uint64, from the identity of each unit's own content.
 
-    Each result depends on all units up to its own and on their order.
+    Each result depends on all units of its request up to its own, and on their order.
 
-    >>> first, second = chained([7, 8, 9]), chained([7, 9, 9])
-    >>> (first == second).tolist()
-    [True, False, False]
-    """
-    own = np.asarray(ids).astype(np.uint64)
-    return chained_each(own, np.array([len(own)]))
-
-
-def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
-    """Return what `chained` returns for each of several requests, in one array.
-
-    >>> both = chained_each(np.array([7, 8, 7], np.uint64), np.array([2, 1]))
-    >>> both.tolist() == [*chained([7, 8]).tolist(), *chained([7]).tolist()]
-    True
+    >>> a, b, c, d = chained_each(np.array([7, 8, 7, 9], np.uint64), np.array([2, 2]))
+    >>> a == c, b == d
+    (np.True_, np.False_)
 
     Args:
         ids: identity of each unit's own content, of all requests one after the other, shape (units,).
@@ -127,7 +140,7 @@ def chained_each(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids:
     """
     # One array for many short requests takes a tenth of the time.
     places = places_within(counts) + 1
-    sums = mixed(mixed(ids) + places.astype(np.uint64) * _FIRST).cumsum(dtype=np.uint64)
+    sums = mixed(mixed(ids) + places.astype(np.uint64) * FIRST).cumsum(dtype=np.uint64)
     earlier = np.concatenate([np.zeros(1, np.uint64), sums])[counts.cumsum() - counts]
     found: Ids = sums - np.repeat(earlier, counts)
     return found
@@ -143,72 +156,12 @@ def places_within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
 
 
-def chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.NDArray[np.int64]) -> Ids:
-    """Return the identities of the first whole chunks of each request, uint64, in one array.
-
-    A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
-
-    Args:
-        requests: requests of one trace.
-        counts: number of chunks of each request, int64 of shape (requests,).
-    """
-    # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
-    # prompts differ later in that unit, and the replay counts too few hits, unless units divide chunks.
-    unit = requests[0].unit_tokens
-    ends = (places_within(counts) + 1) * chunk_tokens
-    units = (ends - 1) // unit
-    found = _prefix_ids(requests, np.arange(len(requests)).repeat(counts), units)
-    found += ((units + 1) * unit - ends).astype(np.uint64) * _SECOND
-    return found
-
-
-def tail_ids(requests: Sequence[TraceRequest], chunk_tokens: int, tokens: npt.NDArray[np.int64]) -> Ids:
-    """Return the identity of the incomplete last chunk of each request's first tokens, uint64.
-
-    Args:
-        tokens: number of tokens from the start of each request, int64 of shape (requests,); at most its
-            prompt. An identity means nothing where this is a multiple of `chunk_tokens`.
-    """
-    unit = requests[0].unit_tokens
-    units = (tokens - 1) // unit
-    whole = np.array([request.prompt_tokens // unit for request in requests])
-    units[units >= whole] = _BEYOND
-    known = _prefix_ids(requests, np.arange(len(requests)), units)
-    found: Ids = mixed(mixed(known ^ (tokens % chunk_tokens).astype(np.uint64)) + tokens.astype(np.uint64))
-    return found
-
-
-def _prefix_ids(
-    requests: Sequence[TraceRequest], owners: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
-) -> Ids:
-    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
-
-    Args:
-        owners: index of the request of each prefix, int64 of shape (prefixes,).
-        units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
-    """
-    each = [request.prefix_ids for request in requests]
-    prompts = np.array([request.prompt_id for request in requests], np.uint64)
-    known = np.array([len(ids) for ids in each])
-    places = np.where(units < known[owners], (known.cumsum() - known)[owners] + units, known.sum() + owners)
-    found: Ids = np.concatenate([*each, prompts])[places]
-    return found
-
-
-STANDARD_INPUT = "-"
-# A file without line breaks must not fill the memory.
-_MAX_LINE_BYTES = 64 << 20
-_BUFFER_BYTES = 256 << 10
-_GZIP = b"\x1f\x8b"
-
-
 class TraceFile:
     """A trace file, or standard input (``-``).
 
     A regular file is opened anew for each reading. Standard input and pipes can be read once.
 
     Attributes:
-        name: name of the file, safe to print on a terminal.
         size_bytes: size of the file, compressed if it is; None for standard input and pipes.
         read_bytes: number of bytes, compressed if the file is, that the latest reading has read so far.
 
@@ -217,20 +170,16 @@ class TraceFile:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._path = None if str(path) == STANDARD_INPUT else Path(path)
+        self._path = None if str(path) == "-" else Path(path)
         self.name = printable(self._path.name) if self._path else "standard input"
-        self.size_bytes = None if self._path is None else self._size(self._path)
+        self.size_bytes = self._size(self._path) if self._path else None
         self.read_bytes = 0
         self._is_compressed = self._is_marked = False
         # The rest of what can be read once.
         self._rest: Iterator[tuple[int, bytes]] | None = self._read()
 
     def first_line(self) -> tuple[int, bytes]:
-        """Return the first line that is not blank, and its number. A later reading yields this line again.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no such line.
-        """
+        """Return the first line that is not blank, and its number. A later reading yields this line again."""
         lines = self.all_lines()
         read = []
         for number, line in lines:
@@ -244,12 +193,7 @@ class TraceFile:
         return read[-1]
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Read the lines that are not blank, with their line breaks, and their numbers from 1.
-
-        Raises:
-            ConfigError: the file cannot be read, or only once, and was read before. The iterator raises it
-                too.
-        """
+        """Read the lines that are not blank, with their line breaks, and their numbers from 1."""
         return (each for each in self.all_lines() if not each[1].isspace())
 
     def all_lines(self) -> Iterator[tuple[int, bytes]]:
@@ -265,9 +209,6 @@ class TraceFile:
         """Open the file to read lines at any place. Call this after `first_line`.
 
         None if the file is compressed, begins with a byte-order mark, or is standard input or a pipe.
-
-        Raises:
-            ConfigError: the file cannot be opened.
         """
         if self._path is None or self.size_bytes is None or self._is_compressed or self._is_marked:
             return None
@@ -340,35 +281,10 @@ class _CountingReader(io.RawIOBase):
         return len(data)
 
 
-# A prompt or an output has at most this many tokens. It bounds the memory that a wrong number in a file can
-# take.
-MAX_TOKENS = 1 << 24
-
-ONLY_LENGTHS = (
-    "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a "
-    "table with a column session"
-)
-
-MAX_LATE_SECONDS = 60.0
-# A larger number of seconds is a time in another unit.
-MAX_SECONDS = 1e11
-
-PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-OutputTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-UnitTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-
-BATCH_REQUESTS = 512
-_BATCH_UNITS = 1 << 16
-_SHOWN_CHARACTERS = 100
-_Item = TypeVar("_Item")
-
-
 class Trace(ABC):
     """Requests in order of arrival. Each iteration begins with the first one.
 
     Attributes:
-        name: name for the user, safe to print on a terminal.
-        unit_tokens: number of tokens per unit of all requests.
         length: value of `position` at the end; None if the requests can be iterated only once.
         header: what is known about all requests; empty except for recorded traces.
         tells_prefixes: False if only lengths are known, so that no prompts are known to share a prefix.
@@ -399,7 +315,6 @@ class FileTrace(Trace):
     first line that cannot be used. Standard input and pipes can be iterated once.
 
     Attributes:
-        format: ``mooncake``, ``bailian``, ``blocks``, ``csv`` or ``recorded``.
         length: size of the file in bytes, compressed if it is; None for standard input and pipes.
     """
 
@@ -422,11 +337,13 @@ class FileTrace(Trace):
         return self._file.read_bytes
 
     def notes(self) -> list[str]:
-        late = self._arrivals.late
-        unsorted = (
-            f"not in order of arrival: {counted(late, 'request')}, which arrive with the request before"
-        )
-        return [*[unsorted] * bool(late), *[f"it {ONLY_LENGTHS}"] * (not self.tells_prefixes)]
+        found = [] if self.tells_prefixes else [f"it {ONLY_LENGTHS}"]
+        if late := self._arrivals.late:
+            found.insert(
+                0,
+                f"not in order of arrival: {counted(late, 'request')}, which arrive with the request before",
+            )
+        return found
 
     @abstractmethod
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
@@ -434,11 +351,7 @@ class FileTrace(Trace):
 
 
 class ArrivalTimes:
-    """Converts the times in a file to seconds since the file's first request, in ascending order.
-
-    Attributes:
-        late: number of requests whose times were replaced so far.
-    """
+    """Converts the times in a file to seconds since the file's first request, in ascending order."""
 
     def __init__(self, file: TraceFile) -> None:
         self.late = 0
@@ -452,10 +365,10 @@ class ArrivalTimes:
         Raises:
             ConfigError: the time is out of bounds, or more than 60 s before the latest one so far.
         """
-        if not -MAX_SECONDS <= seconds <= MAX_SECONDS:
+        if not -_MAX_SECONDS <= seconds <= _MAX_SECONDS:
             raise self._file.refusal(
                 number,
-                f"the request arrives at {seconds:g} s; at most {MAX_SECONDS:g} s are expected",
+                f"the request arrives at {seconds:g} s; at most {_MAX_SECONDS:g} s are expected",
                 "convert the times of this trace to the unit of its format",
             )
         if self._first is None:
@@ -465,13 +378,13 @@ class ArrivalTimes:
             self._newest = found
         # Logs of busy servers are slightly unsorted. A file with larger steps back is not sorted by arrival,
         # or contains several traces.
-        elif found >= self._newest - MAX_LATE_SECONDS:
+        elif found >= self._newest - _MAX_LATE_SECONDS:
             self.late += 1
         else:
             raise self._file.refusal(
                 number,
                 f"the request arrives {self._newest - found:,.1f} s before an earlier line's; at most "
-                f"{MAX_LATE_SECONDS:g} s are expected",
+                f"{_MAX_LATE_SECONDS:g} s are expected",
                 "sort the trace by arrival",
             )
         return self._newest
@@ -483,12 +396,7 @@ def batches(
     max_units: int = _BATCH_UNITS,
     max_items: int = BATCH_REQUESTS,
 ) -> Iterator[list[_Item]]:
-    """Group consecutive items, so that the identities of many short requests are computed at once.
-
-    Args:
-        units: returns the number of units of an item.
-        max_units: number of units at which a group ends.
-    """
+    """Group consecutive items, so that the identities of many short requests are computed at once."""
     batch: list[_Item] = []
     total = 0
     for item in items:
@@ -502,11 +410,7 @@ def batches(
 
 
 def decode(decoder: msgspec.json.Decoder[_Item], line: bytes, number: int, file: TraceFile) -> _Item:
-    """Decode a line of JSON.
-
-    Raises:
-        ConfigError: the line is not of the expected type.
-    """
+    """Decode a line of JSON. Raise ConfigError if it is not of the expected type."""
     try:
         return decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -30,10 +30,10 @@ from kvferry.tools.replay.trace.base import (
     TraceRequest,
     identity,
 )
-from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
+from kvferry.tools.replay.trace.workload import Outline, Passage, write_out
 
 # Smaller units make the replay slower.
-DEFAULT_UNIT_TOKENS = 256
+_DEFAULT_UNIT_TOKENS = 256
 
 _ARRIVAL, _PROMPT, _OUTPUT, _SESSION = "arrival", "prompt_tokens", "output_tokens", "session"
 _NAMES = {
@@ -60,11 +60,7 @@ def csv_columns(line: bytes) -> dict[str, int]:
 
 
 class CsvTrace(FileTrace):
-    """A trace that is a table.
-
-    Raises:
-        ConfigError: a column is missing.
-    """
+    """A trace that is a table."""
 
     def __init__(self, file: TraceFile, unit_tokens: int | None) -> None:
         number, line = file.first_line()
@@ -77,7 +73,7 @@ class CsvTrace(FileTrace):
                 "add the column, or rename it",
             )
         self.tells_prefixes = _SESSION in self._columns
-        super().__init__(file, "csv", unit_tokens or DEFAULT_UNIT_TOKENS)
+        super().__init__(file, "csv", unit_tokens or _DEFAULT_UNIT_TOKENS)
 
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
         return write_out(self._outlines(arrivals), self.unit_tokens)
@@ -160,11 +156,6 @@ def _from_date(text: str) -> float:
 
 
 def _count(text: str, least: int) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        ValueError: this is no number of tokens.
-    """
     try:
         count = int(text)
     except ValueError:

@@ -30,10 +30,6 @@ def open_trace(path: Path | str, unit_tokens: int | None = None) -> Trace:
             ``users=500,turns=6`` describes a workload instead.
         unit_tokens: number of tokens per unit of a trace that does not state it itself; None for the usual
             number of its format, such as 512 for Mooncake.
-
-    Raises:
-        ConfigError: the file cannot be read, its format is not known, its first line cannot be used, or
-            `unit_tokens` is out of bounds.
     """
     if unit_tokens is not None and not 1 <= unit_tokens <= MAX_TOKENS:
         raise ConfigError(f"--unit-tokens is {unit_tokens}; give a number from 1 to {MAX_TOKENS:,}")

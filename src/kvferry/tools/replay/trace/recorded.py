@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import IO
 
 import msgspec
@@ -77,11 +77,7 @@ class _Index:
 
 
 class RecordedTrace(FileTrace):
-    """A trace that kvferry recorded.
-
-    Raises:
-        ConfigError: the header cannot be used, or is of another version.
-    """
+    """A trace that kvferry recorded."""
 
     def __init__(self, file: TraceFile) -> None:
         number, line = file.first_line()
@@ -103,12 +99,13 @@ class RecordedTrace(FileTrace):
         decoder = msgspec.json.Decoder(_Request)
         with ExitStack() as stack:
             stream = self._file.open_seekable()
+            copy = None
             if stream is None:
-                stream = stack.enter_context(self._temporary_file())
-                index = self._read_index(stream)
+                with self._needs_room():
+                    stream = copy = stack.enter_context(tempfile.TemporaryFile())
             else:
                 stack.enter_context(stream)
-                index = self._read_index(None)
+            index = self._read_index(copy)
             order = np.argsort(np.frombuffer(index.arrivals), kind="stable")
             for done, place in enumerate(order, 1):
                 number = index.numbers[place]
@@ -123,7 +120,8 @@ class RecordedTrace(FileTrace):
         offset = 0
         for number, line in self._file.all_lines():
             if copy is not None:
-                self._copy(line, copy)
+                with self._needs_room():
+                    copy.write(line)
             if line.startswith(_HEADER):
                 self._check_header(number, line)
             elif not line.isspace():
@@ -146,23 +144,15 @@ class RecordedTrace(FileTrace):
                 "divide the file before this line, and replay each trace by itself",
             )
 
-    def _temporary_file(self) -> IO[bytes]:
+    @contextmanager
+    def _needs_room(self) -> Iterator[None]:
         try:
-            return tempfile.TemporaryFile()
+            yield
         except OSError as error:
-            raise self._no_room(error) from error
-
-    def _copy(self, line: bytes, copy: IO[bytes]) -> None:
-        try:
-            copy.write(line)
-        except OSError as error:
-            raise self._no_room(error) from error
-
-    def _no_room(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"{self.name} cannot be copied to a temporary file: {error.strerror}; free space, set TMPDIR to "
-            "another directory, or save the trace to a file without compression"
-        )
+            raise ConfigError(
+                f"{self.name} cannot be copied to a temporary file: {error.strerror}; free space, set TMPDIR "
+                "to another directory, or save the trace to a file without compression"
+            ) from error
 
     def _line_at(self, stream: IO[bytes], offset: int) -> bytes:
         try:
@@ -197,11 +187,7 @@ class RecordedTrace(FileTrace):
 
 
 def _read_header(file: TraceFile, number: int, line: bytes) -> int:
-    """Return the number of tokens per unit.
-
-    Raises:
-        ConfigError: the header cannot be used, or is of another version.
-    """
+    """Return the number of tokens per unit."""
     header = decode(msgspec.json.Decoder(_Header), line, number, file)
     if header.kvferry_trace != VERSION:
         raise file.refusal(

@@ -1,42 +1,128 @@
-"""Made-up traces: users who hold conversations, described by a few numbers.
+"""Made-up content for requests of which only the lengths are known, and traces that are made up altogether.
 
-The description is a text such as ``users=500,turns=6,hours=0.5``. Left-out numbers have the defaults of
-`Workload`.
+These are of users who hold conversations. A text such as ``users=500,turns=6,hours=0.5`` describes them.
+Left-out numbers have the defaults of `Workload`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import parse_count
-from kvferry.tools.replay.trace.base import Trace, TraceRequest, identity
-from kvferry.tools.replay.trace.hashed import Outline, Passage, write_out
+from kvferry.tools.replay.trace.base import (
+    BATCH_REQUESTS,
+    MAX_TOKENS,
+    Trace,
+    TraceRequest,
+    batches,
+    identity,
+    mixed,
+    places_within,
+)
 
 # Pattern of the texts that describe a workload.
 DESCRIBED = re.compile(r"[a-z-]+=[^/]*")
 
 _BATCH_REQUESTS = 4096
 _SECONDS_PER_HOUR = 3600
-_MAX_TOKENS = 1 << 24
 _SIGMA = 1.0
 _BOUNDS = {
     "users": (1, 10_000_000),
     "requests_per_second": (1e-6, 1e6),
-    "shared_prompt_tokens": (0, _MAX_TOKENS),
-    "turns": (1, _MAX_TOKENS),
-    "prompt_tokens": (1, _MAX_TOKENS),
-    "output_tokens": (1, _MAX_TOKENS),
+    "shared_prompt_tokens": (0, MAX_TOKENS),
+    "turns": (1, MAX_TOKENS),
+    "prompt_tokens": (1, MAX_TOKENS),
+    "output_tokens": (1, MAX_TOKENS),
     "hours": (0, 3e5),
     "seed": (0, (1 << 64) - 1),
-    "unit_tokens": (1, _MAX_TOKENS),
+    "unit_tokens": (1, MAX_TOKENS),
 }
+
+
+class Passage(NamedTuple):
+    """The tokens of a request from `first_token` on, up to the next passage or to the end of the request.
+
+    They are the tokens of the text with this seed (uint64) at the same positions.
+    """
+
+    first_token: int
+    seed: int
+
+
+class Outline(NamedTuple):
+    """A request with passages in place of identities.
+
+    Attributes:
+        passages: content of prompt and output. The first passage begins at token 0.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    passages: Sequence[Passage]
+    session: str = ""
+
+
+def write_out(
+    outlines: Iterable[Outline], unit_tokens: int, batch_requests: int = BATCH_REQUESTS
+) -> Iterator[TraceRequest]:
+    """Give requests the identities of their content. They cover the generated tokens too.
+
+    >>> first = Outline(0.0, 40, 8, [Passage(0, seed=1)])
+    >>> longer = Outline(1.0, 64, 0, [Passage(0, seed=1)])
+    >>> other = Outline(2.0, 64, 0, [Passage(0, seed=1), Passage(40, seed=2)])
+    >>> ids = [request.prefix_ids.tolist() for request in write_out([first, longer, other], 16)]
+    >>> ids[1][:3] == ids[0], ids[2][:2] == ids[0][:2], ids[2][2] in ids[1]
+    (True, True, False)
+    """
+    for batch in batches(
+        outlines,
+        lambda each: (each.prompt_tokens + each.output_tokens) // unit_tokens,
+        max_items=batch_requests,
+    ):
+        yield from _written(batch, unit_tokens)
+
+
+def _written(batch: Sequence[Outline], unit_tokens: int) -> Iterator[TraceRequest]:
+    # A text always follows the same passages, so the text at the end of a prefix identifies the whole prefix.
+    seeds: list[int] = []
+    first_units: list[int] = []
+    counts: list[int] = []
+    last_seeds: list[int] = []
+    totals: list[int] = []
+    for outline in batch:
+        total = (outline.prompt_tokens + outline.output_tokens) // unit_tokens
+        firsts = [passage.first_token // unit_tokens for passage in outline.passages]
+        first_units += firsts
+        counts += [end - start for start, end in pairwise([*firsts, total])]
+        seeds += [passage.seed for passage in outline.passages]
+        last_seeds.append(
+            next(p.seed for p in reversed(outline.passages) if p.first_token < outline.prompt_tokens)
+        )
+        totals.append(total)
+    repeats = np.array(counts)
+    starts = mixed(np.array(seeds, np.uint64)) + np.array(first_units, np.uint64)
+    prefixes = mixed(np.repeat(starts, repeats) + places_within(repeats).astype(np.uint64))
+    lengths = np.array([outline.prompt_tokens for outline in batch], np.uint64)
+    # Mixed once more than those of prefixes, so that a number of tokens and a number of units never agree.
+    prompts = mixed(mixed(mixed(np.array(last_seeds, np.uint64))) + lengths).tolist()
+    for outline, prompt_id, end, total in zip(batch, prompts, accumulate(totals), totals, strict=True):
+        yield TraceRequest(
+            arrival=outline.arrival,
+            prompt_tokens=outline.prompt_tokens,
+            output_tokens=outline.output_tokens,
+            unit_tokens=unit_tokens,
+            prefix_ids=prefixes[end - total : end],
+            prompt_id=prompt_id,
+            session=outline.session,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +163,7 @@ class Workload:
     Attributes:
         requests_per_second: mean number of all users together.
         shared_prompt_tokens: number of tokens with which every prompt begins, such as a system prompt.
-        turns: number of requests of each conversation.
         prompt_tokens: mean number of new tokens of each prompt.
-        output_tokens: mean number of generated tokens of each request.
-        hours: time in which requests arrive, in hours.
         seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
 
     Raises:
@@ -103,10 +186,10 @@ class Workload:
             if not least <= found <= most:
                 raise ConfigError(f"workload: {name} is {found}; give a number from {least:,} to {most:,}")
         longest = self.shared_prompt_tokens + self.turns * (self.prompt_tokens + self.output_tokens)
-        if longest > _MAX_TOKENS:
+        if longest > MAX_TOKENS:
             raise ConfigError(
                 f"workload: {self.turns} turns take {longest:,} tokens, and a conversation has at most "
-                f"{_MAX_TOKENS:,}; lower the number of turns, or of tokens in each"
+                f"{MAX_TOKENS:,}; lower the number of turns, or of tokens in each"
             )
 
     def requests(self) -> Iterator[TraceRequest]:
@@ -129,11 +212,10 @@ class Workload:
             ):
                 if arrival >= self.hours * _SECONDS_PER_HOUR:
                     return
-                conversation = conversations.pop(user, None)
-                if conversation is None:
-                    conversation = self._begin(user, begun)
+                if user not in conversations:
+                    conversations[user] = self._begin(user, begun)
                     begun += 1
-                session, passages, turns, tokens = conversation
+                session, passages, turns, tokens = conversations.pop(user)
                 prompt_tokens = tokens + new_tokens
                 yield Outline(arrival, prompt_tokens, output_tokens, passages, session)
                 if turns > 1:
@@ -149,12 +231,17 @@ class Workload:
         return _Conversation(f"{user}-{number}", passages, self.turns, self.shared_prompt_tokens)
 
 
-class WorkloadTrace(Trace):
-    """The requests of a workload described by a text. A position is a time in seconds.
+class _Conversation(NamedTuple):
+    """A conversation between two requests: what it contains, and how many turns are to come."""
 
-    Raises:
-        ConfigError: a name is not known, or a value cannot be used.
-    """
+    session: str
+    passages: tuple[Passage, ...]
+    turns: int
+    tokens: int
+
+
+class WorkloadTrace(Trace):
+    """The requests of a workload described by a text. A position is a time in seconds."""
 
     def __init__(self, description: str, unit_tokens: int | None) -> None:
         given = {} if unit_tokens is None else {"unit_tokens": unit_tokens}
@@ -192,19 +279,9 @@ def _parse(description: str) -> dict[str, Any]:
     return found
 
 
-class _Conversation(NamedTuple):
-    """A conversation between two requests: what it contains, and how many turns are to come."""
-
-    session: str
-    passages: tuple[Passage, ...]
-    turns: int
-    tokens: int
-
-
 def _lengths(generator: np.random.Generator, mean: int) -> list[int]:
     """Draw lengths of texts, at least 1, in tokens."""
     # The mean of a log-normal distribution is exp(mu + sigma²/2).
     drawn = generator.lognormal(np.log(mean) - _SIGMA**2 / 2, _SIGMA, _BATCH_REQUESTS)
-    lengths: npt.NDArray[np.int64] = np.maximum(drawn.round(), 1).astype(np.int64)
-    found: list[int] = lengths.tolist()
-    return found
+    lengths: list[int] = np.maximum(drawn.round(), 1).astype(np.int64).tolist()
+    return lengths

@@ -1,27 +1,20 @@
-"""Events about the engine's blocks that tiers hold, for routers that send a request to where its KV is.
+"""Events about tiers: what they have read, stored and evicted, and which of the engine's blocks they hold.
 
-A router knows a block by the hash that the engine's prefix cache gives it. A tier knows a chunk by its key,
-and an engine computes both only while it has the request. So this module remembers the blocks of each chunk
-that a request had, from the first step in which the request's chunk was complete:
+Block events let a router send a request to where its KV is. A router knows a block by the hash that the
+engine's prefix cache gives it. A tier knows a chunk by its key, and an engine computes both only while it has
+the request. So `BlockEvents` remembers the blocks of each chunk that a request had, from the first step in
+which the request's chunk was complete:
 
     remember ─▶ [BlocksStored of a tier ─▶ BlocksRemoved of that tier …] ─▶ forgotten
 
-While a block is reported as stored, a prompt that shares only the tokens up to its end can load them: the
-chunk is found by its beginnings too.
-
 A chunk of an earlier run, or of another engine, has no blocks here until a request of this engine has its
-tokens. At most `MOST_CHUNKS` chunks and `MOST_TOKENS` tokens are remembered. A chunk beyond that is reported
-as removed, although tiers still hold it: a router then underestimates this engine, and never sends a request
-in vain.
+tokens. A chunk beyond `MOST_CHUNKS` or `MOST_TOKENS` is reported as removed, although tiers still hold it: a
+router then underestimates this engine, and never sends a request in vain.
 
 A block belongs to the chunk in which it ends, because a chunk may be shorter than a block. Tiers evict the
-chunks of a prompt from its end, so they then have the chunks before too.
-
-Whole chunks and the incomplete last chunks of prompts share blocks. A block is reported as stored in a tier
-with the first chunk that covers it, and as removed with the last one.
-
-Blocks that tiers gain in one step are reported in the order of their prompts, because a router that keeps a
-tree of blocks drops a block whose parent it does not know.
+chunks of a prompt from its end, so they then have the chunks before too. Whole chunks and the incomplete last
+chunks of prompts share blocks. A block is reported as stored in a tier with the first chunk that covers it,
+and as removed with the last one.
 """
 
 from __future__ import annotations
@@ -29,20 +22,104 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
+from kvferry.cache.reading import TransferTimes
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
-from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, log_errors
+from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
+from kvferry.connector.tiers.store_orders import StoreOrders
+from kvferry.tiers.host.settings import HostDropReason
 from kvferry.tiers.index.key_table import KeyTable, tag_of
+from kvferry.tiers.names import HOST
 
 MOST_CHUNKS = 1 << 14
-"""Maximum number of remembered chunks."""
+"""Maximum number of chunks whose blocks are remembered."""
 
 MOST_TOKENS = MOST_CHUNKS * 256
-"""Maximum number of tokens of all remembered chunks. A chunk counts once for each of its KV cache groups."""
+"""Maximum number of tokens of these chunks. A chunk counts once for each of its KV cache groups."""
+
+
+class TierEvents:
+    """Emits an event for every tier in each step in which any tier has changed."""
+
+    def __init__(self, cache: ChunkCache, stores: StoreOrders, events: EventStream) -> None:
+        self._cache, self._stores, self._events = cache, stores, events
+        self._totals: dict[str, TierChanged] = {}  # of each tier at its last event, since the engine's start
+        self._last_fingerprint: tuple[object, ...] = ()
+
+    @log_errors
+    def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
+        """Emit a `TierChanged` event for every tier if any tier has changed since the last call.
+
+        Args:
+            times: seconds of reads and writes of chunks in storage since the last call.
+            copies: seconds of copies from host memory to KV blocks since the last call.
+        """
+        cache, host, stores = self._cache, self._cache.host, self._stores
+        # Called in every engine step: the fingerprint takes about a microsecond, and all counts take much
+        # longer. It is taken before them, so that the next call sees concurrent changes.
+        usages = [one.slow_tier.queue.usage for one in cache.writing]
+        fingerprint = (cache.events, stores.dropped.total(), *usages)
+        if fingerprint == self._last_fingerprint and not copies:
+            return
+        self._last_fingerprint = fingerprint
+        counters, counts = host.counters, cache.counts
+        dropped = {str(why): n for why, n in counters.dropped.items() if why is not HostDropReason.PRESENT}
+        self._emit_since_last(
+            TierChanged(
+                time.monotonic(),
+                HOST,
+                used=host.used_bytes,
+                capacity=host.capacity_bytes,
+                fetched=counts.fetched[HOST],
+                stored=counters.stored,
+                stored_bytes=counters.stored_bytes,
+                evicted=counters.evicted,
+                dropped=(*dropped.items(), *stores.dropped.items()),
+                fetch_seconds=tuple(copies),
+            )
+        )
+        for writing in cache.writing:
+            queue = writing.slow_tier.queue
+            name, stats = queue.name, queue.tier.stats
+            dropped = {str(put): n for put, n in stats.dropped.items()}
+            self._emit_since_last(
+                TierChanged(
+                    time.monotonic(),
+                    name,
+                    used=queue.usage.used,
+                    capacity=queue.usage.capacity,
+                    owed=len(writing),
+                    fetched=counts.fetched[name],
+                    stored=sum(stats.puts.values()) - sum(dropped.values()),
+                    stored_bytes=stats.stored_bytes,
+                    evicted=stats.evicted,
+                    missed=tuple((str(miss), n) for (tier, miss), n in counts.missed.items() if tier == name),
+                    dropped=(*dropped.items(), ("left host memory before its turn", writing.lost)),
+                    fetch_seconds=tuple(times.reads.get(name, ())),
+                    store_seconds=tuple(times.writes.get(name, ())),
+                )
+            )
+
+    def _emit_since_last(self, now: TierChanged) -> None:
+        """Emit the event of a tier. `now` has its counts since the engine's start."""
+        last = self._totals.get(now.tier, TierChanged(0.0, now.tier))
+        self._totals[now.tier] = now
+        self._events.emit(
+            replace(
+                now,
+                fetched=now.fetched - last.fetched,
+                stored=now.stored - last.stored,
+                stored_bytes=now.stored_bytes - last.stored_bytes,
+                evicted=now.evicted - last.evicted,
+                missed=tuple((Counter(dict(now.missed)) - Counter(dict(last.missed))).items()),
+                dropped=tuple((Counter(dict(now.dropped)) - Counter(dict(last.dropped))).items()),
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -50,7 +127,6 @@ class _Chunk:
     """The blocks of one chunk.
 
     Attributes:
-        chunk: the chunk.
         runs: blocks that end in it.
         begin: position of its first token in the prompt.
         beginnings: keys of its beginnings; none if no prefix may end inside it.
@@ -65,14 +141,14 @@ class _Chunk:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are kept for the chunk."""
         return sum(len(run.tokens) for run in self.runs)
 
 
 class BlockEvents:
     """Remembers the engine's blocks of each chunk, and emits events when a tier gains or loses the chunk.
 
-    Only the engine's thread calls it.
+    While a block is reported as stored, a prompt that shares only the tokens up to its end can load them: the
+    chunk is found by its beginnings too. Only the engine's thread calls it.
 
     Attributes:
         beginnings: the chunks whose blocks are reported as stored in some tier, by their beginnings.
@@ -94,13 +170,10 @@ class BlockEvents:
             describe: returns the engine's blocks that end in a range of a request's tokens.
             table: table of the tiers' chunks. Nobody else may watch it.
             tiers: names of the tiers, by their bits in `table`.
-            events: receives `BlocksStored` and `BlocksRemoved`.
             block_tokens: number of tokens per block of the engine; the least common multiple if its KV cache
                 groups differ.
-            most_chunks: maximum number of remembered chunks.
-            most_tokens: maximum number of tokens of all remembered chunks.
         """
-        self._describe, self._table, self._tiers = describe, table, dict(tiers)
+        self._describe, self._table, self._tiers = describe, table, tiers
         self._events, self._most_chunks, self._most_tokens = events, most_chunks, most_tokens
         self.beginnings = ChunkBeginnings(block_tokens)
         self._tokens = 0  # of all remembered chunks
@@ -119,8 +192,6 @@ class BlockEvents:
         """Remember the blocks of a chunk of a request. `emit_changes` then reports the tiers that have it.
 
         Args:
-            request: request with the chunk's tokens.
-            chunk: the chunk.
             spans: (index of the engine's KV cache group, range of the request's tokens) of each part of the
                 chunk.
             beginnings: keys of the chunk's beginnings, which are computed only if the chunk is new here.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.connector.tiers.stats import PinnedChunks
+from kvferry.cache.chunk_cache import PinnedChunks
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 
@@ -17,10 +16,9 @@ def key(number):
 def full():
     """Host memory that is full: (host, pins, keys)."""
     host = HostTier(CHUNKS * PAGE, [PAGE], EVICTION_POLICIES["lru"])
-    cache = ChunkCache(host, lambda _, size: memoryview(bytearray(size)), [])
     keys = [key(number) for number in range(CHUNKS)]
     add(host, keys)
-    return host, PinnedChunks(cache, [PAGE]), keys
+    return host, PinnedChunks(host, [PAGE]), keys
 
 
 def add(host, keys):
