@@ -15,7 +15,7 @@ from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import Offer, read_offer
+from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.producer import Producer
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
@@ -89,7 +89,7 @@ class RetainingProducer:
 
     def redeem(self, offer: dict[str, Any]) -> Redeemed | Unchanged | NotRedeemed:
         """Redeem the ticket of an offer, and return the reply."""
-        ticket, self._messages = _read(offer).ticket, self._messages + 1
+        ticket, self._messages = _ticket(offer), self._messages + 1
         reply = self._server.tickets.redeem(
             Redeem(self._messages, _CONSUMER, ticket, self._tokens, self._content)
         )
@@ -99,7 +99,7 @@ class RetainingProducer:
 
     def release(self, offer: dict[str, Any]) -> None:
         """Release the lease of an offer. `step` ends the lease."""
-        leases = self._server.tickets.release(_CONSUMER, [_read(offer).ticket])
+        leases = self._server.tickets.release(_CONSUMER, [_ticket(offer)])
         self._server.events.put(b"", LeasesReleased(leases), force=True)
 
     def step(self) -> int:
@@ -127,8 +127,8 @@ def _no_blocks(name: str) -> tuple[list[int], ...]:
     raise NotImplementedError(f"request {name} is not in the step")
 
 
-def _read(offer: dict[str, Any]) -> Offer:
+def _ticket(offer: dict[str, Any]) -> bytes:
     found = read_offer(offer)
     if found is None:
         raise TransferError("a producer offers nothing")
-    return found
+    return bytes.fromhex(found.remote_request_id)

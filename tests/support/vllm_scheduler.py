@@ -130,8 +130,6 @@ class Played:
             return True
         return (TierSource if self.name == TIERS else PeerSource).has_room(self, bid, blocks)
 
-    _held = PeerSource._held
-
     @property
     def _loads(self) -> Any:
         return self.book

@@ -17,8 +17,8 @@ from kvferry.connector.engine import BlockPool, DescribeBlocks, EngineFacts, Pre
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.peers.connections import TurnFinder
 from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import AnswerTimes, Speeds

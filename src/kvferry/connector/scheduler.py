@@ -32,9 +32,8 @@ from kvferry.connector.engine import (
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.claims import Standstill
-from kvferry.connector.peers.connections import check_readable
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.source import PeerSource, check_readable
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.stale_kv import StaleKV
@@ -220,7 +219,7 @@ class SchedulerHalf:
         loads_write = self._paused and len(self.admission.loads) > 0
         return (
             bool(self._calls)
-            or self._producer.busy
+            or self._producer.turns.busy
             or (self._peers is not None and self._peers.busy)
             or (self._tiering is not None and self._tiering.busy)
             or loads_write
@@ -229,7 +228,7 @@ class SchedulerHalf:
     @property
     def holds_blocks(self) -> bool:
         """Whether blocks of stores or ended leases will soon be free, so that the engine need not preempt."""
-        return self._producer.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
+        return self._producer.turns.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Add a new request: ask which sources can load its KV.

@@ -5,7 +5,7 @@ tensor with named axes. An `Axis` gives the byte strides between its elements, a
 axis that this rank holds.
 
 Two engines can exchange a field if its name, axis names, axis totals and element size are equal. Strides,
-order of axes and ranges may differ: `planning.page_copy` converts between them. The axis ``token`` is divided
+order of axes and ranges may differ: `planning.cell_copy` converts between them. The axis ``token`` is divided
 into blocks, so only a field with this axis can move between engines with different block sizes.
 """
 

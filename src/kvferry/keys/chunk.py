@@ -1,4 +1,4 @@
-"""Keys of the chunks of one request.
+"""Keys of the chunks of one request, and the digest of a prompt.
 
 A chunk's KV depends on every token before it, so its key does too. Each key is a digest of the previous
 chunk's key and of the chunk's own tokens. Equal keys mean equal content for all engines, parallel sizes,
@@ -25,7 +25,6 @@ key of a chunk.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -162,7 +161,7 @@ def _encode_count(number: int) -> bytes:
 
 
 def _encode_text(text: str) -> bytes:
-    """Encode text as its length in bytes followed by its UTF-8 bytes. Lone surrogates are allowed."""
+    # A cache salt from JSON may have a lone surrogate.
     data = text.encode("utf-8", "surrogatepass")
     return _encode_count(len(data)) + data
 
@@ -209,10 +208,9 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     >>> prompt_digest([1, 2, 3]) == prompt_digest([1, 2])
     False
     """
-    digest = hashlib.blake2b(digest_size=16, person=b"kvferry-prompt")
+    digest = blake2b(digest_size=16, person=b"kvferry-prompt")
     # Each part follows its length. So tokens cannot be read as an extra, nor two extras as one.
-    digest.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes())
+    digest.update(_encode_count(len(tokens)) + np.asarray(tokens, dtype="<i8").tobytes())
     for extra in extras:
-        data = extra.encode("utf-8", "surrogatepass")  # a cache salt from JSON may have a lone surrogate
-        digest.update(len(data).to_bytes(8, "little") + data)
+        digest.update(_encode_text(extra))
     return digest.hexdigest()

@@ -30,6 +30,11 @@ Fact: TypeAlias = bool | int | float | str | Sequence["Fact"] | Mapping[str, "Fa
 
 _DEEPEST = 32
 
+# An absent fact, as distinct from null.
+_NONE = object()
+# Maximum length of the two values in a message; longer values are only described.
+_LONGEST = 400
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -133,12 +138,6 @@ def _iter_differences(where: str, a: Any, b: Any) -> Iterator[str]:
         yield f"{where}: the first has {one}, the second has {other}"
 
 
-# An absent fact, as distinct from null.
-_NONE = object()
-# Maximum length of the two values in a message; longer values are only described.
-_LONGEST = 400
-
-
 def _as_text(value: Any) -> str:
     return "none" if value is _NONE else json.dumps(value, sort_keys=True)
 
@@ -147,7 +146,7 @@ def _summary(value: Any) -> str:
     """Return the size or the beginning of a value that is too long for a message."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return f"{len(value)} facts" if isinstance(value, dict) else f"{_as_text(value)[:100]}"
+    return f"{len(value)} facts" if isinstance(value, dict) else _as_text(value)[:100]
 
 
 def _parse(text: str) -> dict[str, Any]:

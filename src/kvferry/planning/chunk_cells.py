@@ -75,17 +75,13 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return a block table for a buffer of chunks, in which each chunk is a block.
+    """Return a block table for a buffer of chunks, int64 of shape (max(numbers) + 1,).
+
+    Entry ``n`` is 1 + the position of the prompt's chunk ``n`` in the buffer, or 0, the null block, if the
+    buffer does not hold this chunk.
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
-
-    Args:
-        numbers: index in the prompt of each chunk, in the order of the buffer; at least one.
-
-    Returns:
-        Table, int64 of shape (max(numbers) + 1,). Entry ``n`` is 1 + the position of the prompt's chunk ``n``
-        in the buffer, or 0, the null block, if the buffer does not hold this chunk.
     """
     table = np.zeros(max(numbers) + 1, np.int64)
     table[list(numbers)] = np.arange(1, len(numbers) + 1)
@@ -100,7 +96,6 @@ def cells_to_store(
     Destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: layers to copy, from a rank's blocks to a pool of chunks.
         numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer; exactly
             one for a snapshot.
         available: range of prompt tokens whose content the blocks hold, beginning at the start of a cell.
@@ -126,10 +121,6 @@ def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: rang
 
     Nothing is copied into these cells when the chunk is stored, so they must be cleared. All source block ids
     are 0. All destination block ids are 1, as if the chunk were the only one in its buffer.
-
-    Args:
-        number: index of the chunk in the prompt.
-        available: range of prompt tokens whose content the blocks hold.
     """
     cell = route.cell_tokens
     if not cell:
@@ -152,7 +143,6 @@ def cells_to_load(
     Source block ids are positions in the buffer, starting at 1 (`chunk_table`).
 
     Args:
-        route: layers to copy, from a pool of chunks to a rank's blocks.
         span: tokens of the whole load.
         numbers: indices in the prompt of the chunks in the buffer, ascending. The buffer may hold only a part
             of the load's chunks; for a snapshot, exactly one.

@@ -44,6 +44,8 @@ TierNumbers: TypeAlias = npt.NDArray[np.int64]
 # Tier number of a chunk that no tier holds. Tiers are numbered from 0, the fastest first.
 NO_TIER = 1 << 16
 
+_NO_CHUNK = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
@@ -177,8 +179,7 @@ class Coverage:
 
         If no chunk extends the prefix that the engine itself holds, the result is (length of that prefix, 0).
 
-        Args:
-            before: number of the first tier that is excluded, at least 1. By default no tier is excluded.
+        By default no tier is excluded.
         """
         return self._last(self.slowest_overall, before)
 
@@ -339,9 +340,6 @@ def _chunks(group: GroupPattern, span: LoadSpan, chunked: ChunkedPrompt) -> Int6
     return np.arange(first // chunked.chunk_tokens, -(-high // chunked.chunk_tokens), dtype=np.int64)
 
 
-_NONE = np.zeros(1, np.int64)
-
-
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
@@ -362,5 +360,5 @@ def _slowest(
     # places. It needs each index to lie inside the array, hence one more element.
     bounds = np.empty((len(ends), 2), np.int64)
     bounds[:, 0], bounds[:, 1] = np.where(low < ends, low // chunked.chunk_tokens, after), after
-    found = np.maximum.reduceat(np.concatenate((tier_numbers, _NONE)), bounds.ravel())[::2]
+    found = np.maximum.reduceat(np.concatenate((tier_numbers, _NO_CHUNK)), bounds.ravel())[::2]
     return found * (low < ends)

@@ -149,10 +149,8 @@ def _swap(copy: StridedCopy) -> StridedCopy:
 
 
 def _source_runs(copy: StridedCopy) -> tuple[int, list[tuple[int, int]]]:
-    """Return the memory that a copy covers at the source, as loops over its longest contiguous runs there.
-
-    A run may be longer than the runs of the copy, which are contiguous on both sides.
-    """
+    """Return the memory that a copy covers at the source, as loops over its longest contiguous runs there."""
+    # A run may be longer than the runs of the copy, which are contiguous on both sides.
     return join_loops(copy.run, ((loop.count, loop.src) for loop in copy.loops))
 
 
@@ -171,9 +169,8 @@ def _merge_ranges(
 def _map_to_image(copy: StridedCopy, at: Int64s, inside: Int64s) -> list[StridedCopy]:
     """Replace the source addresses of a strided copy by offsets in an image.
 
-    Args:
-        at: first address of each memory range that the image contains, int64 of shape (ranges,), ascending.
-        inside: byte offset of each of these ranges in the image, int64 of shape (ranges,).
+    `at` has the first address of each memory range in the image, ascending, and `inside` its byte offset
+    there, both int64 of shape (ranges,).
     """
     _, outer = _source_runs(copy)
     starts = loop_offsets(copy.src, outer)

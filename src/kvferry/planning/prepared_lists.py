@@ -71,7 +71,6 @@ class PreparedEntries:
         [114, 124, 105, 144, 154, 135]
 
         Args:
-            rows: number of rows per cell.
             ids: id of the block, or index of the image, that holds each cell, of shape (n,).
             number: index of each cell in the sequence, of shape (n,).
         """

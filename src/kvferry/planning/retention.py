@@ -1,4 +1,4 @@
-"""Retention: the choice of the chunks of a prompt that are worth storing.
+"""Retention: the chunks of a prompt that are worth storing, and the positions of additional snapshots.
 
 Every prefix needs all of its chunks of full attention, so these are always stored. The chunks of a window and
 a snapshot are useful only to prefixes that end near them. Later prompts are expected to load prefixes that
@@ -7,6 +7,9 @@ end at multiples of the setting `every` and at the end of the prompt, so only wh
 Of the stored window chunks, those that no likely prefix needs are *cold*: they are evicted before all other
 chunks (`needed_chunks`). A window chunk is useful only together with all full-attention chunks before it, and
 most window chunks of a prompt are never loaded.
+
+An engine with recurrent state takes a snapshot at the end of a prompt. `snapshot_positions` chooses others,
+for prompts that share only the beginning.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ MAX_CHUNKS_PER_ORDER = 16
 # Distance, in windows, of positions whose windows are never cold. The first prompt that shares a prefix with
 # another can continue from there.
 _REGULAR_WINDOWS = 8
+
+# By default, the first snapshot lies at least this many tokens after the start.
+FIRST_SNAPSHOT_TOKENS = 1024
+
+# A snapshot weighs at most this many times as much as the attention KV before the default first position.
+_WEIGHT = 4
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
@@ -62,7 +71,7 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     Args:
         number: index of the chunk in the prompt.
         every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
-        ends: further lengths of expected prefixes in tokens, from `last_prefix_ends`.
+        ends: further lengths of expected prefixes in tokens.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -77,9 +86,6 @@ def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[in
     >>> ends = last_prefix_ends(1400, 128, 128)  # (1280, 1280)
     >>> [keeps_snapshot(tokens, 128, 1024, ends) for tokens in (64, 512, 1024, 1280)]
     [False, False, True, True]
-
-    Args:
-        tokens: number of tokens from the start of the prompt that the state has seen.
     """
     return tokens % chunk_tokens == 0 and (tokens % every == 0 or tokens in ends)
 
@@ -125,13 +131,6 @@ def _window(group: GroupPattern, chunk_tokens: int, end: int) -> range:
     return range(first // chunk_tokens, -(-end // chunk_tokens))
 
 
-# By default, the first snapshot lies at least this many tokens after the start.
-FIRST_SNAPSHOT_TOKENS = 1024
-
-# A snapshot weighs at most this many times as much as the attention KV before the default first position.
-_WEIGHT = 4
-
-
 def first_snapshot(requested: int | None, interval: int, state_bytes: int, token_bytes: float) -> int:
     """Return the first position in tokens, rounded up to a multiple of `interval`; 0 for no positions.
 
@@ -155,12 +154,7 @@ def first_snapshot(requested: int | None, interval: int, state_bytes: int, token
 
 
 def snapshot_interval_of(block_tokens: int, snapshot_tokens: int) -> int:
-    """Return the number of tokens of which every position of `snapshot_positions` is a multiple.
-
-    Args:
-        block_tokens: number of tokens per block of the engine; the least common multiple if groups differ.
-        snapshot_tokens: distance in tokens between the positions at which snapshots are stored.
-    """
+    """Return the number of tokens of which every position of `snapshot_positions` is a multiple."""
     return lcm(block_tokens, snapshot_tokens)
 
 

@@ -7,14 +7,15 @@ snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kvferry.common.errors import TransferError
-from kvferry.geometry import Attention, GroupKind, GroupPattern
+from kvferry.geometry import Attention, GroupKind, GroupPattern, RankGeometry
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.template import Route
 
@@ -387,3 +388,35 @@ def next_part(
     if end <= done:
         return None
     return span if (done, end) == (span.begins, span.ends) else replace(span, part=(done, end))
+
+
+def block_alignments(
+    srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]
+) -> tuple[tuple[int, ...], bool]:
+    """Return how the blocks of a peer meet those of this engine.
+
+    Returns:
+        (alignment in tokens of the content loaded from the peer, for each KV cache group of this engine: the
+        greatest common divisor of both sides' block sizes; False if the peer computes the final content of
+        some layers, which attend to all tokens here, only with a prompt's last token).
+    """
+    theirs = _groups(srcs)
+    alignments, in_parts = [], True
+    for block_tokens, attends, layers in _groups(dsts):
+        shared = [(tokens, all_there) for tokens, all_there, names in theirs if names & layers]
+        alignments.append(gcd(block_tokens, *(tokens for tokens, _ in shared)))
+        in_parts &= not attends or all(all_there for _, all_there in shared)
+    return tuple(alignments), in_parts
+
+
+def _groups(ranks: Sequence[RankGeometry]) -> list[tuple[int, bool, set[str]]]:
+    """Return (tokens per block, whether it attends to all tokens, layers on all ranks) of each group."""
+    # Groups of two engines are matched by the layers that they share, not by their index. Engines may group
+    # the same layers differently: one may treat a sliding-window layer as full attention, for example.
+    found: list[tuple[int, bool, set[str]]] = []
+    for rank in ranks:
+        for number, group in enumerate(rank.groups):
+            if number == len(found):
+                found.append((group.block_tokens, attends_to_all(group.kind), set()))
+            found[number][2].update(layer.identity for layer in group.layers)
+    return found

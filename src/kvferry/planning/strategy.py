@@ -42,9 +42,18 @@ FETCHED_SEGMENT_BYTES = 4 << 20
 # A lane gets no smaller part of a route than this.
 LANE_BYTES = 2 << 20
 
-
 # Run length from which a GPU's copy engine copies to and from host memory, unless it was measured.
 COPY_ENGINE_BYTES = 512 << 10
+
+# Smallest and largest value of costs that are neither seconds, nor shares, nor gains.
+_LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
+
+# A copy to or from host memory takes at least this long per byte: 25 GB/s, what the bus of a GPU reaches.
+_HOST_BYTE_SECONDS = 4e-11
+
+# The shared strategy is considered where a byte of a READ costs this much more than a copied one. Where READs
+# are carried as they should be, they leave the cores and the host memory to the engines.
+_SLOW_READS = 4.0
 
 
 class Strategy(StrEnum):
@@ -54,18 +63,6 @@ class Strategy(StrEnum):
     OVER_READ = "over-read"
     STAGED = "staged"
     SHARED = "shared"
-
-
-# Smallest and largest value of costs that are neither seconds, nor shares, nor gains.
-_LIMITS = {"copy_engine_bytes": (1, 1 << 40)}
-
-
-# A copy to or from host memory takes at least this long per byte: 25 GB/s, what the bus of a GPU reaches.
-_HOST_BYTE_SECONDS = 4e-11
-
-# The shared strategy is considered where a byte of a READ costs this much more than a copied one. Where READs
-# are carried as they should be, they leave the cores and the host memory to the engines.
-_SLOW_READS = 4.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -575,9 +575,9 @@ def tier_counts(engine: Any) -> dict[str, Any]:
 
 def forget_peers_after(engine: Any, seconds: float) -> None:
     """Of nothing being read from them."""
-    from kvferry.connector.peers import connections
+    from kvferry.connector.peers import source
 
-    connections.UNUSED_SECONDS = seconds
+    source.UNUSED_SECONDS = seconds
 
 
 def peers(engine: Any) -> int:
@@ -639,7 +639,7 @@ def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None
 
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
-    turns = parts.producer(engine)._turns._turns.values()
+    turns = parts.producer(engine).turns._turns.values()
     return [([ids.tolist() for ids in turn.kept.grant.block_ids], turn.kept.tokens) for turn in turns]
 
 

@@ -175,8 +175,8 @@ class Serving(RuleBasedStateMachine):
         assert len(self.engine.connector.book) == len(self.engine.connector.admission) == 0
         assert not self.engine.connector.admission._phases._loaded, "attempts of a request that has ended"
         assert not self.engine.connector.leases
-        unclaimed = self.engine.connector.producer._unclaimed
-        assert (unclaimed._blocks, unclaimed._leaving) == ({}, {})
+        producer = self.engine.connector.producer
+        assert (producer._offered, producer._leaving) == ({}, {})
         assert self.engine.pool.get_num_free_blocks() == self.free
 
 

@@ -1,5 +1,6 @@
 """Exchange of KV with other engines.
 
-`producer` offers the KV of computed prompts to peers. `source` reads the KV that peers offer. `kept` keeps
-turns, and `connections` finds them at peers.
+`producer` offers the KV of computed prompts to peers, `streams` that of prompts that are still computed.
+`source` reads the KV that peers offer, with an exchange (`claims`) for each request. `offer` has what travels
+with a request. `turns` keeps the KV of conversations, and finds it at peers.
 """

@@ -1,8 +1,19 @@
-"""Claims of this engine's requests on leases at producers, and when one of them must be given up.
+"""The exchange with one peer for one request, from the ticket to the parts of a load.
 
-Samples of a prompt (``n`` above 1) arrive with the same ticket and share one redemption. Requests with the
-same ticket but different prompts each redeem it, because the producer compares the prompt. When the last
-request with the ticket ends its claim, the lease is released, if the producer may have granted it.
+There is one `Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of its
+conversation (a *turn* is the KV of a finished request):
+
+    TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
+       └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
+
+`Claims` redeems the ticket as the request arrives. From then on heartbeats keep the lease alive, however long
+the request queues. The claim ends once: when the request's loads have succeeded, when the engine computes the
+prompt instead, or when this peer is excluded. Samples of a prompt (``n`` above 1) arrive with the same ticket
+and share one redemption. Requests with the same ticket but different prompts each redeem it, because the
+producer compares the prompt.
+
+A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
+on with each further grant (`PeerFeed`).
 
 A request keeps its claim, and so blocks of the producer, while it waits for blocks of its own engine. Engines
 that offer KV to each other could wait for each other for ever: `Standstill` breaks such circles.
@@ -10,20 +21,20 @@ that offer KV to each other could wait for each other for ever: `Standstill` bre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason
 from kvferry.connector.load import Bid, Bidding, GroupBytes, Load
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.geometry import RankGeometry
-from kvferry.planning.select import attends_to_all, next_part
+from kvferry.planning.select import next_part
 from kvferry.tiers.names import PEER
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from kvferry.transport.redeem import PromptContent, Redeemed
 
 STEP_WAIT_SECONDS = 0.0005
 """Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
@@ -38,23 +49,55 @@ LAPSE_SECONDS = 1.0
 """Seconds between two looks at the engine, and between two claims given up during one standstill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One request's claim on a lease.
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the run of the engine if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Pull:
+    """The KV at one peer that one request may read, and the state of the exchange with this peer.
 
     Attributes:
-        address: address of the producer's control channel.
-        ticket: ticket of the lease.
-        prompt: digests of the content of the offered tokens, sent with the ticket.
-        number: id of the message that sent the ticket, by which the control client finds the answer.
-        began: time at which the request claimed the lease, monotonic seconds.
+        peer: name of the peer (`peer_name`), with the run of its engine once that is known.
+        address: address of the peer's control channel.
+        tokens: number of offered tokens, from the start of the prompt.
+        bidding: excluded sources of the request, and its remaining attempts to load KV.
+        began: monotonic seconds at which the request arrived, or at which its ticket was sent.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for a turn.
+        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
+        content: digests of the prompt, sent with the ticket; None before, and for a turn.
+        number: id of the message with the ticket, by which the control client finds the answer.
+        granted: last answer with block tables and lease; None until there is one. For a turn, there is one
+            from the start.
+        info: description of the peer when it was last asked; None if the handshake was not complete.
+        settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
+        loading: True while a load from this peer is under way.
+        bid: last bid for the request; None if there was none.
     """
 
+    request: Request
+    peer: str
     address: Address
+    engine_id: str
     ticket: bytes
-    prompt: PromptContent
-    number: int
+    tokens: int
+    bidding: Bidding
     began: float
+    cached_tokens: int | None = None
+    foreseen: bool = False
+    content: PromptContent | None = None
+    number: int = -1
+    granted: Redeemed | None = None
+    info: PeerInfo | None = None
+    settled: bool = False
+    gone: bool = False
+    loading: bool = False
+    bid: Bid | None = None
 
 
 @dataclass(slots=True)
@@ -62,96 +105,181 @@ class _Shared:
     """The messages that redeem one ticket, one for each distinct prompt content.
 
     Attributes:
-        users: number of requests that use each message, by message id. A message without users is removed.
         numbers: id of each message, by the prompt content that it contains.
+        users: number of requests that use each message, by message id. A message without users is removed.
         held: True if a message that has been removed was not refused: the lease may have been granted.
     """
 
-    users: dict[int, int] = field(default_factory=dict)
     numbers: dict[PromptContent, int] = field(default_factory=dict)
+    users: Counter[int] = field(default_factory=Counter)
     held: bool = False
 
 
 class Claims:
-    """The claims of this engine's requests on leases at producers. Only the engine's thread calls it."""
+    """The claims of this engine's requests on leases at producers. Only the engine's thread calls it.
+
+    Attributes:
+        waited_seconds: seconds for which this engine step has waited for answers.
+    """
 
     def __init__(self, client: ControlClient, idle: Callable[[], bool], clock: Callable[[], float]) -> None:
-        """Create an empty collection of claims.
-
-        Args:
-            client: control channel to the producers.
-            idle: returns whether the engine computes no request at present.
-            clock: returns monotonic seconds.
-        """
+        """Create an empty collection of claims. `idle` tells whether the engine computes no request."""
         self._client, self._idle, self._clock = client, idle, clock
         self._shared: dict[tuple[Address, bytes], _Shared] = {}
-        self._waited_seconds = 0.0
+        self.waited_seconds = 0.0
 
     def __len__(self) -> int:
         """Return the number of tickets that requests of this engine use."""
         return len(self._shared)
 
-    def begin(
-        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
-    ) -> Claim:
-        """Claim a lease for a request. The ticket is sent once for each prompt content.
-
-        Args:
-            address: address of the producer's control channel.
-            ticket: ticket of the lease.
-            tokens: number of offered tokens, from the start of the prompt.
-            content: digests of the content of these tokens.
-            foreseen: True if the producer may learn of the ticket later than this engine.
-        """
-        shared = self._shared.setdefault((address, ticket), _Shared())
+    def begin(self, pull: Pull, content: PromptContent) -> None:
+        """Claim a lease for a request. The ticket is sent once for each prompt content. Mutates `pull`."""
+        shared = self._shared.setdefault((pull.address, pull.ticket), _Shared())
         number = shared.numbers.get(content)
         if number is None:
             number = shared.numbers[content] = self._client.redeem(
-                address, ticket, tokens, content, foreseen=foreseen
+                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen
             )
-        shared.users[number] = shared.users.get(number, 0) + 1
-        return Claim(address, ticket, content, number, self._clock())
+        shared.users[number] += 1
+        pull.content, pull.number, pull.began = content, number, self._clock()
 
-    def answer(self, claim: Claim) -> Redeemed | Unusable | Pending:
-        """Return the producer's last answer to a claim. Wait a moment if it has not arrived.
+    def update(self, pull: Pull) -> Unusable | None:
+        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
 
-        All calls in one engine step together wait at most `IDLE_STEP_WAIT_SECONDS` if the engine computes
-        nothing. Else they wait at most `STEP_WAIT_SECONDS`, and only that long after `begin`.
-
-        Returns:
-            The block tables and the lease, for more tokens with each answer while the producer computes the
-            prompt. Pending if there is no answer yet. Unusable if the producer has refused the ticket, cannot
-            be reached, or has not answered within ``handshake_seconds``.
+        Wait a moment if there is no answer yet (`STEP_WAIT_SECONDS`). Answers cover more and more tokens
+        while the producer computes the prompt. Mutates `pull`.
         """
-        now = self._clock()
-        most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
-        if not self._idle():
-            most = STEP_WAIT_SECONDS - max(self._waited_seconds, now - claim.began)
-        answer = self._client.redemption(claim.number, max(0.0, most))
-        self._waited_seconds += self._clock() - now
-        return answer
+        if pull.settled:
+            why = pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            return Unusable(why, pull.gone)
+        before = pull.granted
+        if pull.content is None or (before is not None and before.tokens >= pull.tokens):
+            return None
+        answer = self._answer(pull)
+        if isinstance(answer, Redeemed):
+            if before is None:
+                pull.granted = answer
+                pull.peer = peer_name(pull.engine_id, pull.address, answer.incarnation)
+            # Further answers extend one lease. Blocks of another may hold other KV than parts already read.
+            elif (answer.incarnation, answer.grant.slot, answer.grant.generation) != (
+                before.incarnation,
+                before.grant.slot,
+                before.grant.generation,
+            ):
+                return Unusable("the peer has replaced the lease while its blocks were read")
+            elif answer.tokens >= before.tokens:
+                pull.granted = answer
+        return answer if isinstance(answer, Unusable) else None
 
-    def step(self) -> None:
-        """Begin an engine step: calls of `answer` may wait again."""
-        self._waited_seconds = 0.0
-
-    def end(self, claim: Claim) -> None:
-        """End a request's claim, and release the lease if this was the ticket's last claim.
-
-        Args:
-            claim: claim that `begin` returned; it must not be used again.
-        """
-        name = claim.address, claim.ticket
+    def end(self, pull: Pull) -> None:
+        """End a request's claim, and release the lease if it was the ticket's last claim. Mutates `pull`."""
+        pull.settled = True
+        if pull.content is None:
+            if pull.granted is not None:  # a kept turn
+                self._client.release(pull.address, pull.ticket)
+            return
+        if pull.foreseen:  # the answer may have come while another source loaded the KV
+            self._answer(pull)
+        name = pull.address, pull.ticket
         shared = self._shared[name]
-        shared.users[claim.number] -= 1
-        if not shared.users[claim.number]:
-            del shared.users[claim.number], shared.numbers[claim.prompt]
+        shared.users[pull.number] -= 1
+        if not shared.users[pull.number]:
+            del shared.users[pull.number], shared.numbers[pull.content]
             # An answer may still be on its way, so only a refusal proves that there is no lease to release.
-            shared.held |= self._client.end_redemption(claim.number)
+            shared.held |= self._client.end_redemption(pull.number)
         if not shared.users:
             del self._shared[name]
             if shared.held:
                 self._client.release(*name)
+
+    def _answer(self, pull: Pull) -> Redeemed | Unusable | Pending:
+        """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
+        now = self._clock()
+        most = IDLE_STEP_WAIT_SECONDS - self.waited_seconds
+        if not self._idle():
+            most = STEP_WAIT_SECONDS - max(self.waited_seconds, now - pull.began)
+        answer = self._client.redemption(pull.number, max(0.0, most))
+        self.waited_seconds += self._clock() - now
+        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
+            pull.cached_tokens = answer.cached_tokens
+        return answer
+
+
+class PeerFeed:
+    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
+
+    origin = PEER
+
+    def __init__(
+        self,
+        load: Load,
+        pull: Pull,
+        claims: Claims,
+        *,
+        alignment_tokens: int,
+        labels: Sequence[str],
+        on_failed: Callable[[Pull, Report], None],
+    ) -> None:
+        """Create the feed of a load that begins now. The peer has granted a lease.
+
+        Args:
+            alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
+            labels: label of each KV cache group of this engine.
+            on_failed: called if the load has failed and its request waits for it.
+        """
+        self._load, self._pull, self._claims = load, pull, claims
+        self._alignment_tokens, self._labels, self._on_failed = alignment_tokens, labels, on_failed
+        self._done, self._parts, self._ready = load.span.begins, 0, 0
+        self._dropped = False
+        pull.loading = True
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        load, pull = self._load, self._pull
+        unusable = (
+            Unusable("no request waits for it any more") if self._dropped else self._claims.update(pull)
+        )
+        if unusable is not None:
+            return [LoadPart(load.key, None, failure=unusable.reason)]
+        assert pull.granted is not None
+        news, self._ready = pull.granted.tokens > self._ready, pull.granted.tokens
+        span = next_part(
+            load.span,
+            self._done,
+            self._ready,
+            alignment_tokens=self._alignment_tokens,
+            whole=self._ready >= pull.tokens,
+        )
+        if span is None:
+            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
+            # be read yet.
+            return [LoadPart(load.key, None)] if news else []
+        self._done, self._parts = span.ends, self._parts + 1
+        order = ReadOrder(
+            key=f"{load.key}.{self._parts}",
+            peer=pull.peer,
+            span=span,
+            src_tables=pull.granted.grant.block_ids,
+            dst_tables=load.tables,
+            lease=pull.granted.grant.word(pull.granted.incarnation),
+        )
+        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
+
+    def drop(self) -> None:
+        # The workers cannot cancel reads in flight.
+        self._dropped, self._pull.loading = True, False
+
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        figures = report.figures
+        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
+
+    def miss(self, report: Report) -> MissReason:
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        self._pull.loading = False
+        if wanted and report.failure is not None:
+            self._on_failed(self._pull, report)
 
 
 class Standstill:
@@ -167,12 +295,7 @@ class Standstill:
     """
 
     def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:
-        """Begin to watch an engine.
-
-        Args:
-            patience_seconds: seconds without any new blocks for a request after which a claim is given up.
-            clock: returns monotonic seconds.
-        """
+        """Begin to watch an engine, which gives up a claim if no request gets blocks for so long."""
         self._patience_seconds, self._clock = patience_seconds, clock
         self._admitted, self._look, self._due = 0, 0.0, 0.0
         self.reason = (
@@ -196,205 +319,3 @@ class Standstill:
         if admitted != self._admitted or not leases_block():
             self._admitted, self._due = admitted, now + self._patience_seconds
         return now >= self._due
-
-
-@dataclass(slots=True)
-class Pull:
-    """The KV at one peer that one request may read, and the state of the exchange with this peer.
-
-    Attributes:
-        request: the request.
-        address: address of the peer's control channel.
-        engine_id: id of the peer's engine.
-        ticket: ticket of the lease at the peer.
-        tokens: number of offered tokens, from the start of the prompt.
-        bidding: excluded sources of the request, and its remaining attempts to load KV.
-        until: deadline for sending the ticket to the peer, monotonic seconds.
-        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
-            until that is known, and for a turn.
-        claim: the request's claim on the lease; None before the ticket has been sent, and for a turn, which
-            needs no claim.
-        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
-        grant: the peer's block tables and lease word; None until they are known.
-        ready: number of tokens, from the start of the prompt, whose KV is in the peer's blocks.
-        incarnation: run of the peer's engine that granted the lease; None until it is known.
-        settled: True when the request will read no more from this peer.
-        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
-        loading: True while a load from this peer is under way.
-        bid: last bid for the request; None if there was none.
-    """
-
-    request: Request
-    address: Address
-    engine_id: str
-    ticket: bytes
-    tokens: int
-    bidding: Bidding
-    until: float
-    cached_tokens: int | None = None
-    claim: Claim | None = None
-    foreseen: bool = False
-    grant: Grant | None = None
-    ready: int = 0
-    incarnation: int | None = None
-    settled: bool = False
-    gone: bool = False
-    loading: bool = False
-    bid: Bid | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the peer's blocks hold the KV of all offered tokens."""
-        return self.ready >= self.tokens
-
-    def take(self, answer: Redeemed) -> str | None:
-        """Store the peer's answer to the ticket, and return why it cannot be used; None if it can."""
-        # Further answers extend one lease. Blocks of another may hold other KV than the parts already read.
-        if self.grant is not None and (answer.incarnation, answer.grant.slot, answer.grant.generation) != (
-            self.incarnation,
-            self.grant.slot,
-            self.grant.generation,
-        ):
-            return "the peer has replaced the lease while its blocks were read"
-        self.grant, self.incarnation = answer.grant, answer.incarnation
-        self.ready = max(self.ready, answer.tokens)
-        self.note_cached_tokens(answer)
-        return None
-
-    def note_cached_tokens(self, answer: Redeemed | Unusable | Pending) -> None:
-        """Store the number of prompt tokens that the peer's caches had, if the answer says it."""
-        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
-            self.cached_tokens = answer.cached_tokens
-
-    @property
-    def peer(self) -> str:
-        """Name of the peer."""
-        return peer_name(self.engine_id, self.address, self.incarnation)
-
-    def mismatch(self, peer: PeerInfo) -> str | None:
-        """Return why the KV that this peer offered cannot be read; None if it can.
-
-        Args:
-            peer: description of the engine that answers at this address now, from the handshake.
-        """
-        if peer.facts.engine_id != self.engine_id:
-            return f"engine {peer.facts.engine_id} answers at the address of {self.engine_id}"
-        if peer.facts.incarnation != self.incarnation:
-            return "the engine has been restarted since it granted the lease"
-        granted = 0 if self.grant is None else len(self.grant.tables)
-        groups = len(peer.ranks[0].geometry.groups)
-        if granted != groups:
-            return f"block tables for {granted} groups, the peer has {groups}"
-        return None
-
-
-def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
-    """Return the name of a peer: engine id and address, with the run of the engine if known."""
-    host, port = address
-    run = "" if incarnation is None else f"#{incarnation:x}"
-    return f"{engine_id}@{host}:{port}{run}"
-
-
-def layers_of(ranks: Iterable[RankGeometry], *, attend_to_all: bool) -> set[str]:
-    """Return the identities of an engine's layers that attend to all tokens, or of all other layers."""
-    return {
-        layer.identity
-        for rank in ranks
-        for group in rank.groups
-        for layer in group.layers
-        if attends_to_all(group.kind) is attend_to_all
-    }
-
-
-def blocks_of(ranks: Iterable[RankGeometry]) -> list[tuple[int, set[str]]]:
-    """Return (tokens per block, identities of the layers on all ranks) for each KV cache group of an engine.
-
-    Groups of two engines must be matched by the layers that they share, not by their index. Engines may group
-    the same layers differently: one may treat a sliding-window layer as full attention, for example.
-    """
-    found: list[tuple[int, set[str]]] = []
-    for rank in ranks:
-        for number, group in enumerate(rank.groups):
-            if number == len(found):
-                found.append((group.block_tokens, set()))
-            found[number][1].update(layer.identity for layer in group.layers)
-    return found
-
-
-class PeerFeed:
-    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
-
-    origin = PEER
-
-    def __init__(
-        self,
-        load: Load,
-        pull: Pull,
-        *,
-        alignment_tokens: int,
-        labels: Sequence[str],
-        update: Callable[[Pull], Unusable | None],
-        on_failed: Callable[[Pull, Report], None],
-    ) -> None:
-        """Create the feed of a load that begins now.
-
-        Args:
-            load: load to order.
-            pull: state of the exchange with the peer. It has a grant.
-            alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
-            labels: label of each KV cache group of this engine.
-            update: takes in the peer's last answer, and returns why its KV cannot be read any more.
-            on_failed: called if the load has failed and its request waits for it.
-        """
-        self._load, self._pull, self._alignment_tokens, self._labels = load, pull, alignment_tokens, labels
-        self._update, self._on_failed = update, on_failed
-        self._done, self._parts, self._ready = load.span.begins, 0, 0
-        self._dropped = False
-        pull.loading = True
-
-    def next_parts(self) -> Sequence[LoadPart]:
-        load, pull = self._load, self._pull
-        unusable = Unusable("no request waits for it any more") if self._dropped else self._update(pull)
-        if unusable is not None:
-            return [LoadPart(load.key, None, failure=unusable.reason)]
-        news, self._ready = pull.ready > self._ready, pull.ready
-        assert pull.grant is not None
-        assert pull.incarnation is not None
-        span = next_part(
-            load.span,
-            self._done,
-            pull.ready,
-            alignment_tokens=self._alignment_tokens,
-            whole=pull.is_whole,
-        )
-        if span is None:
-            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
-            # be read yet.
-            return [LoadPart(load.key, None)] if news else []
-        self._done, self._parts = span.ends, self._parts + 1
-        order = ReadOrder(
-            key=f"{load.key}.{self._parts}",
-            peer=pull.peer,
-            span=span,
-            src_tables=pull.grant.block_ids,
-            dst_tables=load.tables,
-            lease=pull.grant.word(pull.incarnation),
-        )
-        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
-
-    def drop(self) -> None:
-        # The workers cannot cancel reads in flight.
-        self._dropped, self._pull.loading = True, False
-
-    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        figures = report.figures
-        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
-        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
-
-    def miss(self, report: Report) -> MissReason:
-        return MissReason.DEADLINE if report.late else MissReason.FAILED
-
-    def ended(self, report: Report, *, wanted: bool) -> None:
-        self._pull.loading = False
-        if wanted and report.failure is not None:
-            self._on_failed(self._pull, report)

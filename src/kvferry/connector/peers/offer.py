@@ -13,14 +13,12 @@ in such an offer: the prefill engine is computing the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import fields
 
 from kvferry.common.errors import ProtocolError
-from kvferry.transport.handshake import Address
 from kvferry.transport.messages import Host, Port
 from kvferry.transport.redeem import MAX_TOKENS
 
@@ -55,15 +53,6 @@ class Offer(msgspec.Struct, frozen=True):
     remote_num_tokens: _Tokens | None
     remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     remote_prefill_cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] | None = None
-
-    @property
-    def address(self) -> Address:
-        return self.remote_host, self.remote_port
-
-    @property
-    def ticket(self) -> bytes:
-        """Ticket, 16 bytes."""
-        return bytes.fromhex(self.remote_request_id)
 
 
 def has_offer(params: Any) -> bool:
@@ -131,7 +120,7 @@ def ticket_of(params: Any) -> bytes | None:
         return None
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class _Wanted(msgspec.Struct, frozen=True):
     """The part of a router's request for a prefill that says which KV no decode engine will read.
 
     Attributes:
@@ -145,60 +134,9 @@ class Wanted(msgspec.Struct, frozen=True):
     remote_unwanted: Annotated[tuple[_Hex, ...], msgspec.Meta(max_length=MAX_UNWANTED)] = ()
 
 
-def read_wanted(params: Any) -> Wanted:
+def read_wanted(params: Any) -> _Wanted:
     """Return what a router says about unwanted KV; nothing if it is malformed."""
     try:
-        return msgspec.convert(params, Wanted)
+        return msgspec.convert(params, _Wanted)
     except (msgspec.ValidationError, UnicodeError):
-        return Wanted()
-
-
-class Siblings:
-    """Record of the offers that the samples of a prompt share (``n`` above 1).
-
-    The engine computes each sample as a separate request. The first sample that ends gets a lease. The
-    responses of the others repeat its offer, until the lease ends.
-    """
-
-    # The engine's response carries the offer of only one sample, so leases of the others would keep blocks
-    # until they expire.
-
-    def __init__(self, parent_of: Callable[[str], str | None]) -> None:
-        """Create an empty record.
-
-        Args:
-            parent_of: returns the id that all samples of a request's prompt share; None if there is only one.
-        """
-        self._parent_of = parent_of
-        self._offers: dict[str, tuple[str, dict[str, Any]]] = {}
-
-    def __len__(self) -> int:
-        """Return the number of prompts whose samples share a lease."""
-        return len(self._offers)
-
-    def offered(self, request_id: str, offer: dict[str, Any]) -> None:
-        """Remember the offer of a request if it is one of several samples of a prompt.
-
-        Args:
-            request_id: id of the request, which is also the name of the lease on its blocks.
-            offer: ``kv_transfer_params`` of the request's response.
-        """
-        if (parent := self._parent_of(request_id)) is not None:
-            self._offers[parent] = request_id, offer
-
-    def offer_of(self, request_id: str) -> dict[str, Any] | None:
-        """Return the offer that another sample of the request's prompt has made; None if there is none."""
-        _, offer = self._offers.get(self._parent_of(request_id) or "", ("", None))
-        return offer
-
-    def lease_of(self, request_id: str) -> str | None:
-        """Return the lease that the samples of the request's prompt share; None if there is none."""
-        name, _ = self._offers.get(self._parent_of(request_id) or "", (None, None))
-        return name
-
-    def ended(self, leases: Iterable[str]) -> None:
-        """Forget the offers whose leases have ended."""
-        for name in leases:
-            parent = self._parent_of(name)
-            if parent is not None and self.lease_of(name) == name:
-                del self._offers[parent]
+        return _Wanted()

@@ -2,11 +2,12 @@
 
 A consumer claims a lease with a ticket, which travels with the request. The lease ends when all consumers
 that have claimed it release it or stay silent for too long. A lease that no consumer has claimed may end
-early if requests wait for blocks (`unclaimed`). When a lease ends, each worker raises its lease word, so that
-a consumer that is still reading notices. Then the worker reports the request as sent. The engine frees the
-blocks only after all workers have reported.
+early: if requests wait for blocks, if the router no longer wants it, or if the engine is paused. When a lease
+ends, each worker raises its lease word, so that a consumer that is still reading notices. Then the worker
+reports the request as sent. The engine frees the blocks only after all workers have reported.
 
-Consumers may also read the KV of a prompt while this engine computes it (`streams`).
+Consumers may also read the KV of a prompt while this engine computes it (`streams`), and that of finished
+requests that continue their conversation (`turns`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import TransferError, Unnameable
@@ -25,17 +27,18 @@ from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.kept import TurnKeeper, UnclaimedLeases
 from kvferry.connector.peers.offer import (
+    MAX_UNWANTED,
     Offer,
-    Siblings,
     read_wanted,
     wants_prefill,
     write_nothing,
     write_offer,
 )
-from kvferry.connector.peers.streams import Streams, steps_readable
-from kvferry.connector.room import BlocksWanted
+from kvferry.connector.peers.streams import Stream, Streams, steps_readable
+from kvferry.connector.peers.turns import TurnKeeper
+from kvferry.connector.room import BlocksWanted, choose_leases_to_end
+from kvferry.planning.select import NULL_BLOCK
 from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook
@@ -46,11 +49,35 @@ logger = logging.getLogger(__name__)
 LEASE_SLOTS = 8192
 """Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
 
+_PAUSED_SECONDS = 1.0
+"""Minimum age of an unclaimed lease that ends because of a pause: its ticket may be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """The lease on the blocks of a finished prompt.
+
+    Attributes:
+        blocks: number of leased blocks.
+        params: offer, as the response carries it.
+        router_name: the router's name for the KV; None without one.
+        prompt: id that the samples of the prompt share (``n`` above 1); None if there is only one.
+    """
+
+    blocks: int
+    params: dict[str, Any]
+    router_name: str | None
+    prompt: str | None
+
 
 class Producer:
     """Offers the KV of finished prompts, and pins their blocks under leases.
 
     Only the engine's thread calls it.
+
+    Attributes:
+        turns: keeps finished requests for their conversations' next turns, if configured.
+        port: port of the control channel.
     """
 
     def __init__(
@@ -68,12 +95,8 @@ class Producer:
         """Create a producer without leases. Call `start` before the first lease is granted.
 
         Args:
-            engine: properties of the engine.
-            config: the connector's settings.
             incarnation: random number that identifies this run of the engine.
-            events: receives the events of each lease.
             names: computes the digests by which peers look up turns.
-            adapters: the engine's LoRA adapters.
             clock: returns monotonic seconds.
             lease_slots: maximum number of leases at a time.
         """
@@ -81,79 +104,74 @@ class Producer:
         # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
-        self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
         # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
         self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
-        self._streams = Streams(engine, self._book, adapters)
-        self._host = config.advertise_host or config.host
-        self._events = events
-        self._prompts: dict[str, Request] = {}
-        self._withdrawn: list[str] = []
-        self._ended: dict[str, int] = {}
-        self._raised: dict[str, int] = {}
-        self._log = LimitedLog(logger)
-        self._siblings = Siblings(engine.parent_of)
-        self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
-        self._unclaimed = UnclaimedLeases(self._book, self._wanted)
-        self._stopped = self._sleeps = False
-        self._turns: TurnKeeper | None = None
-        if config.turn_seconds:
-            self._turns = TurnKeeper(
-                engine,
-                book=self._book,
-                names=names,
-                wanted=self._wanted,
-                events=events,
-                seconds=config.turn_seconds,
-                share=config.turn_share,
-                clock=clock,
-            )
+        self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
         # Replaced by the server's book in `start`: methods need no check for None.
         self._tickets = TicketBook(incarnation)
-        self.port = 0
+        self._streams = Streams(engine, self._book, self._tickets, adapters)
+        self._events, self._log = events, LimitedLog(logger)
+        self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
+        self.turns = TurnKeeper(
+            engine,
+            book=self._book,
+            names=names,
+            wanted=self._wanted,
+            events=events,
+            seconds=config.turn_seconds,
+            share=config.turn_share,
+            clock=clock,
+        )
+        # Minimum age of an unclaimed lease that ends because requests wait for blocks.
+        self._unclaimed_seconds = config.lease_seconds / 4
+        self._pool: BlockPool | None = None
+        self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
+        self._workers = self.port = 0
+        self._stopped = self._sleeps = self._paused = False
+        self._prompts: dict[str, Request] = {}  # requests whose KV will be offered
+        self._offered: dict[str, _Offered] = {}  # by lease
+        self._lease_of_sample: dict[str, str] = {}  # by the id that the samples share
+        self._lease_named: dict[str, str] = {}  # by the router's name
+        self._unwanted: dict[
+            str, None
+        ] = {}  # the router's names of KV that it no longer wants, the latest last
+        self._leaving: dict[str, int] = {}  # number of blocks of ended leases that will soon be free
+        self._withdrawn: list[str] = []  # leases that end with the coming step
+        # What the workers are told with the coming step: slots of leases whose request waits for the workers'
+        # report, and of others. Of the others, the number of workers that have not raised the word yet.
+        self._ended: dict[str, int] = {}
+        self._raised: dict[str, int] = {}
+        self._raising: dict[str, int] = {}
 
     def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases.
-
-        Args:
-            server: control channel that answers other engines.
-            pool: the engine's block pool.
-            workers: number of workers. All must confirm the end of a lease.
-        """
-        self.port, self._tickets = server.port, server.tickets
-        self._unclaimed.start(pool)
-        self._streams.start(server.tickets, workers)
-        if self._turns is not None:
-            self._turns.start(server.turns, pool, workers)
-
-    @property
-    def busy(self) -> bool:
-        """True if the engine must run steps without requests, to publish turns and to free their blocks."""
-        return self._turns is not None and self._turns.busy
-
-    @property
-    def holds_blocks(self) -> bool:
-        """True if blocks of turns will soon be free, so that the engine should wait and not preempt."""
-        return self._turns is not None and self._turns.holds_blocks
-
-    def leases_block(self) -> bool:
-        """Return whether requests wait for blocks while leases on finished prompts pin some."""
-        return self._unclaimed.leases_block()
+        """Begin to grant leases, whose end all workers must confirm."""
+        self.port, self._tickets, self._pool, self._workers = server.port, server.tickets, pool, workers
+        self._streams.tickets = server.tickets
+        self.turns.start(server.turns, pool, workers)
 
     @property
     def keeps_turns(self) -> Address | None:
         """Address (host, port) at which peers ask for turns; None if this engine keeps none."""
-        return None if self._turns is None else (self._host, self.port)
+        return (self._host, self.port) if self._keeps_turns else None
+
+    @property
+    def leases(self) -> int:
+        """Number of leases whose blocks are still pinned."""
+        return len(self._book)
+
+    @property
+    def calm(self) -> bool:
+        """True if steps need no call of this object until another method is called or a message arrives."""
+        return not (self._withdrawn or len(self._book) or len(self._streams))
 
     def on_new_request(self, request: Request) -> None:
-        """Register a request. If its KV will be offered, drop the last prompt token.
-
-        The consumer computes that token.
-
-        Mutates `request`.
-        """
+        """Register a request. If its KV will be offered, leave its last token to the consumer."""
         self._wanted.add(request)
-        self._unclaimed.on_new_request(request)
+        self._unwanted.update(dict.fromkeys(read_wanted(request.kv_transfer_params).remote_unwanted))
+        # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers send
+        # more names over time, so the oldest are forgotten.
+        for name in list(self._unwanted)[:-MAX_UNWANTED]:
+            del self._unwanted[name]
         if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
             self._prompts[request.request_id] = request
             if self._step_tokens and not self._stopped:
@@ -164,8 +182,7 @@ class Producer:
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
         """Return the requests whose prompt the coming step completes and whose KV will be offered to a peer.
 
-        Args:
-            scheduled: number of tokens that the coming step computes, by request id.
+        `scheduled` has the number of tokens that the step computes, by request id.
         """
         return [
             request
@@ -181,22 +198,14 @@ class Producer:
 
         Args:
             number: number of the step, ascending in the order of scheduling.
-            step: the coming step.
             block_ids: returns the block table of a request, for each KV cache group.
         """
         self._streams.scheduled(number, step, block_ids)
 
     def step_done(self, number: int) -> None:
-        """Let other engines read the tokens that steps have computed.
-
-        Args:
-            number: number of the last step whose output the engine has taken.
-        """
-        for stream in self._streams.step_done(number):
-            request, now = stream.request, self._clock()
-            self._events.emit(
-                LeaseGranted(request.request_id, now, request.num_prompt_tokens, self._book.seconds)
-            )
+        """Let other engines read the tokens of the steps up to `number`, whose output has been taken."""
+        for request in self._streams.step_done(number):
+            self._say_granted(request, request.num_prompt_tokens)
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
@@ -210,94 +219,99 @@ class Producer:
             request as sent. `params` is the ``kv_transfer_params`` of the response; None if no offer was
             asked for.
         """
+        name = request.request_id
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
-            if self._turns is not None and not (self._stopped or self._unclaimed.paused):
-                self._turns.finished(request, block_ids)
+            if not (self._stopped or self._paused):
+                self.turns.finished(request, block_ids)
             return False, None
-        readable = request.request_id in self._streams
-        if readable and not request.is_complete:
+        if name in self._streams and not request.is_complete:
             # Its blocks are free from now on. The workers raise the word before a step writes them.
-            self._end(self._book.end([request.request_id]), expired=False, withdrawn=True)
-        stream = self._streams.finished(request.request_id)
-        if self._prompts.pop(request.request_id, None) is None or not request.is_complete:
-            if (lease := self._siblings.lease_of(request.request_id)) is not None:
-                self._withdrawn.append(lease)  # without this sample no response carries the offer
+            self._end(self._book.end([name]), withdrawn=True)
+        stream = self._streams.finished(name)
+        # A response carries the offer of only one sample of a prompt, so leases of the others would keep
+        # blocks until they expire. The first sample that ends gets a lease, and the others repeat its offer.
+        shared = self._lease_of_sample.get(self._engine.parent_of(name) or "")
+        if self._prompts.pop(name, None) is None or not request.is_complete:
+            if shared is not None:
+                self._withdrawn.append(shared)  # without this sample no response carries the offer
             return False, write_nothing()
-        if (made := self._siblings.offer_of(request.request_id)) is not None:
-            return False, made
+        if shared is not None:
+            return False, self._offered[shared].params
         tokens = request.num_prompt_tokens - self._unsettled
-        over = stream is not None and stream.over  # its readers have failed or left, and no other has a claim
         stopped = self._stopped or self._sleeps
-        if tokens < 1 or stopped or over:
+        # The readers of a stream that is over have failed or left, and no other has a claim.
+        if tokens < 1 or stopped or (stream is not None and stream.over):
             return False, write_nothing(stopped=stopped)
-        tables = self._engine.tables(block_ids, tokens)
-        if stream is not None and stream.word is not None:
-            ticket = stream.ticket
-            # While the prompt was computed, the lease had no end (`Streams`). From here on it can expire.
-            self._book.restart(request.request_id)
-            grant = Grant.of(stream.word.slot, stream.word.generation, tables)
-            self._tickets.advance(request.request_id, grant, tokens)
-        else:
-            # The decode engine may have the router's ticket already. One in use belongs to another request.
-            drawn = stream is not None and stream.ticket not in self._tickets
-            ticket = stream.ticket if stream is not None and drawn else new_ticket()
-            try:
-                self._grant(request, ticket, tokens, tables, None if stream is None else stream.cached_tokens)
-            except (TransferError, Unnameable) as error:
-                self._log.say(str(error), f"request {shown(request.request_id)}: not offered: {error}")
-                return False, write_nothing()
-        params = write_offer(
-            Offer(
-                remote_engine_id=self._engine.engine_id,
-                remote_host=self._host,
-                remote_port=self.port,
-                remote_request_id=ticket.hex(),
-                remote_num_tokens=tokens,
-                remote_step_tokens=self._step_tokens,
-            )
-        )
-        self._siblings.offered(request.request_id, params)
-        name = read_wanted(request.kv_transfer_params).remote_name
-        self._unclaimed.granted(request.request_id, block_ids, name)
-        return True, params
+        try:
+            return True, self._offer(request, block_ids, tokens, stream)
+        except (TransferError, Unnameable) as error:
+            self._log.say(str(error), f"request {shown(name)}: not offered: {error}")
+            return False, write_nothing()
 
-    def _grant(
-        self, request: Request, ticket: bytes, tokens: int, tables: BlockIds, cached_tokens: int | None
-    ) -> None:
-        """Grant a lease on the blocks of a finished request, and publish its ticket.
+    def _offer(
+        self, request: Request, block_ids: BlockIds, tokens: int, stream: Stream | None
+    ) -> dict[str, Any]:
+        """Publish a finished prompt under a lease that can expire, and return its offer.
 
         Args:
-            request: request that has ended.
-            ticket: ticket of the lease.
+            block_ids: block table of the request for each KV cache group.
             tokens: number of offered tokens, from the start of the prompt.
-            tables: blocks to transfer, for each KV cache group.
-            cached_tokens: number of prompt tokens that the engine's caches had; None if the engine adds it to
-                the offer.
+            stream: the prompt, if a router has drawn a ticket for it.
 
         Raises:
             TransferError: all lease slots are in use.
             Unnameable: the content of the prompt has no digest.
         """
-        # The content is computed before the lease is granted, so that a prompt without a name leaves no lease
-        # behind.
-        content = content_of(request, tokens, self._adapters)
-        word = self._book.grant(request.request_id)
-        self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
-        grant = Grant.of(word.slot, word.generation, tables)
-        self._tickets.publish(ticket, request.request_id, tokens, content, grant, cached_tokens=cached_tokens)
+        name = request.request_id
+        tables = self._engine.tables(block_ids, tokens)
+        if stream is not None and stream.word is not None:
+            ticket = stream.ticket
+            # While the prompt was computed, the lease had no end (`Streams`).
+            self._book.restart(name)
+            grant = Grant.of(stream.word.slot, stream.word.generation, tables)
+            self._tickets.advance(name, grant, tokens)
+        else:
+            # The decode engine may have the router's ticket already. One in use belongs to another request.
+            drawn = stream is not None and stream.ticket not in self._tickets
+            ticket = stream.ticket if stream is not None and drawn else new_ticket()
+            # The content is computed first, so that a prompt without a name leaves no lease behind.
+            content = content_of(request, tokens, self._adapters)
+            word = self._book.grant(name)
+            self._say_granted(request, tokens)
+            grant = Grant.of(word.slot, word.generation, tables)
+            # Without a stream, the engine adds the number of cached tokens to the offer.
+            cached_tokens = None if stream is None else stream.cached_tokens
+            self._tickets.publish(ticket, name, tokens, content, grant, cached_tokens=cached_tokens)
+        offer = Offer(
+            remote_engine_id=self._engine.engine_id,
+            remote_host=self._host,
+            remote_port=self.port,
+            remote_request_id=ticket.hex(),
+            remote_num_tokens=tokens,
+            remote_step_tokens=self._step_tokens,
+        )
+        one = self._offered[name] = _Offered(
+            blocks=len({block for ids in block_ids for block in ids} - {NULL_BLOCK}),
+            params=write_offer(offer),
+            router_name=read_wanted(request.kv_transfer_params).remote_name,
+            prompt=self._engine.parent_of(name),
+        )
+        if one.router_name is not None:
+            self._lease_named[one.router_name] = name
+        if one.prompt is not None:
+            self._lease_of_sample[one.prompt] = name
+        return one.params
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step without messages of other engines needs calls of this object."""
-        return bool(self._withdrawn or len(self._book) or len(self._streams) or self._turns is not None)
+    def _say_granted(self, request: Request, tokens: int) -> None:
+        self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
 
         Empties `events` and adds to `orders`.
         """
-        if not (events or self._withdrawn or len(self._book) or self._turns is not None):
+        if not (events or self._withdrawn or len(self._book)):
             return
         while events:
             event = events.popleft()
@@ -305,24 +319,21 @@ class Producer:
                 for name in self._book.extend(event.leases):
                     self._events.emit(LeaseExtended(name, self._clock()))
             else:
-                self._end(self._book.end(event.leases), expired=False)
+                self._end(self._book.end(event.leases))
         withdrawn, self._withdrawn = self._withdrawn, []
-        withdrawn += self._streams.preempted()
-        withdrawn += self._unclaimed.leases_given_up()
-        self._end(self._book.end(withdrawn), expired=False, withdrawn=True)
-        for name in self._end(self._book.end(self._unclaimed.leases_to_end()), expired=True):
+        withdrawn += self._streams.preempted() + self._given_up()
+        self._end(self._book.end(withdrawn), withdrawn=True)
+        for name in self._end(self._book.end(self._in_the_way()), expired=True):
             self._log.say(
                 "unclaimed",
                 f"request {shown(name)}: no consumer has claimed its blocks in "
-                f"{self._unclaimed.seconds:g} s, and other requests wait for blocks, so they are given back",
+                f"{self._unclaimed_seconds:g} s, and other requests wait for blocks, so they are given back",
             )
         over = self._book.end_expired()
-        if self._turns is not None:
-            # No consumer was silent if the time of a turn is over, so that is neither logged nor counted as
-            # expired.
-            turns = {name: over.pop(name) for name in list(over) if name in self._turns}
-            turns.update(self._book.end(self._turns.step()))
-            self._end(turns, expired=False)
+        # No consumer was silent if the time of a turn is over, so that is neither logged nor counted as
+        # expired.
+        turns = {name: over.pop(name) for name in list(over) if name in self.turns}
+        self._end({**turns, **self._book.end(self.turns.step())})
         for name in self._end(over, expired=True):
             self._log.say(
                 "silent",
@@ -332,37 +343,84 @@ class Producer:
         orders.ended, self._ended = self._ended, {}
         orders.raised, self._raised = self._raised, {}
 
-    def _end(self, leases: Mapping[str, int], *, expired: bool, withdrawn: bool = False) -> list[str]:
-        """Have the workers raise the words of ended leases with the coming step. Return the leases' names.
+    def _given_up(self) -> list[str]:
+        """Return the unclaimed leases that must end because the router or a pause wants it."""
+        named = [self._lease_named[name] for name in self._unwanted if name in self._lease_named]
+        found = {lease for lease in named if self._book.is_unclaimed(lease)}
+        if self._paused:
+            found.update(self._book.unclaimed(_PAUSED_SECONDS))
+        return [lease for lease in found if lease in self._offered]
 
-        Args:
-            leases: lease slot of each ended lease, by name.
-            expired, withdrawn: values of the event that is emitted for each lease.
+    def _in_the_way(self) -> list[str]:
+        """Return the unclaimed leases that must end because requests wait for blocks: the oldest, and few."""
+        unclaimed = self._book.unclaimed(self._unclaimed_seconds)
+        held = {name: self._offered[name].blocks for name in unclaimed if name in self._offered}
+        return choose_leases_to_end(held, self._lacking_blocks()) if held else []
+
+    def leases_block(self) -> bool:
+        """Return whether requests wait for more blocks than will soon be free, while leases pin some."""
+        # Without leases, requests wait only for running requests, which end by themselves.
+        return bool(self._offered) and self._lacking_blocks() > 0
+
+    def _lacking_blocks(self) -> int:
+        """Return how many more blocks the largest waiting request needs than are free or will soon be."""
+        if self._pool is None:
+            return 0
+        return self._wanted.blocks() - self._pool.get_num_free_blocks() - sum(self._leaving.values())
+
+    def _end(
+        self, leases: Mapping[str, int], *, expired: bool = False, withdrawn: bool = False
+    ) -> Mapping[str, int]:
+        """Have the workers raise the words of ended leases with the coming step. Return the leases.
+
+        `leases` has the slot of each lease, by name.
         """
-        if not leases:
-            return []
+        if leases:
+            self._tickets.withdraw(leases)
         for name, slot in leases.items():
-            # The engine keeps the blocks of finished requests until the workers have reported them as sent.
-            kept = name not in self._streams and (self._turns is None or name not in self._turns)
-            (self._ended if kept else self._raised)[name] = slot
-        self._tickets.withdraw(leases)
-        self._streams.ended(leases)
-        self._siblings.ended(leases)
-        self._unclaimed.ended(leases)
-        for name in leases:
-            if self._turns is not None:
-                self._turns.ended(name)
+            if name in self._streams or name in self.turns:
+                self._raised[name], self._raising[name] = slot, self._workers
+            else:
+                # The engine keeps the blocks of a finished request until the workers report it as sent.
+                self._ended[name] = slot
+            self._streams.ended(name)
+            self.turns.ended(name)
+            if (one := self._offered.pop(name, None)) is not None:
+                self._leaving[name] = one.blocks
+                if one.router_name is not None:
+                    self._lease_named.pop(one.router_name, None)
+                    self._unwanted.pop(one.router_name, None)
+                if one.prompt is not None:
+                    self._lease_of_sample.pop(one.prompt, None)
             self._events.emit(LeaseEnded(name, self._clock(), expired, withdrawn))
-        return list(leases)
+        return leases
+
+    def sent(self, request_ids: set[str]) -> None:
+        """Record that all workers have raised these requests' lease words: the blocks are free now."""
+        for name in request_ids:
+            self._book.ended(name)
+            self._leaving.pop(name, None)
+
+    def on_workers_confirmed(self, raised: Mapping[str, int]) -> None:
+        """Count the workers that have raised each lease's word, so that other leases can use the word.
+
+        The blocks of a turn are freed when all workers have raised its word.
+        """
+        for name in raised.keys() & self._raising.keys():
+            self._raising[name] -= raised[name]
+            if self._raising[name] <= 0:
+                del self._raising[name]
+                self._book.ended(name)
+                self.turns.on_words_raised(name)
 
     def on_pause(self, *, paused: bool) -> None:
         """While the engine is paused, keep no turns, and end unclaimed leases soon."""
         # A paused engine can reset its cache only when no lease pins blocks.
-        self._unclaimed.paused = paused
-        if not paused:
+        self._paused = paused
+        if paused:
+            self.turns.give_up()
+        else:
             self._sleeps = False
-        elif self._turns is not None:
-            self._turns.give_up()
 
     def on_sleep(self) -> None:
         """End all leases, and offer nothing until the engine is resumed."""
@@ -374,14 +432,10 @@ class Producer:
         self._book.renew(incarnation)
 
     def reset(self) -> None:
-        """Withdraw all offers and turns, because their KV is no longer valid.
-
-        The leases end with the coming step.
-        """
-        self._withdrawn = [name for name in self._book.held if self._turns is None or name not in self._turns]
+        """Withdraw all offers and turns: their KV is no longer valid. The leases end with the coming step."""
+        self._withdrawn = [name for name in self._book.held if name not in self.turns]
         self._tickets.withdraw(self._withdrawn)
-        if self._turns is not None:
-            self._turns.give_up()
+        self.turns.give_up()
 
     def stop_offering(self) -> None:
         """Withdraw all offers and turns, and make no more."""
@@ -389,38 +443,7 @@ class Producer:
         self.drain()
 
     def drain(self) -> None:
-        """Make no more offers and keep no more turns.
-
-        Leases that are held go on until they end by themselves.
-        """
-        if self._turns is not None:
-            self._turns.give_up()
+        """Make no more offers and keep no more turns. Leases that are held end by themselves."""
+        self.turns.give_up()
         self._streams.stop()
         self._stopped = True
-
-    @property
-    def leases(self) -> int:
-        """Number of leases whose blocks are still pinned."""
-        return len(self._book)
-
-    def sent(self, request_ids: set[str]) -> None:
-        """Record that all workers have raised the lease words of these requests.
-
-        The engine can free the blocks now.
-        """
-        for name in request_ids:
-            self._book.ended(name)
-            self._unclaimed.on_blocks_freed(name)
-
-    def on_workers_confirmed(self, raised: Mapping[str, int]) -> None:
-        """Count the workers that have raised lease words, so that the words can be used for other leases.
-
-        The blocks of a turn are freed when all workers have raised its word.
-
-        Args:
-            raised: number of workers that have raised each lease's word since the last call, by lease.
-        """
-        for name, workers in raised.items():
-            turn = self._turns is not None and self._turns.on_workers_confirmed(name, workers)
-            if self._streams.on_workers_confirmed(name, workers) or turn:
-                self._book.ended(name)

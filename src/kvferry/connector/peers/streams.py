@@ -16,9 +16,10 @@ can write the blocks for another request.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.connector.content import Adapters, content_of
@@ -44,7 +45,6 @@ class Stream:
     """A prompt that this engine computes, and whose KV another engine may read meanwhile.
 
     Attributes:
-        request: request of the prompt.
         ticket: ticket that the router has drawn.
         preemptions: number of the request's preemptions when its last step was scheduled.
         cached_tokens: number of prompt tokens that the engine's caches had; None before the first step.
@@ -59,18 +59,11 @@ class Stream:
     word: LeaseWord | None = None
     over: bool = False
 
-    @property
-    def is_readable(self) -> bool:
-        """True if other engines may read blocks of the prompt."""
-        return self.word is not None and not self.over
 
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
+class _Computed(NamedTuple):
     """The tokens of a prompt that will have been computed when a step is done.
 
     Attributes:
-        stream: the prompt.
         preemptions: number of the request's preemptions when the step was scheduled.
         tokens: number of computed tokens, from the start of the prompt.
         tables: block table of the request for each KV cache group.
@@ -86,23 +79,16 @@ class Streams:
     """The prompts whose KV other engines may read while this engine computes them.
 
     Only the engine's thread calls it.
+
+    Attributes:
+        tickets: published tickets of this engine.
     """
 
-    def __init__(self, engine: EngineFacts, book: LeaseBook, adapters: Adapters) -> None:
+    def __init__(self, engine: EngineFacts, book: LeaseBook, tickets: TicketBook, adapters: Adapters) -> None:
         self._engine, self._book, self._adapters = engine, book, adapters
         self._streams: dict[str, Stream] = {}
         self._steps: deque[tuple[int, list[_Computed]]] = deque()
-        self._confirmed, self._workers = Counter[str](), 0
-        self._tickets: TicketBook | None = None
-
-    def start(self, tickets: TicketBook, workers: int) -> None:
-        """Begin to publish tickets.
-
-        Args:
-            tickets: published tickets of this engine.
-            workers: number of workers. All must confirm that they have raised a lease word.
-        """
-        self._tickets, self._workers = tickets, workers
+        self.tickets = tickets
 
     def __len__(self) -> int:
         """Return the number of requests whose prompts are, or will be, read while they are computed."""
@@ -110,7 +96,8 @@ class Streams:
 
     def __contains__(self, lease: str) -> bool:
         """Return True if `lease` covers blocks that the engine may take: its prompt is not complete."""
-        return (found := self._streams.get(lease)) is not None and found.is_readable
+        found = self._streams.get(lease)
+        return found is not None and found.word is not None and not found.over
 
     def on_new_request(self, request: Request) -> None:
         """Remember a request if a router has drawn a ticket for its prompt."""
@@ -129,17 +116,11 @@ class Streams:
         return [
             name
             for name, one in self._streams.items()
-            if one.is_readable and one.request.num_preemptions != one.preemptions
+            if name in self and one.request.num_preemptions != one.preemptions
         ]
 
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes.
-
-        Args:
-            number: number of the step, ascending in the order of scheduling.
-            step: the coming step.
-            block_ids: returns the block table of a request for each KV cache group.
-        """
+        """Remember the tokens that the coming step computes, as `Producer.scheduled` describes it."""
         computed = []
         for name, one in self._streams.items():
             if name in step.tokens and not one.over:
@@ -150,87 +131,66 @@ class Streams:
         if computed:
             self._steps.append((number, computed))
 
-    def step_done(self, number: int) -> list[Stream]:
+    def step_done(self, number: int) -> list[Request]:
         """Publish the tokens that steps have computed whose output the engine has taken.
 
         Args:
             number: number of the last of these steps.
 
         Returns:
-            The prompts that have become readable with these steps.
+            The requests whose prompts have become readable with these steps.
         """
-        done = list[_Computed]()
+        begun = []
         while self._steps and self._steps[0][0] <= number:
-            done += self._steps.popleft()[1]
-        begun = list[Stream]()
-        for one in done:
-            stream, request = one.stream, one.stream.request
-            if self._streams.get(request.request_id) is not stream or stream.over:
-                continue
-            # The last tokens are published when the request ends, with windows and state.
-            # After a preemption the step's blocks may belong to another request.
-            if one.preemptions == request.num_preemptions and one.tokens < request.num_prompt_tokens:
-                before = stream.word
-                self._publish(one)
-                if before is None and stream.word is not None:
-                    begun.append(stream)
+            for one in self._steps.popleft()[1]:
+                stream, request = one.stream, one.stream.request
+                if self._streams.get(request.request_id) is not stream or stream.over:
+                    continue
+                # The last tokens are published when the request ends, with windows and state.
+                # After a preemption the step's blocks may belong to another request.
+                if one.preemptions == request.num_preemptions and one.tokens < request.num_prompt_tokens:
+                    before = stream.word
+                    self._publish(one)
+                    if before is None and stream.word is not None:
+                        begun.append(request)
         return begun
 
     def finished(self, request_id: str) -> Stream | None:
         """Forget a request that has ended. Return its stream; None if it has none."""
         return self._streams.pop(request_id, None)
 
-    def ended(self, leases: Iterable[str]) -> None:
-        """Record that leases have ended. Nothing more is published under them."""
-        for name in leases:
-            if name in self:
-                self._streams[name].over = True
-                self._confirmed[name] = 0
-
-    def on_workers_confirmed(self, lease: str, workers: int) -> bool:
-        """Count the workers that have raised the word of an ended lease; return whether all have done so.
-
-        Args:
-            lease: name of the lease. A lease of another kind is ignored.
-            workers: number of workers that have raised the word since the last call.
-        """
-        if lease not in self._confirmed:
-            return False
-        self._confirmed[lease] += workers
-        if self._confirmed[lease] < self._workers:
-            return False
-        del self._confirmed[lease]
-        return True
+    def ended(self, lease: str) -> None:
+        """Publish nothing more under a lease that has ended. A lease of another kind is ignored."""
+        if lease in self:
+            self._streams[lease].over = True
 
     def _publish(self, one: _Computed) -> None:
-        stream, name = one.stream, one.stream.request.request_id
+        stream, request = one.stream, one.stream.request
         tables = [
             ids[: -(-one.tokens // group.block_tokens)] if attends_to_all(group.kind) else ()
             for group, ids in zip(self._engine.groups, one.tables, strict=True)
         ]
         # Null blocks stand for those that another connector fills (`PartBlocks.distrust_all`).
-        if self._tickets is None or any(NULL_BLOCK in ids for ids in tables):
+        if any(NULL_BLOCK in ids for ids in tables):
             return
         if stream.word is not None:
             grant = Grant.of(stream.word.slot, stream.word.generation, tables)
-            self._tickets.advance(name, grant, one.tokens)
+            self.tickets.advance(request.request_id, grant, one.tokens)
             return
-        if stream.ticket in self._tickets:
+        if stream.ticket in self.tickets:
             return  # another request was given the same ticket
-        total = stream.request.num_prompt_tokens
         try:
-            content = content_of(stream.request, total, self._adapters)
+            content = content_of(request, request.num_prompt_tokens, self._adapters)
             # It ends with the request, however long the prompt takes.
-            stream.word = word = self._book.grant(name, math.inf)
+            stream.word = word = self._book.grant(request.request_id, math.inf)
         except (TransferError, Unnameable):
             return  # tried again after the next step
-        grant = Grant.of(word.slot, word.generation, tables)
-        self._tickets.publish(
+        self.tickets.publish(
             stream.ticket,
-            name,
-            total,
+            request.request_id,
+            request.num_prompt_tokens,
             content,
-            grant,
+            Grant.of(word.slot, word.generation, tables),
             ready=one.tokens,
             cached_tokens=stream.cached_tokens,
         )

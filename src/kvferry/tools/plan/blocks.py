@@ -226,7 +226,7 @@ class SnapshotSteps:
         Args:
             shared: position at the end of a block up to which the engine has the attention blocks of another
                 prompt but no snapshot; 0 if there is none. vLLM ends a step there and retains the snapshot.
-            placed: ends of blocks at which kvferry has vLLM do the same (`planning.snapshots`).
+            placed: ends of blocks at which kvferry has vLLM do the same (`planning.retention`).
         """
         last = self.last_boundary(prompt)
         for end in self.step_ends(prompt, start, shared, placed):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.peers.claims import IDLE_STEP_WAIT_SECONDS, STEP_WAIT_SECONDS, Claims
+from kvferry.connector.load import Bidding
+from kvferry.connector.peers.claims import IDLE_STEP_WAIT_SECONDS, STEP_WAIT_SECONDS, Claims, Pull
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
 from support.clock import Clock
@@ -43,14 +44,26 @@ class Client:
 
 
 def begin(claims: Claims, content=MINE, name="a"):
-    return claims.begin(AT, ticket(name), 4, content)
+    pull = Pull(
+        request=None,
+        peer="",
+        address=AT,
+        engine_id="engine",
+        ticket=ticket(name),
+        tokens=4,
+        bidding=Bidding(2),
+        began=0.0,
+    )
+    claims.begin(pull, content)
+    return pull
 
 
 def test_samples_of_a_prompt_redeem_and_release_once():
     claims = Claims(client := Client(), lambda: False, Clock())
     samples = [begin(claims) for _ in range(3)]
     assert len(client.asked) == 1
-    assert [claims.answer(one) for one in samples] == [GRANTED] * 3
+    assert [claims.update(one) for one in samples] == [None] * 3
+    assert [one.granted for one in samples] == [GRANTED] * 3
     for one in samples:
         assert client.released == []
         claims.end(one)
@@ -61,7 +74,7 @@ def test_samples_of_a_prompt_redeem_and_release_once():
 def test_a_ticket_that_was_refused_is_not_released():
     claims = Claims(client := Client(), lambda: False, Clock())
     one = begin(claims, OTHER)
-    assert claims.answer(one) is REFUSED
+    assert claims.update(one) is REFUSED
     claims.end(one)
     assert (client.released, len(claims)) == ([], 0)
 
@@ -70,7 +83,7 @@ def test_an_unanswered_redemption_is_released_because_it_may_be_granted():
     claims = Claims(client := Client(), lambda: False, Clock())
     client.answers = False
     one = begin(claims)
-    assert isinstance(claims.answer(one), Pending)
+    assert (claims.update(one), one.granted) == (None, None)
     claims.end(one)
     assert client.released == [ticket("a")]
 
@@ -121,7 +134,7 @@ def test_no_step_waits_twice_and_a_computing_engine_waits_only_right_after_the_q
     client.answers, client.clock = False, clock
     one = begin(claims)
     for _ in range(2):
-        claims.answer(one)
-    claims.step()
-    claims.answer(one)
+        claims.update(one)
+    claims.waited_seconds = 0.0
+    claims.update(one)
     assert client.waits == pytest.approx(waits)

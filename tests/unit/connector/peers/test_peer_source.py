@@ -14,9 +14,8 @@ from kvferry.connector.events import MissReason, Refusals, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, LoadFigures, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
-from kvferry.connector.peers.connections import UNUSED_SECONDS, FoundTurn
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.source import UNUSED_SECONDS, PeerSource
 from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
@@ -87,9 +86,6 @@ class Turns:
 
     def __init__(self, answer=None):
         self.answer, self.asked = answer, set()
-
-    def __contains__(self, name):
-        return name in self.asked
 
     def ask(self, one):
         if self.answer is not None:
@@ -331,10 +327,13 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
 def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
     engine = with_peer(PeerInfo(facts("engine", 11), (peer,)))
-    engine.arrive(offered())
-    assert engine.source.alignments("a") == (alignment_tokens,)
-    engine.client.answer = NOBODY
+    one = engine.arrive(offered())
+    engine.client.answer, known = Pending(), engine.client.answer
+    engine.source.ask(one, 0)
     assert engine.source.alignments("a") == (1,), "nothing is known of it"
+    engine.client.answer = known
+    engine.source.ask(one, 0)
+    assert engine.source.alignments("a") == (alignment_tokens,)
 
 
 def as_kind(rank, kind, attention_span):
@@ -358,7 +357,7 @@ def test_groups_of_peers_are_matched_by_their_layers(ours, theirs):
     (template,) = build_templates([peer], mine)
     assert {route.cell_tokens for route in template.routes} == {32}
     engine = with_peer(PeerInfo(facts("engine", 11), (RankCard(peer, b"metadata", 4096, 64, 1),)), [mine])
-    engine.arrive(offered())
+    engine.source.ask(engine.arrive(offered()), 0)
     assert engine.source.alignments("a") == (32,)
 
 
@@ -521,9 +520,7 @@ def test_workers_disconnect_only_the_unused_peer():
     assert engine.step().disconnects == [PEER]
 
 
-TURN = FoundTurn(
-    40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, [])
-)
+TURN = (40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, []))
 
 
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():

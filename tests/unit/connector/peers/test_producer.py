@@ -60,7 +60,7 @@ def ended_turns(engine: FakeEngine) -> set[str]:
 def redeem(engine: FakeEngine, params: dict, content, consumer: int = 9) -> Redeemed | NotRedeemed:
     """What another engine gets for a ticket."""
     found = read_offer(params)
-    asked = Redeem(0, consumer, found.ticket, found.remote_num_tokens, content)
+    asked = Redeem(0, consumer, bytes.fromhex(found.remote_request_id), found.remote_num_tokens, content)
     return engine.channel.tickets.redeem(asked)
 
 
@@ -114,6 +114,20 @@ def test_unclaimed_leases_end_early_when_a_request_waits_for_blocks() -> None:
     engine.leave_free(0)
     engine.finish(waits)
     assert ended(engine) == set()
+
+
+def test_null_blocks_of_an_unclaimed_lease_do_not_count() -> None:
+    engine = start(blocks=100)
+    for name in "ab":
+        one = request(name, range(32), kv_transfer_params=ASKS, trim_prompt=lambda: True, is_complete=True)
+        engine.arrive(one)
+        engine.cover(one, 32)
+        engine.drop(engine.tables[name][0], 1)
+        assert engine.finish(one)[0]
+    engine.leave_free(0)
+    engine.arrive(request("waits", range(16), status=RequestStatus.WAITING))
+    engine.clock.now += LEASE_SECONDS / 4
+    assert ended(engine) == {"a", "b"}, "it needs two blocks, and each lease has one that is not null"
 
 
 def named(number: int, *unwanted: int) -> dict:
@@ -317,10 +331,10 @@ def test_an_earlier_turn_is_kept_for_its_time() -> None:
     assert ended_turns(engine) == {"a"}
     assert len(engine.channel.turns) == 0
     assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False)
-    assert engine.producer.holds_blocks
+    assert engine.producer.turns.holds_blocks
     confirm(engine, "a")
     assert (engine.pool.references, engine.producer.leases) == (0, 0)
-    assert not engine.producer.busy
+    assert not engine.producer.turns.busy
 
 
 def test_an_earlier_turn_of_one_of_several_samples_ends_like_any_other() -> None:
@@ -355,7 +369,7 @@ def test_an_engine_that_stopped_offering_keeps_no_turn_and_offers_no_prompt() ->
     assert end(engine, "b") == (False, write_nothing(stopped=True))
     assert ended(engine) == {"a"}
     assert keep_turn(engine, "c") == (False, None)
-    assert not engine.producer.busy
+    assert not engine.producer.turns.busy
     assert engine.references == 1, "the leased block; no turn is kept"
 
 

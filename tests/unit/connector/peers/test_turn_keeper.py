@@ -197,21 +197,29 @@ def test_turns_end_for_a_waiting_request_that_needs_more_blocks_than_are_free(ki
 
 def test_blocks_of_a_turn_are_pinned_until_all_workers_have_raised_the_word():
     engine = keeping(FULL, SLIDING, STATE, workers=2)
-    assert not engine.producer.busy
+    assert not engine.producer.turns.busy
     assert finish(engine, turn(), 0, 14)
     assert engine.pool.references == 19 + 5 + 1, "only the offered state is pinned"
-    assert engine.producer.busy
+    assert engine.producer.turns.busy
     engine.step()
     engine.step()
-    assert not engine.producer.busy, "it is found"
+    assert not engine.producer.turns.busy, "it is found"
     engine.producer.drain()
-    assert engine.producer.busy
+    assert engine.producer.turns.busy
     assert ended(engine) == {"a"}
     confirm(engine, "never kept")
     confirm(engine, "a")
-    assert (engine.pool.references, engine.producer.busy, engine.producer.holds_blocks) == (25, True, True)
+    assert (engine.pool.references, engine.producer.turns.busy, engine.producer.turns.holds_blocks) == (
+        25,
+        True,
+        True,
+    )
     confirm(engine, "a")
-    assert (engine.pool.references, engine.producer.busy, engine.producer.holds_blocks) == (0, False, False)
+    assert (engine.pool.references, engine.producer.turns.busy, engine.producer.turns.holds_blocks) == (
+        0,
+        False,
+        False,
+    )
 
 
 def test_no_turn_is_kept_when_all_lease_slots_are_in_use():

@@ -1,0 +1,296 @@
+"""Kept turns: blocks of finished requests, kept for the next turn of their conversation.
+
+The prompt of the next turn begins with the tokens of the last prompt and answer. It goes to a prefill engine,
+which has computed the last prompt but not the answer. The decode engine has the answer's KV. So it keeps the
+blocks pinned in its pool under a lease (`TurnKeeper`), and the prefill engine finds them by their content
+(`TurnFinder`, `transport.turns`). For the decode engine itself the request has ended. The lease ends when its
+time is over, when a longer turn of the same conversation is kept, or when requests of this engine need the
+blocks.
+
+    kept ─all steps under way have ended─▶ published ─lease ends─▶ leaving ─all words raised─▶ freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.common.errors import TransferError
+from kvferry.connector.content import CHUNK_TOKENS, TurnNames
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.events import EventStream, LeaseGranted
+from kvferry.connector.room import BlocksWanted, choose_leases_to_end
+from kvferry.connector.transfer import Transfer, TransferBook
+from kvferry.geometry import GroupKind
+from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
+from kvferry.transport.control_client import ControlClient
+from kvferry.transport.handshake import Address, Pending
+from kvferry.transport.lease import LeaseBook
+from kvferry.transport.messages import KeptTurn
+from kvferry.transport.redeem import Grant, new_ticket
+from kvferry.transport.turns import TurnContent, TurnIndex, shared_tokens
+
+_FREE = 1 / 16
+"""Share of free blocks in the pool below which kept turns are released."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Turn(Transfer):
+    """A finished request's KV, kept for the next turn of its conversation.
+
+    It is late from the end of its lease until all workers have confirmed the end: peers may still read.
+
+    Attributes:
+        content: digests by which peers find the turn.
+        kept: reply to a peer that asks for this content.
+        steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
+    """
+
+    content: TurnContent
+    kept: KeptTurn
+    steps: int
+
+
+class TurnKeeper:
+    """Keeps the blocks of finished requests for the next turn of their conversation.
+
+    Only the engine's thread calls it.
+    """
+
+    def __init__(
+        self,
+        engine: EngineFacts,
+        *,
+        book: LeaseBook,
+        names: TurnNames,
+        wanted: BlocksWanted,
+        events: EventStream,
+        seconds: float,
+        share: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Create a keeper that keeps nothing until `start` is called.
+
+        Args:
+            wanted: computes the number of blocks that the largest waiting request needs.
+            seconds: maximum age of a turn; 0 to keep none.
+            share: maximum part of the block pool that turns may pin, from 0 to 1.
+        """
+        self._engine, self._clock = engine, clock
+        self._book, self._names, self._wanted, self._events = book, names, wanted, events
+        self._seconds, self._most = seconds, int(share * engine.num_blocks)
+        self._least_free = int(_FREE * engine.num_blocks)
+        self._turns: dict[str, _Turn] = {}
+        self._over: list[str] = []
+        self._index, self._workers = TurnIndex(), 0
+        self._pool: BlockPool | None = None
+        self._pins: TransferBook[_Turn] | None = None
+
+    def __contains__(self, lease: str) -> bool:
+        """Return True if a lease belongs to a turn."""
+        return lease in self._turns
+
+    def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
+        """Begin to keep turns. All workers must confirm the end of a lease before its blocks are freed."""
+        self._index, self._pool, self._workers = index, pool, workers
+        self._pins = TransferBook(workers, pool)
+
+    @property
+    def busy(self) -> bool:
+        """True if the engine must run steps without requests, to publish turns and to free their blocks."""
+        return bool(self._over) or self.holds_blocks or any(turn.steps > 0 for turn in self._turns.values())
+
+    @property
+    def holds_blocks(self) -> bool:
+        """True if a turn's lease has ended, but not all workers have confirmed that.
+
+        Its blocks will soon be free, so that the engine should wait and not preempt.
+        """
+        return self._pins is not None and self._pins.late_blocks() > 0
+
+    def finished(self, request: Request, block_ids: BlockIds) -> None:
+        """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
+
+        Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
+        cache group, up to the last computed token.
+        """
+        if not self._seconds or self._pool is None or self._pins is None:
+            return
+        tokens = self._computed_tokens(request)
+        content = self._names.content(request, tokens) if tokens else None
+        if content is None or not content.keys:
+            return
+        offered = self._engine.tables(block_ids, tokens)
+        least = self._shortest_usable_prefix(offered, tokens)
+        blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
+        if least is None or len(blocks) > self._most:
+            return
+        try:
+            word = self._book.grant(request.request_id, self._seconds)
+        except TransferError:
+            return
+        turn = _Turn(
+            key=request.request_id,
+            holder="turns",
+            blocks=blocks,
+            content=content,
+            kept=KeptTurn(
+                engine_id=self._engine.engine_id,
+                incarnation=word.incarnation,
+                ticket=new_ticket(),
+                grant=Grant.of(word.slot, word.generation, offered),
+                tokens=tokens,
+                min_prefix_tokens=least,
+                chunks=0,
+                next_tokens=[],
+            ),
+            # With steps in flight a request can end before its last forward pass has run.
+            steps=1 + self._engine.steps_in_flight,
+        )
+        self._pins.begin(turn)
+        self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
+        self._turns[turn.key] = turn
+        self._events.emit(LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True))
+
+    def step(self) -> list[str]:
+        """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
+
+        Returns:
+            Names of the leases that must end: of turns that were withdrawn, that a longer turn continues, or
+            whose blocks are needed.
+        """
+        for lease, turn in self._turns.items():
+            turn.steps -= 1
+            if turn.steps == 0:
+                self._index.publish(turn.content, turn.kept, lease)
+        over, self._over = self._over, []
+        return over + self._leases_to_end_early(over)
+
+    def give_up(self) -> None:
+        """Withdraw all turns. Their leases end with the next step."""
+        self._over = list(self._turns)
+        for turn in self._turns.values():
+            turn.steps = 0  # so that it is not published later
+            self._index.withdraw(turn.kept.ticket)
+
+    def ended(self, lease: str) -> None:
+        """Withdraw the turn whose lease has ended. A lease of another kind is ignored.
+
+        Its blocks stay pinned until `on_words_raised`.
+        """
+        if (turn := self._turns.pop(lease, None)) is not None:
+            self._index.withdraw(turn.kept.ticket)
+            turn.late = True
+
+    def on_words_raised(self, lease: str) -> None:
+        """Unpin the blocks of an ended turn, because all workers have raised its lease word."""
+        if self._pins is not None:
+            self._pins.end(lease, self._workers)
+
+    def _leases_to_end_early(self, over: Collection[str]) -> list[str]:
+        """Return the names of the leases that must end early, the oldest first.
+
+        They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
+        waiting request needs, or than the share `_FREE` of the pool. Leases in `over` end anyway.
+        """
+        held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
+        if not held:
+            return []
+        assert self._pool is not None
+        assert self._pins is not None
+        # Blocks of the turns that are leaving, or will, are as good as free.
+        free = self._pool.get_num_free_blocks() + self._pins.pinned - sum(held.values())
+        room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
+        return choose_leases_to_end(held, -room)
+
+    def _computed_tokens(self, request: Request) -> int:
+        """Return how many tokens a finished request's blocks certainly hold KV of; 0 if that is unknown."""
+        if not request.is_complete:
+            return 0
+        computed, tokens = request.num_computed_tokens, request.num_tokens
+        if computed < tokens - 1:
+            # Preempted while its last step was in flight: the blocks are new ones, only partly computed.
+            return 0
+        if not self._engine.has_state:
+            # The last token was sampled, but no step has computed its KV.
+            return tokens - 1
+        # State serves one position only, and with drafts that position is not certain.
+        return 0 if self._engine.speculates or computed > tokens else computed
+
+    def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
+        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none.
+
+        Shorter prefixes need KV that the engine has freed already.
+
+        Args:
+            tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` if freed.
+            tokens: number of tokens whose KV the blocks hold.
+        """
+        least = 1
+        for group, ids in zip(self._engine.groups, tables, strict=True):
+            if group.kind is GroupKind.STATE:
+                # The state is that of one position, the end. Without it, no prefix can be used.
+                least = max(least, tokens if ids[0] != NULL_BLOCK else tokens + 1)
+                continue
+            whole = list(ids[: -(-tokens // group.block_tokens)])
+            gone = len(whole) - whole[::-1].index(NULL_BLOCK) if NULL_BLOCK in whole else 0
+            # Every prefix needs the freed blocks. In a windowed group, prefixes that end late enough do not.
+            if gone and attends_to_all(group.kind):
+                return None
+            if gone:
+                least = max(least, first_independent(group, gone * group.block_tokens))
+        return least if least <= tokens else None
+
+
+class TurnFinder:
+    """Asks peers for earlier turns of conversations. Only the engine's thread calls it."""
+
+    def __init__(
+        self, client: ControlClient, keepers: Callable[[], Mapping[Address, int]], names: TurnNames
+    ) -> None:
+        """Create a finder. `keepers` returns the incarnation of each peer that keeps turns, by address."""
+        self._client, self._keepers, self._names = client, keepers, names
+        self._asked: dict[str, tuple[int, TurnContent]] = {}
+
+    def ask(self, request: Request) -> bool:
+        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked.
+
+        `found` returns the result.
+        """
+        keepers = self._keepers()
+        # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
+        if not keepers or request.num_tokens <= CHUNK_TOKENS:
+            return False
+        content = self._names.content(request, request.num_tokens)
+        if content is None or (number := self._client.ask_turn(keepers, content)) is None:
+            return False
+        self._asked[request.request_id] = number, content
+        return True
+
+    def found(self, request: Request) -> tuple[int, Address, KeptTurn] | Pending | None:
+        """Return the turn that shares the most tokens with a request's prompt; None if there is none.
+
+        Return Pending while peers have not answered. Call it only if `ask` returned True.
+
+        Returns:
+            (number of usable tokens, from the start of the prompt; address of the peer's control channel; the
+            peer's answer, with the block tables and the lease).
+        """
+        number, content = self._asked[request.request_id]
+        answers = self._client.turns(number)
+        if answers is None:
+            return Pending()
+        del self._asked[request.request_id]
+        best = None
+        for address, kept in answers:
+            # The engine always computes the last token of a prompt, to sample from it.
+            tokens = min(shared_tokens(content, kept), request.num_tokens - 1)
+            if tokens >= max(kept.min_prefix_tokens, 1) and (best is None or tokens > best[0]):
+                best = tokens, address, kept
+        return best
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request, and ignore answers that are still to come."""
+        number, _ = self._asked.pop(request_id, (None, None))
+        if number is not None:
+            self._client.drop_question(number)
