@@ -26,26 +26,27 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 
 
 class Policy(Protocol):
-    """A policy that assigns a value to each bid (a source's offer to load tokens), to choose the best."""
+    """Assigns a value to each bid, to choose the best."""
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the value of a bid (a source's offer to load tokens): 0 or more, the higher the better.
-
-        A bid of twice the value is twice as good.
+        """Return the value of a bid, 0 or more: a bid of twice the value is twice as good.
 
         Args:
-            bid: the bid; None for computing all tokens.
+            bid: None for computing all tokens.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
 
     def saved_seconds(
         self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
     ) -> float | None:
-        """Return the expected seconds by which a bid gives the first token sooner than another bid.
+        """Return the seconds by which a bid is expected to give the first token sooner than another one.
 
         Return None if this policy estimates no times.
 
         Args:
             instead: the other bid; None for computing.
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
+            computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
 
 
@@ -53,52 +54,29 @@ class _TimelessPolicy:
     """Base of policies that estimate no times."""
 
     def saved_seconds(self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int) -> None:
-        """Return None: this policy estimates no times.
-
-        Args:
-            bid: the bid (a source's offer to load tokens); ignored.
-            instead: another bid; ignored.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
-            computed_tokens: number of tokens that the engine computes if no bid is taken; ignored.
-        """
         del bid, instead, missing_tokens, computed_tokens
 
 
 class FirstPolicy(_TimelessPolicy):
-    """Policy that gives all bids the same value, so that the bid of the first source is chosen."""
+    """Gives all bids the same value, so that the bid of the first source is chosen."""
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return 1 for every bid, and 0 for computing all tokens.
-
-        Args:
-            bid: the bid (a source's offer to load tokens); None for computing.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
-        """
         del missing_tokens
         return 0.0 if bid is None else 1.0
 
 
 class WeightPolicy(_TimelessPolicy):
-    """Policy that values a bid (a source's offer) by its tokens; the place of each token sets its weight."""
+    """Values a bid by its tokens; the place of each token sets its weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Create the policy from the weights of the places that tokens come from.
+        """Create the policy.
 
         Args:
-            weights: maps the name of a place (such as ``peer`` or a tier) to the weight of each token that is
-                loaded from it. A place without an entry has weight 1.
+            weights: weight of a token by place. A place without an entry has weight 1.
         """
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the sum of the weights of the bid's tokens; 0 for computing.
-
-        A source whose tokens all have weight 0 is never used: a bid with such a source has value 0.
-
-        Args:
-            bid: the bid (offer of one or two sources to load tokens); None for computing.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache; ignored.
-        """
         del missing_tokens
         if bid is None:
             return 0.0
@@ -110,30 +88,17 @@ class WeightPolicy(_TimelessPolicy):
 
 
 class CostPolicy:
-    """Policy that values a bid by the inverse of the expected time to the first token."""
+    """Values a bid by the inverse of the expected seconds to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
-        """Create the policy from measured speeds."""
         self._speeds = speeds
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the inverse of the expected seconds to load the bid's tokens and compute the remaining ones.
-
-        The places of a bid load in parallel, so only the slowest place counts.
-
-        Args:
-            bid: the bid (a source's offer to load tokens); None for computing all tokens.
-        """
         return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
 
     def saved_seconds(
         self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
     ) -> float | None:
-        """Return the expected seconds by which a bid gives the first token sooner than another bid.
-
-        Args:
-            instead: the other bid; None for computing.
-        """
         other = self._seconds(instead, computed_tokens if instead is None else missing_tokens)
         return other - self._seconds(bid, missing_tokens)
 
@@ -144,12 +109,7 @@ class CostPolicy:
 
 
 def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
-    """Return the policy with a configured name.
-
-    Args:
-        weights: maps the name of a place (such as ``peer`` or a tier) to the weight of each token that is
-            loaded from it, for `WeightPolicy`. A place without an entry has weight 1.
-    """
+    """Return the policy with a name of the setting ``source_policy``."""
     policies: dict[str, Policy] = {
         "weight": WeightPolicy(weights),
         "cost": CostPolicy(speeds),
@@ -168,10 +128,10 @@ class BidChooser:
     """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
 
     Attributes:
-        speeds: record of measured speeds. The admission adds the time of each load to it.
+        speeds: measured speeds. The admission adds the time of each load.
         patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
             looking up its KV.
-        answer_times: record of the times until sources answer. The admission adds the time of each answer.
+        answer_times: times until sources answer. The admission adds the time of each answer.
     """
 
     policy: Policy
