@@ -160,9 +160,10 @@ class Producer:
         return len(self._book)
 
     @property
-    def calm(self) -> bool:
-        """True if steps need no call of this object until another method is called or a message arrives."""
-        return not (self._withdrawn or len(self._book) or len(self._streams))
+    def has_work(self) -> bool:
+        """Whether a step without messages of other engines needs calls of this object."""
+        # A kept turn holds a lease too.
+        return bool(self._withdrawn or len(self._book) or len(self._streams))
 
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""

@@ -251,10 +251,10 @@ class PeerSource:
         return any(True for _ in self._new_peers())
 
     @property
-    def calm(self) -> bool:
-        """True if steps need no call of `hand_over` until another method is called."""
-        # Calm steps only delay the disconnection of unused peers.
-        return not self._new
+    def has_work(self) -> bool:
+        """Whether `hand_over` has more to do than to disconnect unused peers."""
+        # A claim may have used up this step's time to wait for answers.
+        return bool(self._new) or len(self._claims) > 0
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
