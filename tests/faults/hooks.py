@@ -174,7 +174,8 @@ def port(engine: Any) -> int:
 
 def keys(engine: Any) -> tuple[bytes, bytes]:
     """Both halves of the engines' key, the public one first."""
-    return bytes(half(engine)._keys.public), bytes(half(engine)._keys.secret)
+    ours = half(engine)._client._keys
+    return bytes(ours.public), bytes(ours.secret)
 
 
 def _hear(hooks: Hooks, event: Any) -> None:

@@ -335,7 +335,7 @@ def redeemed(engine: Any) -> int:
 
 def say_again(engine: Any) -> None:
     """Log the next refusals, whatever has been logged within the last minute."""
-    half(engine)._refusals._log._said.clear()
+    half(engine)._peers._refusals._log._said.clear()
 
 
 def steps(engine: Any, count: int) -> list[str]:
@@ -664,7 +664,7 @@ def treat_tenants_alike(engine: Any) -> None:
         told(request)
 
     ours.on_new_request = on_new_request
-    ours.adapters.name = lambda _: ""
+    parts.scheduler(engine).connector._adapters.name = lambda _: ""
 
 
 def ask_for_turns(engine: Any, *, asks: bool) -> None:

@@ -80,13 +80,13 @@ def wait_for_tiers(engine: Any) -> None:
 
     A tiny model computes sooner than a busy machine reads files, and then nothing is loaded.
     """
-    speeds = half(engine)._speeds
+    speeds = half(engine)._steps._speeds
     speeds._rate, speeds.record_computation = 0.0, lambda *_: None
 
 
 def learned(engine: Any) -> tuple[float, int]:
     """Tokens per second of prompts, as steps have told since the last call; steps that have not ended."""
-    speeds, steps = half(engine)._speeds, half(engine)._steps
+    speeds, steps = half(engine)._steps._speeds, half(engine)._steps
     rate, speeds._rate = speeds._rate, 0.0
     return rate, len(steps._under_way)
 
