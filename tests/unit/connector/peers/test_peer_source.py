@@ -504,6 +504,17 @@ def test_workers_disconnect_an_unused_peer():
     assert engine.step().connects == {PEER: KNOWN.ranks}
 
 
+def test_the_end_of_an_earlier_load_leaves_a_peer_in_use_by_the_next_one():
+    engine = with_peer()
+    one = engine.arrive(offered())
+    earlier, load = engine.begin_load(one), engine.begin_load(one)
+    engine.end_load(earlier, Report("another part of the prefix has failed"), wanted=False)
+    engine.clock.now += UNUSED_SECONDS + 1
+    assert engine.step().disconnects == []
+    engine.end_load(load, Report(None))
+    assert engine.step().disconnects == [PEER]
+
+
 def test_workers_disconnect_only_the_unused_peer():
     engine, other = with_peer(), PEER.replace("5600", "5601")
     loads = [engine.begin_load(engine.arrive(offered("a")))]
