@@ -234,8 +234,7 @@ class LoadFigures:
         bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
             are read and discarded. Empty if no read was planned. For chunks, the groups are those of the
             storage format.
-        strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
-            bytes.
+        strategies_by_group: names of the transfer strategies; empty for a group without bytes.
         reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
         pages: number of contiguous runs of bytes before merging adjacent runs.
         descriptors: number of transfer descriptors: one for each run after merging.
@@ -250,7 +249,7 @@ class LoadFigures:
     """
 
     bytes_by_group: tuple[int, ...] = ()
-    strategy_by_group: tuple[str, ...] = ()
+    strategies_by_group: tuple[tuple[str, ...], ...] = ()
     reads: int = 0
     pages: int = 0
     descriptors: int = 0
@@ -271,7 +270,7 @@ class LoadFigures:
         others = other.bytes_by_group or (0,) * len(longer)
         return LoadFigures(
             bytes_by_group=tuple(a + b for a, b in zip(longer, others, strict=True)),
-            strategy_by_group=_merged(self.strategy_by_group, other.strategy_by_group),
+            strategies_by_group=self._with_strategies(other.strategies_by_group),
             reads=max(self.reads, other.reads),
             pages=self.pages + other.pages,
             descriptors=self.descriptors + other.descriptors,
@@ -285,17 +284,13 @@ class LoadFigures:
             not_shared=self.not_shared or other.not_shared,
         )
 
+    def _with_strategies(self, others: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        ours = self.strategies_by_group
+        # A worker that planned no read has none.
+        if not ours or not others:
+            return ours or others
+        return tuple(tuple(dict.fromkeys(a + b)) for a, b in zip(ours, others, strict=True))
+
 
 NO_FIGURES = LoadFigures()
 """Figures of a load that moved nothing, or that came from tiers."""
-
-
-def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Merge the transfer strategies of two workers, group by group.
-
-    Different strategies of a group are joined with ``+``. If a worker has no strategies, return the other's.
-    """
-    if not ours or not theirs:
-        return ours or theirs
-    pairs = zip(ours, theirs, strict=True)
-    return tuple("+".join(dict.fromkeys(filter(None, (*a.split("+"), *b.split("+"))))) for a, b in pairs)

@@ -271,8 +271,8 @@ class PeerFeed:
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
         figures = report.figures
-        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
-        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
+        each = zip(self._labels, figures.strategies_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, "+".join(names), size) for label, names, size in each if size)
 
     def miss(self, report: Report) -> MissReason:
         return MissReason.DEADLINE if report.late else MissReason.FAILED

@@ -411,7 +411,9 @@ def test_loaded_bytes_are_reported_by_group_without_empty_groups():
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
     engine = with_peer(ranks=[replace(RANKS[0], groups=groups)])
     feed = engine.feeds[engine.begin_load(engine.arrive(offered())).key]
-    figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
+    figures = LoadFigures(
+        bytes_by_group=(640, 0, 8), strategies_by_group=(("direct",), (), ("direct", "staged"))
+    )
     assert feed.moved(Report(None, figures=figures)) == (
         GroupBytes("0 full_attention", "direct", 640),
         GroupBytes(f"2 {groups[2].label}", "direct+staged", 8),
