@@ -201,7 +201,7 @@ class PlannedPeer:
         first = time.perf_counter()
         for way, cells in chunks:
             way.indices(cells, 0, 0)
-        self.strategies = plan.strategy_by_group
+        self.strategies = tuple(map("+".join, plan.strategies_by_group))
         return first - started, time.perf_counter() - first
 
     def close(self) -> None:

@@ -98,4 +98,4 @@ def _times(
     reader: Reader, number: int, source: SimulatedEngine, seconds: dict[Strategy, list[float]]
 ) -> LayoutTimes:
     plan = reader.plan(source, number)
-    return LayoutTimes(LAYOUTS[number], seconds, plan.strategy_by_group[0], plan.bytes_per_second)
+    return LayoutTimes(LAYOUTS[number], seconds, "+".join(plan.strategies_by_group[0]), plan.bytes_per_second)

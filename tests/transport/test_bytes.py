@@ -140,7 +140,7 @@ def test_the_bytes_read_are_the_bytes_written(world, case, strategy):
         expected = expect(reader.rank, sources, spans, dst_tables, reader.before, cleared=True)
         expected.check(reader.memory.bytes)
         assert sum(result.plan.bytes_by_group) == result.plan.counts.bytes > 0
-        assert strategy is None or set(result.plan.strategy_by_group) == {strategy}
+        assert strategy is None or set(result.plan.strategies_by_group) == {(strategy,)}
 
 
 def test_several_reads_in_flight_do_not_disturb_each_other(world):

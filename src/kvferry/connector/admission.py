@@ -79,15 +79,17 @@ class Admission:
         prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the object that chooses the source of each request's KV. It has no requests yet.
+        """Begin without requests.
 
         Args:
+            loads: loads that may still write to their blocks. The sources share this record.
             attempts: maximum number of attempts to load one request's prefix.
-            sources: all sources of KV, in the order in which they are asked. Of equally good offers, the
-                offer of the first source is taken.
+            sources: all sources of KV, in the order in which they are asked. Of equally good offers, that of
+            the first
+                source is taken.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-                state; None if the engine can use its own prefix without a load.
-            clock: function that returns monotonic seconds.
+            state; None
+                if the engine can use its own prefix without a load.
         """
         self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
         self._parts, self._clock = parts, clock
@@ -114,7 +116,11 @@ class Admission:
     def matched(self, request: Request, local_tokens: int) -> int | None:
         """Return the number of tokens to load for a request that the engine wants to admit; 0 for no load.
 
-        Return None if the engine must ask again in a later step.
+        Return None if the engine must ask again in a later step. If the result is 0, an engine with a
+        `PrefixCache` continues from `PrefixCache.resumable_tokens`.
+
+        Args:
+            local_tokens: number of tokens of the request in the engine's own prefix cache.
         """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
@@ -137,8 +143,7 @@ class Admission:
     def awaited(self, request_id: str) -> Bid | None:
         """Return the bid that a request waits for; None if `matched` has not put it off for a bid.
 
-        A bid is a source's offer to load tokens. Its source is still looking up its KV, or too few blocks are
-        free.
+        Its source is still looking up its KV, or too few blocks are free.
         """
         known = self._known.get(request_id)
         return None if known is None else known.awaited
@@ -147,6 +152,7 @@ class Admission:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
         Args:
+            blocks: all blocks of the request. The loads write into them.
             load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
         """
         self.admitted += 1
@@ -180,10 +186,7 @@ class Admission:
         )
 
     def origins(self, request_id: str) -> Counter[str]:
-        """Return the number of tokens that are being loaded for a request, by place.
-
-        The place is ``peer`` for a load from a peer, else the name of the slowest tier that the load uses.
-        """
+        """Return the number of tokens that are being loaded for a request, by `Feed.origin`."""
         found = Counter[str]()
         for one in self._known[request_id].loads:
             found[one.feed.origin] += one.load.span.ends - one.load.span.begins
@@ -218,11 +221,7 @@ class Admission:
         self._events.scheduled(requests)
 
     def hand_over(self, orders: StepOrders) -> None:
-        """Tell the workers what to do for loads in the coming step, and which loads to give up.
-
-        Args:
-            orders: message to the workers for the coming step. This object is mutated.
-        """
+        """Add to `orders` what the workers do for loads in the coming step, and which loads to give up."""
         self._parts.end_pass()
         self._running.take_orders(orders)
 
@@ -277,7 +276,7 @@ class Admission:
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
         """Drop the loads of the other parts of a prefix after the load of one part has failed.
 
-        The sources of the dropped loads are not excluded, because these loads have not failed.
+        Their sources are not excluded, because these loads have not failed.
         """
         known = self._known.get(failed.load.request_id)
         for one in known.loads if known is not None else ():
@@ -317,9 +316,9 @@ class Admission:
     ) -> tuple[list[tuple[Source, Answer]], list[LoadPlan], LoadPlan | None]:
         """Ask all sources for tokens after the first `local_tokens` tokens of a request.
 
-        Return the answers, all plans to load such tokens, and the best plan. The best is None if the engine
-        computes the prompt. If `local_tokens` is less than all tokens of `prefix`, leave out plans for a
-        longer prefix than `prefix`.
+        Return the answers, all plans to load such tokens, and the best plan; None if the engine computes the
+        prompt. If `local_tokens` is less than all tokens of `prefix`, leave out plans for a longer prefix
+        than `prefix`.
         """
         answers = [(source, source.ask(request, local_tokens)) for source in known.sources]
         found = load_plans(answers, local_tokens, self._alignment_tokens)
@@ -341,11 +340,7 @@ class Admission:
         known.shortened, known.taken = True, None
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether there are enough blocks to begin the loads of a plan now.
-
-        Enough blocks must stay free for other requests that wait for loads. In addition, each source of the
-        plan may limit the blocks that its loads hold, because late loads hold blocks too.
-        """
+        """Return whether there are enough blocks to begin the loads of a plan now."""
         tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
         return self._phases.headroom.fits(request.request_id, total, tokens) and all(
             source.has_room(bid, self._running.max_written_blocks(span))
@@ -353,10 +348,10 @@ class Admission:
         )
 
     def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan must be refused because it would fill a block only in part.
+        """Return whether a plan must be refused because it would fill a block only in part (`whole_blocks`).
 
-        Such plans are refused only with the setting `whole_blocks`. Return False while a source of the plan
-        is still looking up its KV, because the answer is not known yet.
+        Return False while a source of the plan is still looking up its KV, because the answer is not known
+        yet.
         """
         span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
         return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))

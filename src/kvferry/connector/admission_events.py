@@ -46,11 +46,6 @@ class AdmissionEvents:
     """
 
     def __init__(self, events: EventStream, policy: Policy, clock: Callable[[], float]) -> None:
-        """Create the emitter of events.
-
-        Args:
-            clock: function that returns monotonic seconds.
-        """
         self._events, self._policy, self._clock = events, policy, clock
         self._asked: dict[str, tuple[object, SourcesAsked]] = {}
         self._unserved: dict[str, Request] = {}
@@ -90,13 +85,14 @@ class AdmissionEvents:
         offers: Sequence[tuple[Source, Bid]],
         best: Bid | None,
     ) -> None:
-        """Emit a `SourcesAsked` event with all bids (offers of sources to load tokens) and the chosen one.
+        """Emit a `SourcesAsked` event with all bids and the chosen one.
 
         Emit nothing if the bids, the choice, the prefix and whether an attempt is left are the same as in the
         request's last event.
 
         Args:
-            best: chosen bid; None if the engine computes the tokens.
+            local_tokens: number of tokens of the prefix after which the offered tokens begin.
+            best: None if the engine computes the tokens.
         """
         now = (prefix, local_tokens, [bid for _, bid in offers], best, bidding.spent)
         last = self._asked.get(request.request_id)
@@ -124,10 +120,7 @@ class AdmissionEvents:
     def not_asked(
         self, request: Request, sources: Sequence[Source], local_tokens: int, miss: MissReason, detail: str
     ) -> None:
-        """Emit a `SourcesAsked` event that says why no source was asked for a request.
-
-        Emit nothing if `miss` and `local_tokens` are the same as in the request's last event.
-        """
+        """Emit a `SourcesAsked` event that says why no source was asked, unless the last one did."""
         last = self._asked.get(request.request_id)
         if last is not None and last[0] == (local_tokens, miss):
             return
@@ -173,7 +166,8 @@ class AdmissionEvents:
 
         Args:
             unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
-                empty if the reason is not known.
+            empty if the
+                reason is not known.
         """
         failed = report.failure is not None
         miss = one.feed.miss(report) if failed and unwanted is None else None
@@ -193,7 +187,12 @@ class AdmissionEvents:
 
     @log_errors
     def settled(self, request_id: str, available: int, tokens: int, loads: Sequence[RunningLoad]) -> None:
-        """Emit a `Scheduled` event for a request whose loads have succeeded."""
+        """Emit a `Scheduled` event for a request whose loads have succeeded.
+
+        Args:
+            available: number of tokens whose KV the engine has now, from its prefix cache or from the loads.
+            tokens: number of all tokens of the request.
+        """
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
         cached, began = min(available, tokens - 1), tuple(one.began for one in loads)
         self._events.emit(Scheduled(request_id, self._clock(), cached, tokens, loads=began))
@@ -233,10 +232,7 @@ class AdmissionEvents:
 
     @log_errors
     def late(self, blocks: int) -> None:
-        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed.
-
-        A load is late if its request no longer waits for it but it may still write to its blocks.
-        """
+        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed."""
         if blocks != self._late:
             self._late = blocks
             self._events.emit(LateBlocks(self._clock(), blocks))
@@ -251,11 +247,7 @@ class AdmissionEvents:
 def _why(
     bids: Sequence[ValuedBid], bidding: Bidding, best: Bid | None, compute_value: float
 ) -> DecisionReason:
-    """Return the reason why admission chose a bid (a source's offer), or why the engine computes the prompt.
-
-    Args:
-        best: chosen bid; None if the engine computes the prompt.
-    """
+    """Return why admission chose a bid, or why the engine computes the prompt (`best` is None)."""
     if best is not None and best.looking:
         return DecisionReason.LOOKING
     least = max((one.value for one in bids if one.bid is best), default=compute_value)

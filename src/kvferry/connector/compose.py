@@ -38,18 +38,12 @@ from kvferry.transport.security import Keys, key_location, read_keys
 
 
 class Composition:
-    """Builds an engine's sources of KV, and its admission (object that chooses a source for each request).
+    """Builds an engine's sources of KV, and its admission.
 
     Attributes:
-        engine: facts about the engine.
-        config: settings of the connector.
-        pool: the engine's block pool.
-        workers: number of workers.
-        events: stream that receives the events.
-        adapters: the engine's LoRA adapters.
+        workers: number of workers, each of which reports every load.
         loads: loads that may still write to their blocks.
         parts: record of the KV blocks that loads fill only in part.
-        speeds: measured speeds of loads and of prompt computation.
     """
 
     def __init__(
@@ -95,9 +89,12 @@ class Composition:
         names: TurnNames,
         meets: Sequence[Address] = (),
     ) -> PeerSource:
-        """Create the source that loads KV from peers (other engines).
+        """Create the source that loads KV from peers.
 
-        A *turn* is the KV of a finished request that an engine keeps for the next turn of the conversation.
+        Args:
+            keepers: function that returns the peers that keep turns: addresses and incarnations.
+            names: names of turns by which peers find them.
+            meets: control channels of peers that the workers connect to before the first load.
         """
         config = self.config
         return PeerSource(
@@ -115,7 +112,6 @@ class Composition:
         )
 
     def tier_source(self, cache: ChunkCache, prompts: Prompts, canonical: CanonicalForm) -> TierSource:
-        """Create the source that loads KV chunks from this engine's tiers."""
         # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
         bid_per_tier = self.config.source_policy == "cost"
         return TierSource(
@@ -130,7 +126,11 @@ class Composition:
         )
 
     def block_events(self, table: KeyTable, tiers: Mapping[int, str]) -> BlockEvents | None:
-        """Create the source of events about blocks in tiers; None if the engine publishes no such events."""
+        """Create the source of events about blocks in tiers; None if the engine publishes no such events.
+
+        Args:
+            tiers: names of the tiers, by their bits in `table`.
+        """
         if self._describe_blocks is None:
             return None
         blocks = lcm(*(one.block_tokens for one in self.engine.groups if one.kind is not GroupKind.STATE))
@@ -139,12 +139,11 @@ class Composition:
     def admission(
         self, sources: Sequence[Source], tier_weights: Mapping[str, float] | None = None
     ) -> Admission:
-        """Create the admission: the object that chooses a source of KV for each request.
+        """Create the admission. Of equally good offers, that of the first source is taken.
 
         Args:
-            sources: all sources, in the order in which the admission asks them.
-            tier_weights: maps a tier's name to the factor by which the policy ``weight`` multiplies the
-                number of tokens from this tier. The factor is 1 for a missing tier, and for all if None.
+            tier_weights: factor by which the policy ``weight`` multiplies the tokens of a tier; 1 for a
+            missing tier.
         """
         engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}
@@ -204,8 +203,9 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
     """Check that all ranks of the engine have the same key as its scheduler.
 
     Raises:
-        ConfigError: the key of a rank differs from the scheduler's. This happens if the rank runs on another
-            machine and that machine has a key of its own.
+        ConfigError: the key of a rank differs. This happens if the rank runs on another machine, which has a
+        key of
+            its own.
     """
     for worker in workers:
         if worker.key not in (None, keys.fingerprint):

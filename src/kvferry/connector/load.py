@@ -12,25 +12,17 @@ from kvferry.planning.select import LoadSpan
 
 @dataclass(frozen=True, slots=True)
 class PlaceTokens:
-    """The number of tokens whose KV a source offers to load from one place.
-
-    Attributes:
-        place: ``peer``, or the name of a tier.
-    """
+    """The number of tokens that a source offers to load from one place: ``peer``, or a tier."""
 
     place: str
     tokens: int
 
 
 def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, ...]:
-    """Return the places of the first `tokens` tokens of an offer.
+    """Return the places of the first `tokens` tokens of an offer, at most the sum of its parts.
 
     >>> trim_parts((PlaceTokens("host", 300), PlaceTokens("file", 200), PlaceTokens("object", 100)), 400)
     (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
-
-    Args:
-        parts: tokens from each place, in the order of the prompt.
-        tokens: at most the sum of the parts.
     """
     found = []
     for part in parts:
@@ -90,12 +82,12 @@ class Bid:
 
     @property
     def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
-        """The parts of each source. The source that loads the start of the prompt comes first."""
+        """The parts of each source, the source that loads the start of the prompt first."""
         return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that make this bid. The source that loads the prompt's start comes first."""
+        """Names of the sources that make this bid, that of the prompt's start first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     @property
@@ -114,7 +106,7 @@ class Bid:
 
 
 def saves_computation(missing_tokens: int) -> bool:
-    """Return whether a load could save the engine the computation of at least one token."""
+    """Return whether a load could save computing any of the tokens that are not in the prefix cache."""
     # The engine always computes the last token, to sample from it.
     return missing_tokens > 1
 
@@ -128,10 +120,10 @@ class Bidding:
         self._succeeded = 0
 
     def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
-        """Return the bids that may be taken.
+        """Return the bids that may be taken: none if no attempt is left, and none of excluded sources.
 
-        Leave out the bids of excluded sources. Return no bid if no attempt is left or if no load could save
-        any computation.
+        Args:
+            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
         """
         if self._left <= 0 or not saves_computation(missing_tokens):
             return []
@@ -148,24 +140,23 @@ class Bidding:
         return self._left
 
     def on_succeeded(self) -> None:
-        """Record that an attempt to load KV has succeeded."""
         # Given back only by `on_computed`: a load after which nothing is computed could repeat without end.
         self._succeeded += 1
 
     def on_computed(self) -> None:
-        """Give back the attempts that succeeded. Call this when the engine computes tokens of the request."""
+        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
         # A request that is preempted later may have to load its KV again, and needs attempts for that.
         self._left, self._succeeded = self._left + self._succeeded, 0
 
     def exclude(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if the source was excluded before."""
+        """Exclude a source for this request; return False if it was excluded before."""
         if source in self._excluded:
             return False
         self._excluded[source] = reason
         return True
 
     def exclusion_reason(self, source: str) -> str | None:
-        """Return the reason why a source was excluded for this request; None if it was not excluded."""
+        """Return why a source was excluded for this request; None if it was not."""
         return self._excluded.get(source)
 
 
@@ -243,8 +234,7 @@ class LoadFigures:
         bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
             are read and discarded. Empty if no read was planned. For chunks, the groups are those of the
             storage format.
-        strategy_by_group: name of the transfer strategy of each group; an empty name for a group without
-            bytes.
+        strategies_by_group: names of the transfer strategies; empty for a group without bytes.
         reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
         pages: number of contiguous runs of bytes before merging adjacent runs.
         descriptors: number of transfer descriptors: one for each run after merging.
@@ -259,7 +249,7 @@ class LoadFigures:
     """
 
     bytes_by_group: tuple[int, ...] = ()
-    strategy_by_group: tuple[str, ...] = ()
+    strategies_by_group: tuple[tuple[str, ...], ...] = ()
     reads: int = 0
     pages: int = 0
     descriptors: int = 0
@@ -273,14 +263,14 @@ class LoadFigures:
     def with_other(self, other: LoadFigures) -> LoadFigures:
         """Return these figures merged with another worker's figures for the same load.
 
-        Numbers of bytes and descriptors are added. For the largest run and for times, the larger value is
-        kept, and for the speed the smaller.
+        Numbers of bytes and descriptors are added. For the largest run and for times the larger value is
+        kept, for the speed the smaller.
         """
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)
         return LoadFigures(
             bytes_by_group=tuple(a + b for a, b in zip(longer, others, strict=True)),
-            strategy_by_group=_merged(self.strategy_by_group, other.strategy_by_group),
+            strategies_by_group=self._with_strategies(other.strategies_by_group),
             reads=max(self.reads, other.reads),
             pages=self.pages + other.pages,
             descriptors=self.descriptors + other.descriptors,
@@ -294,21 +284,13 @@ class LoadFigures:
             not_shared=self.not_shared or other.not_shared,
         )
 
+    def _with_strategies(self, others: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        ours = self.strategies_by_group
+        # A worker that planned no read has none.
+        if not ours or not others:
+            return ours or others
+        return tuple(tuple(dict.fromkeys(a + b)) for a, b in zip(ours, others, strict=True))
+
 
 NO_FIGURES = LoadFigures()
 """Figures of a load that moved nothing, or that came from tiers."""
-
-
-def _merged(ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, ...]:
-    """Merge the transfer strategies of two workers, group by group.
-
-    Different strategies of a group are joined with ``+``. If a worker has no strategies, return the other's.
-
-    Args:
-        ours: names of one worker's strategies, per KV cache group; empty if it planned no read.
-        theirs: names of the other worker's strategies, per KV cache group; empty if it planned no read.
-    """
-    if not ours or not theirs:
-        return ours or theirs
-    pairs = zip(ours, theirs, strict=True)
-    return tuple("+".join(dict.fromkeys(filter(None, (*a.split("+"), *b.split("+"))))) for a, b in pairs)

@@ -218,11 +218,7 @@ class RequestPhases:
         self.headroom.on_load_begun(request.request_id, tokens_after_load, request.num_tokens)
 
     def ended(self, state: RequestState[Any], request_id: str, *, failed: bool) -> None:
-        """Record that all loads of a request have ended.
-
-        Args:
-            failed: True if any of the loads has failed.
-        """
+        """Record that all loads of a request have ended."""
         if failed:
             state.phase = RequestPhase.FAILED
             self.headroom.forget(request_id)
@@ -239,8 +235,7 @@ class RequestPhases:
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.
 
-        Stop keeping blocks free for these requests. Give back their attempts that have succeeded, so that
-        they can load KV again.
+        No blocks are kept free for them any more, and their successful attempts are given back.
         """
         self.headroom.on_resumed(requests)
         for name in [name for name in self._loaded if name in requests]:

@@ -28,9 +28,7 @@ from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
 class Headroom:
     """Decides whether a load may start: only if enough blocks stay free for requests that wait for loads.
 
-    A request that waits for its load holds only the blocks that the load fills. To continue, it needs more
-    blocks. vLLM keeps some blocks free for this, but too few if a KV cache group has an attention window.
-    Without such a group, this class accepts every load. Only the engine's thread calls it.
+    Without a group that has an attention window it accepts every load.
 
     Attributes:
         groups: the engine's KV cache groups; empty if no group has an attention window.
@@ -45,11 +43,6 @@ class Headroom:
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], step_tokens: int, pool: BlockPool) -> Headroom:
-        """Return a headroom check for an engine. It accepts every load if no group has an attention window.
-
-        Args:
-            step_tokens: maximum number of tokens of one request that a step computes.
-        """
         if not any(group.attention_span for group in groups):
             return cls()
         return cls(groups, step_tokens, pool)
@@ -59,13 +52,11 @@ class Headroom:
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
-        """Return whether a new load leaves enough free blocks for any one waiting request to continue.
-
-        The waiting requests are those that wait for a load, including the request of the new load. Return
-        True if no other request waits for a load.
+        """Return whether a load leaves enough free blocks for any one waiting request, its own included.
 
         Args:
-            tokens: number of all tokens of the request, with or without KV.
+            tokens_after_load: number of the request's tokens whose KV the engine has after the load.
+            tokens: number of all tokens of the request.
         """
         others = [need for name, need in self._needs.items() if name != request_id]
         if not others:
@@ -75,11 +66,7 @@ class Headroom:
         return self.pool.get_num_free_blocks() - self._blocks_to_allocate(tokens_after_load) >= most
 
     def on_load_begun(self, request_id: str, tokens_after_load: int, tokens: int) -> None:
-        """Record that a load has begun, so that `fits` keeps blocks free for the load's request.
-
-        Args:
-            tokens: number of all tokens of the request, with or without KV.
-        """
+        """Keep blocks free for the request of a load that has begun. The arguments are those of `fits`."""
         if self.groups:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
@@ -93,10 +80,7 @@ class Headroom:
         self._needs.pop(request_id, None)
 
     def _blocks_to_allocate(self, tokens_after_load: int) -> int:
-        """Return the number of blocks that the pool allocates for a load if the request has no blocks yet.
-
-        Blocks before the attention window of the next token are not allocated.
-        """
+        """Return the number of blocks that the pool allocates for a load of a request without blocks."""
         seen_from = [max(first_attended(group, tokens_after_load), 0) for group in self.groups]
         return sum(
             _additional_blocks(group, first // group.block_tokens * group.block_tokens, tokens_after_load)
@@ -108,9 +92,6 @@ class Headroom:
 
         These are the blocks of its next step. For groups that attend to all tokens, they also include the
         blocks of all later steps of the prompt.
-
-        Args:
-            tokens: number of all tokens of the request, with or without KV.
         """
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         return sum(
@@ -120,10 +101,7 @@ class Headroom:
 
 
 def _additional_blocks(group: CacheGroup, local_tokens: int, tokens: int) -> int:
-    """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens.
-
-    For a group of recurrent state, return `STATE_BLOCKS`, because its blocks do not depend on the tokens.
-    """
+    """Return how many more blocks a group needs for `tokens` tokens than for `local_tokens` tokens."""
     if group.kind is GroupKind.STATE:
         return STATE_BLOCKS
     return max(-(-tokens // group.block_tokens) - -(-local_tokens // group.block_tokens), 0)
@@ -144,10 +122,11 @@ class LocalPrefix:
 
     @classmethod
     def of(cls, cache: PrefixCache | None, request: Request, tokens: int) -> LocalPrefix:
-        """Look up the number of tokens after which the engine can continue a request without a load.
+        """Look up the part of a request that is in the engine's own prefix cache.
 
         Args:
-            cache: the engine's prefix cache; None if the engine can always continue after `tokens` tokens.
+            cache: None if the engine can always continue after `tokens` tokens.
+            tokens: number of the request's tokens whose attention blocks the engine has.
         """
         if cache is None or not tokens:
             return cls(tokens, tokens)
@@ -155,7 +134,7 @@ class LocalPrefix:
 
     @property
     def needs_load(self) -> bool:
-        """True if the engine can use all of its attention blocks only after a load."""
+        """Whether the engine can use all of its attention blocks only after a load."""
         return self.resumable_tokens < self.tokens
 
 
@@ -174,10 +153,10 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
-    """Return why the engine must compute a request rather than load KV; None if sources may be asked.
+    """Return why the engine must compute a request, with an explanation for people; None if it may load KV.
 
-    Returns:
-        (reason, explanation), the explanation as text for people; or None.
+    Args:
+        local_tokens: number of tokens of the request in the engine's own prefix cache.
     """
     if (why := request.cache_refusal) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
@@ -192,10 +171,10 @@ def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] 
 
 
 class BlocksWanted:
-    """Computes how many KV blocks the largest waiting request needs. Only the engine's thread calls it."""
+    """Computes how many KV blocks the largest waiting request needs."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Create the record of the engine's requests. It has no requests yet.
+        """Begin without requests.
 
         Args:
             tokens_in_flight: maximum number of tokens of one request that are scheduled but not yet computed.
@@ -204,19 +183,13 @@ class BlocksWanted:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Add a new request. `blocks` considers it while it waits for blocks (`Request.needs_blocks`)."""
         self._requests[request.request_id] = request
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended."""
         self._requests.pop(request.request_id, None)
 
     def blocks(self) -> int:
-        """Return the number of KV blocks that the largest waiting request needs; 0 if none waits for blocks.
-
-        The engine allocates all blocks of a request at once. If fewer blocks are free, the request keeps
-        waiting.
-        """
+        """Return the number of blocks that the largest waiting request needs; 0 if none waits for blocks."""
         waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
         tokens = max(waiting, default=0)
         return sum(self._of_group(group, tokens) for group in self._groups) if tokens else 0

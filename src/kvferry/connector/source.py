@@ -70,7 +70,7 @@ class Feed(Protocol):
         """Return the number of bytes that the load has copied, per KV cache group."""
 
     def miss(self, report: Report) -> MissReason:
-        """Return the reason why the load has failed."""
+        """Return why the load has failed."""
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         """Handle the end of the load, which all workers have reported. No other method is called any more.
@@ -86,7 +86,7 @@ class Source(Protocol):
     """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block.
 
     Attributes:
-        name: name of the source in metrics.
+        name: name in metrics.
     """
 
     name: str
@@ -95,25 +95,15 @@ class Source(Protocol):
         """Return whether this source may be able to load KV for a new request. If so, remember it."""
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why this source cannot serve a request; None if there is no reason to report.
-
-        Args:
-            request: request for which `arrived` returned False.
-        """
+        """Return why `arrived` has refused a request; None if there is no reason to report."""
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
-        """Return what this source offers to load beyond the tokens that the engine has.
-
-        May be called repeatedly for a request.
-        """
+        """Return what this source offers to load beyond the tokens in the engine's own prefix cache."""
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether this source may begin a load now.
+        """Return whether this source may begin a load that holds at most so many blocks.
 
         A source may refuse if its loads, including those past their deadline, would hold too many blocks.
-
-        Args:
-            blocks: maximum number of blocks that the new load may hold.
         """
 
     def begin(self, load: Load, request: Request) -> Feed:
@@ -122,16 +112,11 @@ class Source(Protocol):
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the alignment of loaded KV in tokens, for each KV cache group.
 
-        In each group, the KV that is loaded for the request begins at a multiple of the alignment, possibly
-        in the middle of a block.
+        The KV that is loaded for the request begins at a multiple of it, possibly in the middle of a block.
         """
 
     def settled(self, request_id: str) -> None:
-        """Release the leases on peers' blocks that this source holds for a request that needs no more loads.
-
-        Called when the request's loads have succeeded, when the engine computes the prompt itself, or when
-        the request has ended.
-        """
+        """Release the leases on peers' blocks of a request that needs no more loads."""
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -143,8 +128,7 @@ class LoadPlan:
 
     Attributes:
         bid: offer to load the whole prefix, by one source or by two.
-        source_bids: (source, bid) of each part of the prefix, the start of the prompt first. A bid is the
-            source's offer to load tokens.
+        source_bids: source and bid of each part of the prefix, the start of the prompt first.
     """
 
     bid: Bid
@@ -156,10 +140,12 @@ class LoadPlan:
         return self.source_bids[-1][0]
 
     def parts(self, local_tokens: int, load_tokens: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
-        """Return the loads to begin: (source, bid, span) of each part of the prefix that is not loaded yet.
+        """Return source, bid and range of prompt tokens of each part that is not loaded yet.
 
-        Leave out parts whose tokens the engine has by now. A bid is the source's offer. A span is the range
-        of prompt tokens to load from the source.
+        Args:
+            local_tokens: number of tokens of the prefix that the engine had when the plan was made.
+            load_tokens: number of tokens of the prefix that the engine does not have now.
+            prompt: number of tokens of the prompt.
         """
         total, last, found = (
             local_tokens + self.bid.tokens,
@@ -179,11 +165,14 @@ class LoadPlan:
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the alignment, in tokens, of the position where the parts of a prefix from two sources meet.
 
-    The parts may meet at every multiple of the alignment. It is the least common multiple of the block sizes
-    of the groups that attend to all tokens; 0 without such a group.
+    It is the least common multiple of the block sizes of the groups that attend to all tokens; 0 without such
+    a group.
 
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
+
+    Args:
+        blocks: kind and block size in tokens of every KV cache group.
     """
     found = [tokens for kind, tokens in blocks if attends_to_all(kind)]
     return lcm(*found) if found else 0
@@ -195,8 +184,8 @@ def load_plans(
     """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
     Args:
-        alignment_tokens: alignment of the position where two sources' parts may meet, in tokens
-            (`common_alignment`); 0 for no plans with two sources.
+        local_tokens: number of the request's tokens in the engine's own prefix cache.
+        alignment_tokens: alignment of the position where two sources' parts may meet; 0 for one source only.
     """
     found = [LoadPlan(bid, ((source, bid),)) for source, answer in answers for bid in answer.bids]
     if len(answers) > 1 and alignment_tokens:

@@ -28,20 +28,16 @@ _ALIKE = 0.1
 class Line:
     """Linear model of the seconds that a load takes for a number of tokens, fitted by least squares.
 
-    Newer measurements have more weight.
-
     >>> Line.from_sample(100, 2.0).updated(600, 3.0).seconds(350)  # midway between two measurements
     2.5
 
-    If all measured loads have similar sizes, the slope is unknown. The model then returns the lowest
-    plausible time: the mean time for a larger load, and a time in proportion to the tokens for a smaller one.
-    Later measurements of other sizes correct this.
+    Newer measurements have more weight. If all measured loads have similar sizes, the slope is unknown. The
+    model then returns the lowest plausible time: the mean time for a larger load, and a time in proportion to
+    the tokens for a smaller one. Later measurements of other sizes correct this.
 
     Attributes:
-        tokens: weighted mean of the number of tokens.
-        seconds_mean: weighted mean of the seconds.
-        squares: weighted mean of tokens².
-        products: weighted mean of tokens times seconds.
+        tokens, seconds_mean, squares, products: weighted means of tokens, seconds, tokens², and tokens
+            times seconds.
     """
 
     tokens: float
@@ -51,19 +47,11 @@ class Line:
 
     @staticmethod
     def from_sample(tokens: int, seconds: float) -> Line:
-        """Create the line from a single measurement. Its slope is unknown.
-
-        Args:
-            tokens: number of tokens that were loaded, at least 1.
-        """
+        """Create the line from a single measurement, of at least one token. Its slope is unknown."""
         return Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def updated(self, tokens: int, seconds: float) -> Line:
-        """Return this line updated with a new measurement. Older measurements lose weight.
-
-        Args:
-            tokens: number of tokens that were loaded, at least 1.
-        """
+        """Return this line updated with a new measurement, of at least one token."""
         new = Line.from_sample(tokens, seconds)
         return Line(
             *(NEWEST * n + (1 - NEWEST) * b for n, b in zip(_moments(new), _moments(self), strict=True))
@@ -98,10 +86,10 @@ class Speeds:
         self._rate = 0.0
 
     def record_load(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
-        """Record the time of a load.
+        """Record the seconds from the start of a load to its end.
 
         A load reads from its places in parallel, so its time is the time of the slowest place. The time is
-        recorded for one place only: a place of unknown speed if there is one, else the place with the longest
+        recorded for one place only: one of unknown speed if there is one, else the one with the longest
         expected time.
         """
         if not parts or seconds <= 0:
@@ -121,7 +109,7 @@ class Speeds:
 
     @property
     def computing_is_known(self) -> bool:
-        """True if the speed of computing has been measured."""
+        """Whether the speed of computing has been measured."""
         return self._rate > 0
 
     def load_seconds(self, place: str, tokens: int) -> float:
@@ -130,10 +118,7 @@ class Speeds:
         return line.seconds(tokens) if line else 0.0
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return the expected seconds to compute `tokens` tokens.
-
-        If the speed is unknown, assume one second per token.
-        """
+        """Return the expected seconds to compute tokens; one second per token if the speed is unknown."""
         return tokens / self._rate if self._rate else float(tokens)
 
     def _recent_line(self, place: str) -> Line | None:
@@ -171,7 +156,7 @@ class StepTimes:
 
     @property
     def idle(self) -> bool:
-        """True if the engine computes no request: its last step computed none, or was done some time ago."""
+        """Whether the engine computes no request: its last step computed none, or was done some time ago."""
         if self.computing:
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
@@ -185,7 +170,7 @@ class StepTimes:
         return now
 
     def done(self) -> None:
-        """Record that the oldest step under way is done: the engine has taken the step's output."""
+        """Record that the engine has taken the output of the oldest step under way."""
         if not self._under_way:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()
@@ -211,20 +196,14 @@ class AnswerTimes:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create an empty record.
-
-        Args:
-            clock: function that returns monotonic seconds.
-        """
         self._clock = clock
         self._means: dict[str, tuple[float, float]] = {}
 
     def __len__(self) -> int:
-        """Return the number of names with a measurement."""
         return len(self._means)
 
     def record(self, name: str, seconds: float) -> None:
-        """Record that a source has answered `seconds` after it was first asked."""
+        """Record that a source answered so many seconds after it was first asked, with KV or without."""
         before, now = self._recent(name), self._clock()
         mean = seconds if before is None else NEWEST * seconds + (1 - NEWEST) * before
         # The oldest record is first, so that names that are not used any more do not pile up.
@@ -235,12 +214,9 @@ class AnswerTimes:
             del self._means[oldest]
 
     def record_unanswered(self, name: str, seconds: float) -> None:
-        """Record that a source had not answered `seconds` after it was first asked, when the request went on.
+        """Record that a source had not answered so many seconds after it was first asked.
 
         This only raises the expected time. A wait that was shorter than expected says nothing.
-
-        Args:
-            seconds: seconds without an answer.
         """
         if seconds > self.seconds(name):
             self.record(name, seconds)
@@ -270,11 +246,9 @@ class AwaitedAnswers:
         self._missing.update(names)
 
     def settle(self, times: AnswerTimes, now: float) -> None:
-        """End the questions of an admission: record the times of the answers that are not missing any more.
+        """Record in `times` the answers that are not missing any more.
 
-        Args:
-            times: record of answer times. This object is mutated.
-            now: monotonic seconds.
+        Call this at the end of an admission.
         """
         for name in self._since.keys() - self._missing:
             times.record(name, now - self._since.pop(name))
@@ -283,12 +257,7 @@ class AwaitedAnswers:
         self._missing.clear()
 
     def give_up(self, times: AnswerTimes, now: float) -> None:
-        """Record that the request goes on without the answers that are still missing, and forget them.
-
-        Args:
-            times: record of answer times. This object is mutated.
-            now: monotonic seconds.
-        """
+        """Record in `times` that the request goes on without the answers that are still missing."""
         for name, since in self._since.items():
             times.record_unanswered(name, now - since)
         self._since.clear()
@@ -298,23 +267,22 @@ class AwaitedAnswers:
 class Waiting:
     """A stopwatch for the time that one request waits for a source of KV or for free blocks.
 
-    A wait begins (`begin`) when the request cannot be admitted for one of these reasons, and ends (`until`)
-    when the engine next tries to admit the request. Other time in the engine's queue does not count.
+    Other time in the engine's queue does not count. All times are monotonic seconds.
 
     Attributes:
-        seconds: sum of all finished waits, in seconds.
+        seconds: sum of all finished waits.
     """
 
     seconds: float = 0.0
     _since: float | None = None
 
     def until(self, now: float) -> float:
-        """End the current wait, if any, at `now` (monotonic seconds); return the total seconds of waiting."""
+        """End the current wait, if any, at `now`; return the seconds of all waits."""
         if self._since is not None:
             self.seconds += now - self._since
             self._since = None
         return self.seconds
 
     def begin(self, now: float) -> None:
-        """Begin a wait at `now` (monotonic seconds). The next call of `until` ends it."""
+        """Begin a wait at `now`. The next call of `until` ends it."""
         self._since = now

@@ -44,7 +44,7 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
     True
 
     Args:
-        most: maximum number of blocks that all loads together may hold.
+        held: number of blocks that loads hold, by source, with those of late loads.
     """
     others = sum(held.values()) - held.get(source, 0)
     alone = not any(held.values())
@@ -134,13 +134,10 @@ class TransferBook(Generic[TransferT]):
             self.end(key, workers)
 
     def end(self, key: str, workers: int) -> bool:
-        """Record that nothing of a transfer is in flight any more on so many workers.
+        """Record that nothing of a transfer is in flight any more on so many further workers.
 
-        Return True if the transfer is over now, and its blocks are unpinned.
-
-        Args:
-            key: name of the transfer; ignored if it is none of this book.
-            workers: number of workers, beside those of earlier calls.
+        Return True if the transfer is over now, and its blocks are unpinned. A name of another book is
+        ignored.
         """
         if (one := self._transfers.get(key)) is None:
             return False
@@ -252,17 +249,13 @@ class RunningLoads:
         return found
 
     def give_up(self, one: RunningLoad, reason: str) -> None:
-        """Tell the workers not to go on with a load."""
+        """Tell the workers not to go on with a load, for a reason that they report."""
         one.given_up |= one.report is None or one.report.failure is None
         one.useless = reason
         self._agenda[one.key] = one
 
     def take_orders(self, orders: StepOrders) -> None:
-        """Tell the workers what to do for loads in the coming step, and which loads to give up.
-
-        Args:
-            orders: message to the workers for the coming step. This object is mutated.
-        """
+        """Add to `orders` what the workers do for loads in the coming step, and which loads to give up."""
         for one in list(self._agenda.values()):
             if not one.told:
                 orders.loads.append(one.load)
@@ -281,11 +274,10 @@ class RunningLoads:
         self._agenda.pop(one.key, None)
 
     def max_written_blocks(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load may write, over all KV cache groups."""
+        """Return the maximum number of blocks that a load of these tokens may write, over all groups."""
         return sum(max_writable_blocks(one, span) for one in self._groups)
 
     def _written(self, span: LoadSpan, blocks: Sequence[Sequence[Block]]) -> list[Block]:
-        """Return every block that a load may write."""
         return [
             block
             for group, of_group in zip(self._groups, blocks, strict=True)
@@ -294,7 +286,6 @@ class RunningLoads:
         ]
 
     def _tables(self, blocks: RequestBlocks, span: LoadSpan) -> tuple[Int64s, ...]:
-        """Return the block table that a load writes, for each KV cache group."""
         ids = zip(self._groups, blocks.get_block_ids(), strict=True)
         return tuple(np.array(group.table(of_group, span.total), np.int64) for group, of_group in ids)
 

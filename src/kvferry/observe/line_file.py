@@ -196,7 +196,9 @@ class TransferLog:
             "tokens": began.end - began.begin,
             "bytes": sum(figures.bytes_by_group),
             "bytes_by_group": dict(zip(self._labels, figures.bytes_by_group, strict=False)),
-            "strategy_by_group": dict(zip(self._labels, figures.strategy_by_group, strict=False)),
+            "strategy_by_group": dict(
+                zip(self._labels, map("+".join, figures.strategies_by_group), strict=False)
+            ),
             "full_attention_bytes": round(self._block_bytes * blocks),
             "reads": figures.reads,
             "descriptors": figures.descriptors,

@@ -122,7 +122,7 @@ class ConnectedPeer:
         sources = [rank.source for rank in ranks]
         slowest = min(filter(None, [one.speed.bytes_per_second for one in sources]), default=0.0)
         not_shared = next(filter(None, [one.not_shared for one in sources]), "")
-        names, seconds = tuple(map("+".join, strategies)), time.perf_counter() - started
+        names, seconds = tuple(map(tuple, strategies)), time.perf_counter() - started
         return ReadPlan(
             tuple(ranks), tuple(clears), tuple(by_group), names, counts, seconds, slowest, not_shared
         )

@@ -140,7 +140,7 @@ class ReadPlan:
         ranks: one entry for each rank of the peer that supplies anything.
         clears: pairs (copies, int64 ids of blocks) whose bytes are zeroed before the read.
         bytes_by_group: bytes of KV to read, by KV cache group of this engine, without gaps of an over-read.
-        strategy_by_group: names of the strategies, joined by "+"; empty for a group without reads.
+        strategies_by_group: names of the strategies; empty for a group without reads.
         seconds: duration of planning, on the slowest lane.
         bytes_per_second: speed of READs from the slowest rank; 0 if it was not measured.
         not_shared: why the peer's host memory is not mapped here; empty if it is.
@@ -149,7 +149,7 @@ class ReadPlan:
     ranks: tuple[RankRead, ...]
     clears: tuple[tuple[StagingCopies, Int64s], ...]
     bytes_by_group: tuple[int, ...]
-    strategy_by_group: tuple[str, ...]
+    strategies_by_group: tuple[tuple[str, ...], ...]
     counts: TransferCounts
     seconds: float
     bytes_per_second: float = 0.0
@@ -160,7 +160,7 @@ class ReadPlan:
             self.ranks + other.ranks,
             self.clears + other.clears,
             tuple(map(int.__add__, self.bytes_by_group, other.bytes_by_group)),
-            tuple(map(_join_names, self.strategy_by_group, other.strategy_by_group)),
+            tuple(map(join_names, self.strategies_by_group, other.strategies_by_group)),
             add_counts(self.counts, other.counts),
             max(self.seconds, other.seconds),
             min(filter(None, (self.bytes_per_second, other.bytes_per_second)), default=0.0),
@@ -178,8 +178,9 @@ def add_counts(one: TransferCounts, other: TransferCounts) -> TransferCounts:
     )
 
 
-def _join_names(one: str, other: str) -> str:
-    return "+".join(dict.fromkeys(filter(None, f"{one}+{other}".split("+"))))
+def join_names(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the different names of both, in order."""
+    return tuple(dict.fromkeys(one + other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -999,7 +999,7 @@ def test_the_end_of_a_load_has_the_figures_of_all_workers(failure):
     engine = engine_with(peer)
     engine.admit(arrive(engine))
     figures = LoadFigures(
-        bytes_by_group=(640, 0), strategy_by_group=("direct", ""), pages=4, plan_seconds=0.1
+        bytes_by_group=(640, 0), strategies_by_group=(("direct",), ()), pages=4, plan_seconds=0.1
     )
     for end in (failure, None):
         report = Report(end, figures=figures)

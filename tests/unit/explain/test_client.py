@@ -97,7 +97,7 @@ def everything(name: str, at: float) -> tuple[Event, ...]:
             moved=(GroupBytes("full", "direct", 5),),
             figures=LoadFigures(
                 bytes_by_group=(5, 0),
-                strategy_by_group=("direct", ""),
+                strategies_by_group=(("direct",), ()),
                 pages=3,
                 descriptors=2,
                 run_bytes=4,

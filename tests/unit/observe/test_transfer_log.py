@@ -31,7 +31,7 @@ RANK = RankGeometry(
 )  # fmt: skip
 FIGURES = LoadFigures(
     bytes_by_group=(1000, 0),
-    strategy_by_group=("direct", ""),
+    strategies_by_group=(("direct",), ()),
     pages=12,
     descriptors=3,
     reads=2,

@@ -76,7 +76,7 @@ class Pull:
         info: description of the peer when it was last asked; None if the handshake was not complete.
         settled: True when the request will read no more from this peer.
         gone: True if the peer is excluded because it cannot be reached or has not answered in time.
-        loading: True while a load from this peer is under way.
+        loading: the load under way from this peer, the newest if an earlier one is still awaited; else None.
         bid: last bid for the request; None if there was none.
     """
 
@@ -96,7 +96,7 @@ class Pull:
     info: PeerInfo | None = None
     settled: bool = False
     gone: bool = False
-    loading: bool = False
+    loading: PeerFeed | None = None
     bid: Bid | None = None
 
 
@@ -231,7 +231,7 @@ class PeerFeed:
         self._alignment_tokens, self._labels, self._on_failed = alignment_tokens, labels, on_failed
         self._done, self._parts, self._ready = load.span.begins, 0, 0
         self._dropped = False
-        pull.loading = True
+        pull.loading = self
 
     def next_parts(self) -> Sequence[LoadPart]:
         load, pull = self._load, self._pull
@@ -266,20 +266,26 @@ class PeerFeed:
 
     def drop(self) -> None:
         # The workers cannot cancel reads in flight.
-        self._dropped, self._pull.loading = True, False
+        self._dropped = True
+        self._leave()
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
         figures = report.figures
-        each = zip(self._labels, figures.strategy_by_group, figures.bytes_by_group, strict=False)
-        return tuple(GroupBytes(label, strategy, size) for label, strategy, size in each if size)
+        each = zip(self._labels, figures.strategies_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, "+".join(names), size) for label, names, size in each if size)
 
     def miss(self, report: Report) -> MissReason:
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, report: Report, *, wanted: bool) -> None:
-        self._pull.loading = False
+        self._leave()
         if wanted and report.failure is not None:
             self._on_failed(self._pull, report)
+
+    def _leave(self) -> None:
+        # After a failure the request may have begun another load, which goes on.
+        if self._pull.loading is self:
+            self._pull.loading = None
 
 
 class Standstill:

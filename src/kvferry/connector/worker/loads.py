@@ -196,7 +196,7 @@ def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
     plan = reduce(ReadPlan.joined, plans)
     figures = LoadFigures(
         bytes_by_group=plan.bytes_by_group,
-        strategy_by_group=plan.strategy_by_group,
+        strategies_by_group=plan.strategies_by_group,
         reads=len(one.reads),
         pages=plan.counts.pages,
         descriptors=plan.counts.descriptors,

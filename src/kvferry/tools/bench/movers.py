@@ -101,7 +101,7 @@ class KVFerryMover:
         known = planning, result.transfer_seconds, result.check_seconds
         self.stages.append((*known, seconds - sum(known)))
         self.plan = result.plan
-        self.strategies = result.plan.strategy_by_group if result.plan else ()
+        self.strategies = tuple(map("+".join, result.plan.strategies_by_group)) if result.plan else ()
         # The user waits neither for the check of the bytes, nor for the end of the lease.
         reader.check()
         reader.producer.wait_ended()

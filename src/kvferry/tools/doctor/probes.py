@@ -94,7 +94,7 @@ def reads(device: str = "cpu") -> None:
                 descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
             )
         plan = reader.plan(src)
-        _print_result(strategy=plan.strategy_by_group[0], not_shared=plan.not_shared)
+        _print_result(strategy="+".join(plan.strategies_by_group[0]), not_shared=plan.not_shared)
 
 
 def connector() -> None:

@@ -411,7 +411,9 @@ def test_loaded_bytes_are_reported_by_group_without_empty_groups():
     groups = tuple(Group(kind, 16, span, ()) for kind, span in kinds)
     engine = with_peer(ranks=[replace(RANKS[0], groups=groups)])
     feed = engine.feeds[engine.begin_load(engine.arrive(offered())).key]
-    figures = LoadFigures(bytes_by_group=(640, 0, 8), strategy_by_group=("direct", "", "direct+staged"))
+    figures = LoadFigures(
+        bytes_by_group=(640, 0, 8), strategies_by_group=(("direct",), (), ("direct", "staged"))
+    )
     assert feed.moved(Report(None, figures=figures)) == (
         GroupBytes("0 full_attention", "direct", 640),
         GroupBytes(f"2 {groups[2].label}", "direct+staged", 8),
@@ -502,6 +504,17 @@ def test_workers_disconnect_an_unused_peer():
     assert engine.step().disconnects == []
     engine.begin_load(engine.arrive(offered("b")))
     assert engine.step().connects == {PEER: KNOWN.ranks}
+
+
+def test_the_end_of_an_earlier_load_leaves_a_peer_in_use_by_the_next_one():
+    engine = with_peer()
+    one = engine.arrive(offered())
+    earlier, load = engine.begin_load(one), engine.begin_load(one)
+    engine.end_load(earlier, Report("another part of the prefix has failed"), wanted=False)
+    engine.clock.now += UNUSED_SECONDS + 1
+    assert engine.step().disconnects == []
+    engine.end_load(load, Report(None))
+    assert engine.step().disconnects == [PEER]
 
 
 def test_workers_disconnect_only_the_unused_peer():

@@ -78,7 +78,7 @@ def test_a_load_ends_with_its_last_part_whatever_part_ends_last(loads):
 
 def test_figures_of_all_reads_are_added(loads):
     for key, size, pages in (("1", 10, 2), ("2", 30, 3)):
-        plan = ReadPlan((), (), (size, 0), ("direct", ""), TransferCounts(size, pages, 1, size), 0.25)
+        plan = ReadPlan((), (), (size, 0), (("direct",), ()), TransferCounts(size, pages, 1, size), 0.25)
         loads.add(part(key, last=key == "2"))
         loads.on_part_ended(key, None, ReadResult(key, None, plan, 1.0, 0.5))
     (one,) = loads.settle()
@@ -86,7 +86,7 @@ def test_figures_of_all_reads_are_added(loads):
         None,
         figures=LoadFigures(
             bytes_by_group=(40, 0),
-            strategy_by_group=("direct", ""),
+            strategies_by_group=(("direct",), ()),
             reads=2,
             pages=5,
             descriptors=2,
