@@ -66,8 +66,8 @@ class PartBlocks:
 
     def distrust_all(self, request_id: str) -> None:
         """Treat all blocks of a request as partly loaded, because another connector loads its KV."""
-        # If the other connector's load fails, this connector learns of it too late, and may have stored wrong KV
-        # by then. So these blocks are neither stored nor offered to peers.
+        # If the other connector's load fails, this connector learns of it too late, and may have stored wrong
+        # KV by then. So these blocks are neither stored nor offered to peers.
         self._distrusted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
