@@ -31,7 +31,7 @@ _ONE_SIDE = ("kv_producer", "kv_consumer")
 # vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C).
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
-# `conversion_error` turns these bounds into messages. NaN is outside of all of them.
+# `kvferry.connector.parse` turns these bounds into messages. NaN is outside of all of them.
 _Port = Annotated[int, Meta(ge=0, le=65_535)]
 _UpTo16 = Annotated[int, Meta(ge=1, le=16)]
 _Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
