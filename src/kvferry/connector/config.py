@@ -20,31 +20,37 @@ from kvferry.transport.addresses import check_host, is_every_address, parse_allo
 
 TierSettings: TypeAlias = HostSettings | StorageSettings
 
+# The tiers for ``"tiers": "default"``.
 DEFAULT: tuple[TierSettings, ...] = (HostSettings(), FileSettings())
-"""The tiers for ``"tiers": "default"``: host memory and a directory."""
+
+# Stands for the address of each rank's own machine as `host`.
+NODE = "node"
+
+_ONE_SIDE = ("kv_producer", "kv_consumer")
+
+# vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C).
+Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+# `kvferry.connector.parse` turns these bounds into messages. NaN is outside of all of them.
+_Port = Annotated[int, Meta(ge=0, le=65_535)]
+_UpTo16 = Annotated[int, Meta(ge=1, le=16)]
+_Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class Tiers(msgspec.Struct, frozen=True):
-    """The settings of all tiers (host memory and slower storage) that keep KV chunks.
+    """The settings of all tiers that keep chunks. `slow` lists those below host memory, the fastest first."""
 
-    Attributes:
-        host: settings of the host memory tier. This tier exists even if it is not configured, because every
-            chunk passes through host memory.
-        slow: settings of the slower tiers, the fastest first.
-    """
-
+    # Size of host memory in bytes if no host memory tier is configured: every chunk passes through it.
     STAGING: ClassVar[int] = 256 << 20
-    """Size of host memory in bytes if no host memory tier is configured."""
 
     host: HostSettings
     slow: tuple[StorageSettings, ...]
 
 
 def read_tiers(value: Any) -> Tiers | None:
-    """Parse and check the configured tiers; return None if there are none.
-
-    Args:
-        value: value of the setting ``tiers``: None, ``"default"`` or a list of objects.
+    """Parse and check the setting ``tiers``: None, ``"default"`` or a list of objects. None means no tiers.
 
     Raises:
         ConfigError: a kind or key is unknown (the message names the nearest known one), a type is wrong, or a
@@ -98,13 +104,7 @@ def _checked(tiers: Sequence[TierSettings]) -> Tiers:
 
 
 def _check_locations_differ(tiers: Sequence[TierSettings]) -> None:
-    """Check that no two storage tiers use the same location (such as a directory).
-
-    In a shared location each chunk would be looked up twice.
-
-    Raises:
-        ConfigError: two tiers have the same location.
-    """
+    # In a shared location each chunk would be looked up twice.
     taken: dict[tuple[str, tuple[str, ...]], int] = {}
     for number, one in enumerate(tiers):
         if isinstance(one, HostSettings):
@@ -120,28 +120,9 @@ def _check_locations_differ(tiers: Sequence[TierSettings]) -> None:
 
 
 def check_weight(name: str, weight: float) -> None:
-    """Check that a weight is from 0 to 1000000.
-
-    Raises:
-        ConfigError: the weight is outside this range.
-    """
+    """Raise ConfigError unless a weight is from 0 to 1000000."""
     if not 0 <= weight <= 1e6:  # also refuses NaN
         raise ConfigError(f"{name} is {weight}, it must be 0 to 1000000")
-
-
-NODE = "node"
-
-_ONE_SIDE = ("kv_producer", "kv_consumer")
-
-Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-"""vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C)."""
-
-# `conversion_errors` turns these bounds into messages. NaN is outside of all of them.
-_Port = Annotated[int, Meta(ge=0, le=65_535)]
-_UpTo16 = Annotated[int, Meta(ge=1, le=16)]
-_Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
-_Share = Annotated[float, Meta(gt=0, le=1)]
-_Tokens = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -278,7 +259,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def transfers(self) -> bool:
-        """Whether this engine exchanges KV with other engines."""
+        """True if this engine exchanges KV with other engines."""
         return not self.tiers if self.transfer is None else self.transfer
 
 
@@ -306,7 +287,6 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
         config = msgspec.structs.replace(config, transfer=True)
     _check_hosts(config)
     _check_paths(config)
-    _check_reachable(config)
     _check_transfers(config)
     if config.chunk_tokens and config.snapshot_tokens:
         check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
@@ -329,20 +309,17 @@ def _check_hosts(config: ConnectorConfig) -> None:
                 f"advertise_host is {config.advertise_host}, every address of this machine; set it to the "
                 "one that peers use"
             )
+    elif is_every_address(config.host):
+        raise ConfigError(
+            f"host is {config.host}, every address of this machine; set advertise_host to the one that "
+            "peers use"
+        )
 
 
 def _check_paths(config: ConnectorConfig) -> None:
     for name in ("secret_file", "transfer_log", "record", "costs"):
         if getattr(config, name) == "":
             raise ConfigError(f"{name} is '', which names no file; give the path of a file, or leave it out")
-
-
-def _check_reachable(config: ConnectorConfig) -> None:
-    if is_every_address(config.host) and not config.advertise_host:
-        raise ConfigError(
-            f"host is {config.host}, every address of this machine; set advertise_host to the one that "
-            "peers use"
-        )
 
 
 def _check_transfers(config: ConnectorConfig) -> None:
@@ -357,11 +334,7 @@ def _check_transfers(config: ConnectorConfig) -> None:
 
 
 def check_snapshot_tokens(snapshot_tokens: int, chunk_tokens: int) -> None:
-    """Check that snapshots are kept at ends of chunks.
-
-    Raises:
-        ConfigError: the distance is not a multiple of a chunk.
-    """
+    """Raise ConfigError unless snapshots are kept at ends of chunks."""
     if rest := snapshot_tokens % chunk_tokens:
         nearest = f", {snapshot_tokens - rest} for instance" if snapshot_tokens > chunk_tokens else ""
         raise ConfigError(
@@ -371,11 +344,7 @@ def check_snapshot_tokens(snapshot_tokens: int, chunk_tokens: int) -> None:
 
 
 def check_host_buffer(config: ConnectorConfig) -> None:
-    """Check the settings of an engine whose KV moves through a host buffer.
-
-    Raises:
-        ConfigError: a setting does not work with a host buffer.
-    """
+    """Raise ConfigError for a setting that does not work if KV moves through a host buffer."""
     if config.turn_seconds:
         raise ConfigError(
             "turn_seconds is set, and KV moves through a host buffer (host_buffer, or kv_buffer_device cpu), "

@@ -32,14 +32,21 @@ from kvferry.transport.turns import TurnContent
 
 logger = logging.getLogger(__name__)
 
-_FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
-"""(name, size in bytes, time of modification in ns) of each file of an adapter."""
+# Names of the facts that every engine states. Peers compare a fact only if both engines state it.
+WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
 
-_GRACE_SECONDS = 0.005
-"""Seconds that a call which starts to read files waits for the digest. Enough if the digest is cached."""
+# Number of tokens per key of a turn: the same for all engines, whatever chunk length their tiers use.
+CHUNK_TOKENS = 256
 
+# Time after which the files of an adapter are read again if they could not be read.
 AGAIN_SECONDS = 10.0
-"""Seconds after which the files of an adapter are read again if they could not be read."""
+# Time that a call which starts to read files waits for the digest. Enough if the digest is cached.
+_GRACE_SECONDS = 0.005
+
+_NO_TOKENS = "the prompt is not made of token ids"
+
+# (name, size in bytes, time of modification in ns) of each file of an adapter.
+_FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -47,12 +54,11 @@ class _Adapter:
     """The files of one LoRA adapter, and their digest once it is known.
 
     Attributes:
-        file_stats: (name, size in bytes, modification time in ns) of each file when a thread began to read
-            the files.
+        file_stats: those when a thread began to read the files.
         again: earliest time for another attempt to read the files, monotonic seconds.
-        done: event that is set when the thread has ended, with or without a digest.
-        digest: digest of the files; None if it is not known yet, or if the files could not be read.
-        absent: True if the thread found no weights on disk. The engine cannot have loaded any before then.
+        done: set when the thread has ended, with or without a digest.
+        digest: None if it is not known yet, or if the files could not be read.
+        absent: True if the thread found no weights on disk.
     """
 
     file_stats: _FileStats
@@ -62,16 +68,9 @@ class _Adapter:
     absent: bool = False
 
     def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
-        """Return whether to try again to read the adapter's files after a failed attempt.
-
-        Return True if the last attempt failed, the time `again` has come, and the files have not changed
-        since that attempt. Changed files are not read, because the engine may have loaded the earlier ones.
-        They are read only if the attempt found no weights (`absent`): then there were none to load earlier.
-
-        Args:
-            now: present time, monotonic seconds.
-        """
         failed = self.done.is_set() and self.digest is None
+        # Changed files are not read, because the engine may have loaded the earlier ones. If there were no
+        # weights at the last attempt, there were none to load.
         return failed and now >= self.again and (self.absent or file_stats == self.file_stats)
 
 
@@ -85,42 +84,28 @@ class Adapters:
     """
 
     def __init__(self, settings: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the record of the adapters' names. It has no adapters yet.
-
-        Args:
-            clock: function that returns monotonic seconds.
-        """
         self._settings, self._clock = settings, clock
         self._replaced: set[int] = set()
         self._known: dict[str, _Adapter] = {}
-        self._reading = threading.Lock()
+        self._reading = threading.Lock()  # one thread reads at a time
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Record that the engine is about to load an adapter, and start to compute the digest of its files.
+        """Start to compute the digest of an adapter's files, because the engine is about to load the adapter.
 
-        If the load replaces the weights of another adapter in place, it is not known which weights a request
-        uses. Then neither adapter gets a name, and no file is read.
+        If the load replaces the weights of another adapter in place, neither adapter gets a name.
         """
         if lora.load_inplace:
+            # It is not known which weights a request uses.
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
             self._read(lora, _stat_files(Path(lora.lora_path)))
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
-        """Return False if the engine has replaced the adapter's weights in place, True otherwise.
-
-        After a replacement, it is not known which weights computed the KV of a request.
-
-        Args:
-            lora: the adapter; None for a request without an adapter, for which the result is True.
-        """
+        """Return False if the engine has replaced the adapter's weights in place. True without an adapter."""
         return lora is None or lora.lora_int_id not in self._replaced
 
     def name(self, lora: LoraAdapter | None) -> str:
-        """Return the name of a LoRA adapter: the digest of its files, followed by the engine's LoRA settings.
-
-        Args:
-            lora: the adapter; None for a request without an adapter, for which the name is empty.
+        """Return the digest of an adapter's files, with the engine's LoRA settings; empty without an adapter.
 
         Raises:
             NotYetNamed: a thread is still reading the adapter's files.
@@ -153,11 +138,7 @@ class Adapters:
         return f"{known.digest} {self._settings}".rstrip()
 
     def _read(self, lora: LoraAdapter, file_stats: _FileStats) -> _Adapter:
-        """Start a thread that computes the digest of an adapter's files, and return the adapter's record.
-
-        Wait a few milliseconds for the thread: this is enough if the digest is cached. Only one such thread
-        reads at a time.
-        """
+        """Start a thread that computes the digest of an adapter's files, and wait a moment for it."""
         first = lora.lora_path not in self._known
         adapter = self._known[lora.lora_path] = _Adapter(file_stats, self._clock() + AGAIN_SECONDS)
 
@@ -185,11 +166,7 @@ def _stat_files(folder: Path) -> _FileStats:
 
 
 def _read_into(adapter: _Adapter, folder: Path) -> str:
-    """Read an adapter's weights and configuration, and set `adapter.digest`. Mutates `adapter`.
-
-    Returns:
-        Reason why the digest could not be computed; empty on success.
-    """
+    """Set the digest of an adapter from its weights and configuration. Return why it fails, or ""."""
     try:
         weights = weights_of(folder)
         if weights is None:
@@ -203,13 +180,8 @@ def _read_into(adapter: _Adapter, folder: Path) -> str:
     return ""
 
 
-_NO_TOKENS = "the prompt is not made of token ids"
-
-
 def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptContent:
     """Return digests of everything that determines the KV of a prompt's first `tokens` tokens.
-
-    They cover the tokens, images and clips, the LoRA adapter and the cache salt.
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
@@ -234,15 +206,14 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
 def keys_of(
     request: Request, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
 ) -> ChunkKeys:
-    """Return the keys under which tiers store the chunks (fixed-size runs of tokens) of a request.
+    """Return the keys under which tiers store the chunks of a request.
 
     Args:
         epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
             each reset, so that chunks from before the reset are not found again.
 
     Raises:
-        NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: the content of the request cannot be identified for certain.
+        NotYetNamed, Unnameable: as for `content_of`.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -257,15 +228,10 @@ def keys_of(
     )
 
 
-WEIGHTS, MODEL_DTYPE, CACHE_DTYPE = "weights", "model dtype", "KV cache dtype"
-"""Names of the facts that every engine states. Peers compare a fact only if both engines state it."""
-
-
 def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name: str) -> Namespace:
-    """Return the namespace (scope) of the keys under which an engine stores its KV chunks.
+    """Return the namespace of the keys under which an engine stores its KV chunks.
 
-    Two engines share chunks only if they have the same namespace, that is, if all their facts and their chunk
-    formats are equal.
+    Engines share chunks only if all their facts and their chunk formats are equal.
 
     Args:
         facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
@@ -288,32 +254,19 @@ def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name
     )
 
 
-CHUNK_TOKENS = 256
-"""Number of tokens per key of a turn: the same for all engines, whatever chunk length their tiers use."""
-
-
 class TurnNames:
-    """Computes the names under which peers find turns.
+    """Computes the names under which peers find turns: digests of content, the same in all engines.
 
-    A name is a digest of tokens and of everything else that determines their KV, such as the LoRA adapter and
-    images. Equal content has equal names in all engines.
+    With `prompts_only`, generated tokens get no names, because their KV differs from the KV of equal tokens
+    in a prompt.
     """
 
     def __init__(self, adapters: Adapters, *, prompts_only: bool = False) -> None:
-        """Prepare to compute names for the content of one engine's requests.
-
-        Args:
-            prompts_only: True to give no names to generated tokens, because their KV differs from the KV of
-                equal tokens in a prompt.
-        """
         self._prompts_only = prompts_only
         self._adapters, self._epoch = adapters, ""
 
     def content(self, request: Request, tokens: int) -> TurnContent | None:
-        """Return the names of a request's first `tokens` tokens; None if their KV has no certain name.
-
-        That is so for a prompt of embeddings, for example, and with `prompts_only` for generated tokens.
-        """
+        """Return the names of a request's first `tokens` tokens; None if their KV has no certain name."""
         if self._prompts_only and tokens > request.num_prompt_tokens:
             return None
         ids = request.all_token_ids[:tokens]

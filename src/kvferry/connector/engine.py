@@ -39,20 +39,19 @@ returns that they are kept. The connector holds references to blocks that are st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from kvferry.geometry import GroupKind
 
+# Block table of a request for each KV cache group: block ids by block position.
 BlockIds: TypeAlias = tuple[list[int], ...]
-"""Block table of a request for each KV cache group: block ids by block position."""
 
 
 class Block(Protocol):
     """A block of the engine's pool.
 
     Attributes:
-        block_id: index of the block in the pool.
         is_null: True for the null block, which stands for a position without a block.
         block_hash: key of the block in the engine's prefix cache; None if it is not cached.
     """
@@ -84,20 +83,14 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. A block without references is free. Mutates the pool.
 
-        The connector drops only references that it has added.
-
-        Args:
-            ordered_blocks: blocks in the order in which they should be reused, first block first.
+        The connector drops only references that it has added. Blocks are reused in the given order.
         """
 
     def get_num_free_blocks(self) -> int:
         """Return the number of blocks without references."""
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove the blocks with these ids from the prefix cache. Mutates the pool.
-
-        The blocks stay allocated to requests that hold references to them.
-        """
+        """Remove blocks from the prefix cache, but not from the requests that hold them. Mutates the pool."""
 
 
 class PrefixCache(Protocol):
@@ -116,11 +109,8 @@ class PrefixCache(Protocol):
     def shorten(self, request: Request, tokens: int) -> None:
         """Make the engine find at most `tokens` tokens of a request at its next look-up.
 
-        Evict the block of full attention that follows these tokens. Requests that hold the block keep it.
-        Mutates the prefix cache.
-
-        Args:
-            tokens: number of tokens, a multiple of the block size of the layers with full attention.
+        `tokens` is a multiple of the block size of the layers with full attention. Evict the block of full
+        attention that follows these tokens. Requests that hold the block keep it. Mutates the prefix cache.
         """
 
 
@@ -128,7 +118,6 @@ class LoraAdapter(Protocol):
     """A LoRA adapter of a request.
 
     Attributes:
-        lora_name: name that clients use.
         lora_int_id: integer by which the engine identifies the adapter.
         lora_path: path of the directory with the adapter's files.
         load_inplace: True if the adapter replaces the weights of an adapter that is already loaded.
@@ -145,12 +134,9 @@ class LoraAdapter(Protocol):
 
 
 class PromptItem(Protocol):
-    """An image, video or audio clip that stands for tokens of a prompt.
+    """An image, video or audio clip that stands for `length` tokens of a prompt, from position `offset` on.
 
-    Attributes:
-        offset: position of the item's first token in the prompt.
-        length: number of tokens that the item stands for.
-        is_ambiguous: True if the engine has seen different content under this item's identifier.
+    `is_ambiguous` is True if the engine has seen different content under this item's identifier.
     """
 
     @property
@@ -173,21 +159,18 @@ class Request(Protocol):
     """A request in the engine's scheduler.
 
     Attributes:
-        request_id: id that is unique in this engine while the request exists.
+        request_id: unique in this engine while the request exists.
         num_tokens: number of tokens of the prompt and of the answer so far.
-        num_prompt_tokens: number of tokens of the prompt.
         num_computed_tokens: number of tokens whose KV will be in the request's blocks when all steps
             scheduled so far are done. During `SchedulerHalf.orders` this number does not include the tokens
             of the coming step.
-        num_preemptions: number of times that the request was preempted. A preemption frees its blocks.
-        prompt_token_ids: token ids of the prompt; None if the prompt contains embeddings.
-        all_token_ids: token ids of the prompt and of the answer so far.
-        adapter: the request's LoRA adapter; None without one.
-        items: images, videos and audio clips of the prompt, sorted by offset.
-        cache_salt: salt of the cache keys. Only requests with the same salt share KV. None without a salt.
+        num_preemptions: a preemption frees the request's blocks.
+        prompt_token_ids: None if the prompt contains embeddings.
+        all_token_ids: those of the prompt and of the answer so far.
+        items: sorted by offset.
+        cache_salt: only requests with the same salt share KV; None without a salt.
         arrives_in_parts: True if later parts of the prompt are still to arrive.
-        kv_transfer_params: parameters from the client or router, unchecked.
-        trace_headers: W3C trace context of the client, unchecked.
+        kv_transfer_params, trace_headers: from the client or router, unchecked.
         own_hit: number of the request's tokens that the engine's prefix cache had when the request was first
             admitted; None after a preemption.
         cached_tokens: number of prompt tokens that the engine's answer reports as cached: those that its
@@ -199,7 +182,7 @@ class Request(Protocol):
             unknown.
         snapshot_at: position in tokens at which the engine will end a step and take a snapshot of recurrent
             state, for other prompts; 0 if there is none.
-        cache_refusal: reason, as text, why the request must not use cached KV; None if it may.
+        cache_refusal: reason why the request must not use cached KV; None if it may.
     """
 
     @property
@@ -259,35 +242,27 @@ class Request(Protocol):
         """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.
 
         Called for a request whose KV another engine will read: that engine computes the last token itself.
-
-        Returns:
-            True if the token was dropped; False if the request needs it and is unchanged, for example because
-            it has no other token.
+        Return False if the request needs the token, for example its only one, and is unchanged.
         """
 
 
 class RequestBlocks(Protocol):
-    """The blocks that the engine has allocated to a request.
-
-    Attributes:
-        blocks: blocks by block position, per KV cache group.
-    """
+    """The blocks that the engine has allocated to a request, by block position, per KV cache group."""
 
     @property
     def blocks(self) -> Sequence[Sequence[Block]]: ...
 
-    def get_block_ids(self) -> BlockIds:
-        """Return the ids of the blocks by block position, per KV cache group."""
+    def get_block_ids(self) -> BlockIds: ...
 
 
 class Step(Protocol):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: maps a request's id to the number of its tokens that the step computes.
-        num_tokens: number of tokens that the step computes, of all requests.
-        snapshots: maps a request's id to the snapshots of recurrent state that the step writes. Each snapshot
-            is (index of the KV cache group, block id, number of tokens that the state covers).
+        tokens: number of tokens that the step computes, by request id.
+        num_tokens: their sum.
+        snapshots: (index of the KV cache group, block id, number of tokens that the state covers) of each
+            snapshot of recurrent state that the step writes, by request id.
     """
 
     @property
@@ -306,12 +281,9 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        kind: kind of the layers' attention or state. It determines which earlier tokens the next token needs.
         attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
-        block_tokens: number of tokens per block.
-        state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot
-            (recurrent state at one position). 0 if the first entry always holds the current state, and for
-            groups without recurrent state.
+        state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot. 0 if
+            the first entry always holds the current state, and for groups without recurrent state.
         snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
             announces no snapshots; None for groups without recurrent state.
     """
@@ -323,13 +295,10 @@ class CacheGroup:
     snapshot_tokens: int | None = None
 
     def table(self, block_ids: Sequence[int], tokens: int) -> list[int]:
-        """Return the block ids to transfer for a request of `tokens` tokens.
+        """Return the part of a request's block table to transfer for its first `tokens` tokens.
 
-        For attention these are all of `block_ids`, the request's block table. For recurrent state only the
-        block with the state after `tokens` tokens is transferred.
-
-        With 16 tokens per entry of the block table, the second entry holds the state after 32 tokens, and the
-        third entry the state after 33 tokens:
+        For recurrent state this is the block with the state after these tokens. With 16 tokens per entry, the
+        second entry holds the state after 32 tokens, and the third entry the state after 33 tokens:
 
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
@@ -341,7 +310,6 @@ class CacheGroup:
 
 
 def _no_sample(request_id: str) -> None:
-    """Return None. As `EngineFacts.parent_of`, it says that no request is one of several samples."""
     del request_id
 
 
@@ -350,11 +318,9 @@ class EngineFacts:
     """Facts about an engine. Default values stand for an engine without the feature.
 
     Attributes:
-        engine_id: name of the engine.
-        groups: KV cache groups of the engine.
         num_blocks: number of blocks in the engine's pool.
         longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps that are in flight (scheduled but not done) at a time.
+        steps_in_flight: maximum number of steps that are scheduled but not done at a time.
         tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
@@ -367,10 +333,10 @@ class EngineFacts:
         writes_before_hooks: True if the engine may write to blocks in a step before it calls
             `WorkerHalf.raise_words`. Other engines then read no prompt that is still computed.
         lockstep: True if other engines wait for each step of this engine. A step then never waits for loads.
-        port_offset: number to add to the configured port of the control channel, so that engines with the
-            same configuration listen on different ports.
-        parent_of: function that takes a request id and returns the id that all samples of one prompt share,
-            or None if the request is not one of several samples.
+        port_offset: added to the configured port of the control channel, so that engines with the same
+            configuration listen on different ports.
+        parent_of: takes a request id, and returns the id that all samples of one prompt share, or None if the
+            request is not one of several samples.
     """
 
     engine_id: str
@@ -391,17 +357,16 @@ class EngineFacts:
 
     @property
     def has_state(self) -> bool:
-        """Whether some layers keep recurrent state."""
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return the block ids to transfer for a request of `tokens` tokens, for each KV cache group."""
+        """Return the part of a request's block tables to transfer for its first `tokens` tokens."""
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))
 
 
 @dataclass(slots=True, kw_only=True)
 class PlainRequest:
-    """A plain data class that implements `Request`. The attributes are explained there.
+    """A `Request` for engines without a class of their own.
 
     >>> request = PlainRequest(request_id="r", prompt_token_ids=[1, 2, 3])
     >>> request.num_tokens, request.trim_prompt(), request.num_tokens
@@ -429,29 +394,23 @@ class PlainRequest:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Token ids of prompt and answer."""
         return [*(self.prompt_token_ids or ()), *self.answer_token_ids]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
         return len(self.prompt_token_ids or ())
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and answer."""
         return self.num_prompt_tokens + len(self.answer_token_ids)
 
     def report_cached_tokens(self, tokens: int) -> None:
-        """Set `cached_tokens`."""
         self.cached_tokens = min(tokens, self.num_prompt_tokens)
 
     def take_snapshot_at(self, tokens: int) -> None:
-        """Set `snapshot_at`."""
         self.snapshot_at = tokens
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token if there are two or more; return whether it was dropped."""
         if self.prompt_token_ids is None or len(self.prompt_token_ids) < 2:
             return False
         self.prompt_token_ids = self.prompt_token_ids[:-1]
@@ -460,7 +419,7 @@ class PlainRequest:
 
 @dataclass(slots=True, kw_only=True)
 class PlainStep:
-    """An engine step as a data class. It implements `Step`, which documents the other attributes.
+    """A `Step` for engines without a class of their own.
 
     Attributes:
         tables: block tables, per KV cache group, of each request that the step computes, by request id.
@@ -472,11 +431,9 @@ class PlainStep:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the step computes, of all requests."""
         return sum(self.tokens.values())
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request, per KV cache group."""
         return self.tables[request_id]
 
 
@@ -493,8 +450,7 @@ class BlockRun:
         hashes: the engine's hash of each block. It covers all tokens up to the end of the block.
         parent: hash of the block before the first one; None at the start of a prompt.
         tokens: token ids of all blocks.
-        block_tokens: number of tokens per block.
-        adapter: (id, name) of the request's LoRA adapter; None without one.
+        adapter: (id, name) of the request's LoRA adapter.
         extra_keys: for each block, what else the engine hashes with its tokens; empty if there is nothing.
     """
 
@@ -507,16 +463,14 @@ class BlockRun:
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, last: int) -> BlockRun:
-        """Return the blocks with indices from `first` to `last`, half-open, of this run."""
+        """Return the blocks with indices from `first` to `last`, half-open."""
         size = self.block_tokens
-        return BlockRun(
-            self.group,
-            self.hashes[first:last],
-            self.hashes[first - 1] if first else self.parent,
-            self.tokens[first * size : last * size],
-            size,
-            self.adapter,
-            self.extra_keys[first:last],
+        return replace(
+            self,
+            hashes=self.hashes[first:last],
+            parent=self.hashes[first - 1] if first else self.parent,
+            tokens=self.tokens[first * size : last * size],
+            extra_keys=self.extra_keys[first:last],
         )
 
     def parts(self, wanted: Sequence[bool]) -> Iterator[BlockRun]:
@@ -529,9 +483,7 @@ class BlockRun:
                 first = at + 1
 
 
+# A function of a request, the index of a KV cache group, and a range of the request's tokens. It returns the
+# engine's blocks that end in the range, of which the first may begin before it. It returns None if there is
+# no such block, or if the engine has no hash of them.
 DescribeBlocks: TypeAlias = Callable[[Request, int, range], BlockRun | None]
-"""Function of a request, the index of a KV cache group, and a range of the request's tokens.
-
-It returns the engine's blocks that end in the range. The first one may begin before it. It returns None if
-there is no such block, or if the engine has no hash of them.
-"""

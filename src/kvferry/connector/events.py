@@ -10,9 +10,9 @@ after Scheduled. A preempted request has SourcesAsked, LoadBegan, … and Schedu
 requests then have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded. Loads and stores may end after their
 request.
 
-A *source* bids for requests: ``peer`` or ``tiers``. A *place* holds tokens: ``peer``, or a tier, for
-example ``host``, ``file`` or ``object``. In all events, ``request_id`` is the engine's id of the request, and
-``at`` is the time of the event in seconds of the monotonic clock.
+A *source* bids for requests: ``peer`` or ``tiers``. A *place* holds tokens: ``peer``, or a tier such as
+``host``, ``file`` or ``object``. A *group* is the label (number and kind) of a KV cache group. In all events,
+``at`` is in seconds of the monotonic clock. Reasons and failures are text for people.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.connector.engine import BlockRun
 from kvferry.connector.load import NO_FIGURES, Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+
+logger = logging.getLogger(__name__)
+
+# The middle of a longer request id is left out of events.
+MAX_ID_CHARACTERS = 256
+_REASON_CHARACTERS = 500
+_EVENT_CHARACTERS = 1000
 
 
 class MissReason(StrEnum):
@@ -70,12 +77,9 @@ class DecisionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
-    """The reason why a source does not offer to load any tokens of a request.
+    """The reason why a source offers a request no tokens.
 
-    Attributes:
-        group: label (number and kind) of the KV cache group with a missing chunk; ``several`` for more than
-            one group; empty if the miss does not depend on groups.
-        detail: the reason in detail, as text for people.
+    `group` is ``several`` if more than one lacks a chunk, and empty if the miss does not depend on groups.
     """
 
     source: str
@@ -86,12 +90,11 @@ class SourceMiss:
 
 @dataclass(frozen=True, slots=True)
 class ValuedBid:
-    """A bid and its value.
+    """A source's bid, which itself names the peer, and its value.
 
     Attributes:
-        source: name of the source: ``peer`` or ``tiers``. The bid itself names the peer.
-        value: value of the bid under the policy; 0 for an excluded bid.
-        excluded: reason why the bid may not be taken; empty if the bid may be taken.
+        value: value under the policy; 0 for an excluded bid.
+        excluded: reason why the bid may not be taken; empty if it may.
     """
 
     source: str
@@ -102,15 +105,13 @@ class ValuedBid:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Event: a request reached the engine's scheduler.
+    """A request reached the engine's scheduler.
 
     Attributes:
         tokens: length of the prompt.
-        sources: names of the sources that may be able to serve the request.
-        declined: reasons why other sources cannot serve the request.
+        sources, declined: sources that may be able to serve the request, and those that cannot.
         ticket: True if the request came with a peer's ticket for KV.
-        trace_headers: (name, value) of each W3C header of the trace that the request belongs to; empty
-            without a trace.
+        trace_headers: (name, value) of each W3C header of the request's trace.
     """
 
     request_id: str
@@ -125,7 +126,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class SourcesAsked:
-    """Event: for one request, admission chose a source's bid, or chose to compute the tokens.
+    """Admission chose a source's bid for a request, or chose to compute the tokens.
 
     It is emitted again when the bids, the choice or the numbers of tokens change.
 
@@ -133,9 +134,8 @@ class SourcesAsked:
         local_tokens: number of tokens in the engine's own prefix cache.
         resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
             `local_tokens` if the engine lacks the recurrent state after them.
-        bids: all bids, in the order of their sources.
-        compute_value: value, under the policy, of computing all tokens that are not in the prefix cache.
-        misses: for each source without a bid, the reason why it makes none.
+        compute_value: value of computing all tokens that are not in the prefix cache.
+        misses: of the sources without a bid.
         chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking up
             its KV, the request waits for that source.
     """
@@ -154,16 +154,13 @@ class SourcesAsked:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """Event: the engine allocated blocks for the chosen source's offer, and the load from this source began.
+    """The engine allocated blocks for a source's offer, and the load from this source began.
 
     Attributes:
         load: unique name of the load.
-        source: name of the source: ``peer`` or ``tiers``.
         peer: name of the peer; ``tiers`` for a load from tiers.
-        parts: number of tokens to load by place (``peer`` or the name of a tier).
         begin, end: range of the loaded tokens, half-open.
-        attempt: name of the attempt to load the request's prefix. Two sources that load one prefix together
-            do so in one attempt.
+        attempt: name of the attempt to load the request's prefix, which two sources may share.
     """
 
     request_id: str
@@ -180,16 +177,15 @@ class LoadBegan:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """Event: all ranks have reported that a load succeeded, failed, or was given up.
+    """All ranks have reported that a load succeeded, failed, or was given up.
 
     A load that was given up, or that passed its deadline, may still write to its blocks after this event.
 
     Attributes:
-        miss: kind of failure; None if the load did not fail, or if its request no longer waits for the load.
-        failure: reason why the load failed or was dropped, as text for people; empty for a successful load.
-        moved: bytes moved per KV cache group; empty for a failed load.
-        figures: bytes, counts and seconds per stage of a load from a peer, even if the load has failed;
-            `NO_FIGURES` for other sources.
+        miss: None if the load did not fail, or if its request no longer waits for the load.
+        failure: reason why the load failed or was dropped; empty for a successful load.
+        moved: bytes per KV cache group; empty for a failed load.
+        figures: for a load from a peer, even if it has failed; `NO_FIGURES` for other sources.
     """
 
     request_id: str
@@ -204,17 +200,15 @@ class LoadEnded:
 
     @property
     def seconds(self) -> float:
-        """Duration of the load."""
         return self.at - self.began.at
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """Event: a source could not serve a request. A peer is then not asked again for this request.
+    """A source could not serve a request. A peer is then not asked again for this request.
 
     Attributes:
         source: name of the peer, ``tiers``, or ``its offer`` if the request came with an invalid offer.
-        reason: reason as text for people.
     """
 
     request_id: str
@@ -225,10 +219,9 @@ class SourceRefused:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Event: the engine schedules a request, and computes the tokens that are not cached.
+    """The engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
-        cached_tokens: number of tokens that need no computation.
         tokens: number of all tokens of the request, cached or not.
         other_connector_tokens: number of cached tokens that another connector of this engine loaded.
         loads: the loads whose tokens are among the cached ones.
@@ -244,7 +237,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event: a request ended, with or without an answer."""
+    """A request ended, with or without an answer."""
 
     request_id: str
     at: float
@@ -252,12 +245,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StoreBegan:
-    """Event: the ranks were ordered to copy chunks of a request's KV to host memory.
-
-    Attributes:
-        store: unique name of the store operation.
-        group: label (number and kind) of the KV cache group.
-    """
+    """The ranks were ordered to copy chunks of a request's KV to host memory. `store` is unique."""
 
     request_id: str
     at: float
@@ -268,12 +256,12 @@ class StoreBegan:
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded:
-    """Event: all ranks have reported that their copies of chunks to host memory have ended.
+    """All ranks have reported that a store's copies to host memory have ended.
 
     Attributes:
-        failure: reason for the failure as text for people; empty if the store succeeded.
-        size: number of bytes copied by all ranks.
-        seconds: seconds that the slowest rank took.
+        failure: reason for the failure; empty if the store succeeded.
+        size: bytes copied by all ranks.
+        seconds: duration on the slowest rank.
     """
 
     request_id: str
@@ -287,11 +275,10 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """Event: the engine granted a lease: it keeps blocks of a request so that peers can read them.
+    """The engine keeps blocks of a request so that peers can read them.
 
     Attributes:
-        tokens: number of tokens offered.
-        seconds: seconds without a heartbeat after which the lease expires.
+        seconds: time without a heartbeat after which the lease expires.
         turn: True if a finished request's blocks are kept, so that any peer may read them for the next turn
             of the conversation; False if a prompt's blocks are kept for the engine that continues the
             request.
@@ -306,7 +293,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExtended:
-    """Event: a heartbeat of the consumer extended a lease on blocks."""
+    """A heartbeat of the consumer extended a lease."""
 
     request_id: str
     at: float
@@ -314,13 +301,13 @@ class LeaseExtended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Event: a lease on blocks ended. The consumer released it, it expired, or the engine ended it.
+    """The consumer released a lease, it expired, or the engine ended it.
 
     Attributes:
-        expired: True if the lease ended because no heartbeat arrived in time, or because requests waited for
-            blocks and no consumer had claimed the lease. Always False for the lease of a turn.
-        withdrawn: True if the lease ended because the cache was reset, the engine stopped offering KV, or
-            another sample of the prompt was aborted. Always False for the lease of a turn.
+        expired: True if no heartbeat arrived in time, or if requests waited for blocks and no consumer had
+            claimed the lease. Always False for the lease of a turn.
+        withdrawn: True if the cache was reset, the engine stopped offering KV, or another sample of the
+            prompt was aborted. Always False for the lease of a turn.
     """
 
     request_id: str
@@ -331,20 +318,17 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """Event: the size of one tier now, and its activity since the tier's last event.
+    """The size of a tier, and its activity since the tier's last event.
 
     If any tier has changed, an event is emitted for each tier.
 
     Attributes:
-        used: number of bytes in use; None if unknown.
-        capacity: size of the tier in bytes; None if unknown.
+        used, capacity: number of bytes; None if unknown.
         owed: number of chunks still to be written to the tier; None for host memory.
-        fetched, stored, evicted: number of chunks read, stored and evicted since the last event.
-        stored_bytes: number of bytes stored since the last event.
-        missed: number of chunks not found since the last event, by reason.
-        dropped: number of chunks not stored since the last event, by reason.
-        fetch_seconds, store_seconds: seconds of each read and write of a chunk since the last event. For host
-            memory, `fetch_seconds` are the times of copies to KV blocks.
+        fetched, stored, evicted: number of chunks.
+        missed, dropped: number of chunks not found, and not stored, by reason.
+        fetch_seconds, store_seconds: seconds of each read and write of a chunk. For host memory,
+            `fetch_seconds` are the times of copies to KV blocks.
     """
 
     at: float
@@ -365,11 +349,9 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsPlaced:
-    """Event: the tiers of a model with recurrent state have started.
+    """The tiers of a model with recurrent state have started.
 
-    Attributes:
-        first_tokens: first position in a prompt of a snapshot for shared prefixes; 0 for none.
-        state_bytes: size of a snapshot in bytes.
+    `first_tokens` is the first position in a prompt of a snapshot for shared prefixes; 0 for none.
     """
 
     first_tokens: int
@@ -378,7 +360,7 @@ class SnapshotsPlaced:
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """Event: the number of blocks that late loads hold has changed.
+    """The number of blocks that late loads hold has changed.
 
     A load is late if its request no longer waits for it but it may still write to its blocks.
     """
@@ -389,11 +371,7 @@ class LateBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Event: a tier has gained blocks. It is emitted only if the engine publishes events about its blocks.
-
-    Attributes:
-        blocks: the blocks, under the names that the engine's prefix cache gives them.
-    """
+    """A tier has gained blocks. Emitted only if the engine publishes events about its blocks."""
 
     at: float
     tier: str
@@ -402,11 +380,9 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Event: a tier has lost blocks of one KV cache group that a `BlocksStored` event named.
+    """A tier has lost blocks of one KV cache group that a `BlocksStored` event named.
 
-    Attributes:
-        group: index of the engine's KV cache group.
-        hashes: hash of each block in the engine's prefix cache.
+    `group` is the engine's index, and `hashes` are those of the engine's prefix cache.
     """
 
     at: float
@@ -431,23 +407,14 @@ RequestEvent: TypeAlias = (
 )
 TierEvent: TypeAlias = TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
 Event: TypeAlias = RequestEvent | TierEvent
-
-
-logger = logging.getLogger(__name__)
-_SHOWN = 1000
-MAX_ID_CHARACTERS = 256
-"""Maximum length of a request id in an event. The middle of a longer id is left out."""
+Listener: TypeAlias = Callable[[Event], None]
 
 _P = ParamSpec("_P")
 
-Listener: TypeAlias = Callable[[Event], None]
-
 
 def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that calls `emit` and never raises. Only the first exception is logged.
-
-    An error in the code that observes a request must not affect the request.
-    """
+    """Return a function that calls `emit` and never raises. Only the first exception is logged."""
+    # An error in the code that observes a request must not affect the request.
     logged = False
 
     @wraps(emit)
@@ -470,15 +437,12 @@ class EventStream:
         self._listeners = list(listeners)
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with every event from now on."""
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Call every listener with the event. A long request id is shortened to `MAX_ID_CHARACTERS`.
-
-        A listener that raises is removed, and the exception is logged.
-        """
-        event = _with_short_id(event)
+        """Call every listener with the event. Log and remove a listener that raises."""
+        if not isinstance(event, TierEvent) and len(event.request_id) > MAX_ID_CHARACTERS:
+            event = replace(event, request_id=short_id(event.request_id))
         for listener in tuple(self._listeners):
             try:
                 listener(event)
@@ -487,26 +451,18 @@ class EventStream:
                 logger.exception(
                     "%r failed at %s and receives no more events: what it shows stands still, requests are "
                     "served as before; tell kvferry's authors",
-                    listener, shown(repr(event), _SHOWN),
+                    listener, shown(repr(event), _EVENT_CHARACTERS),
                 )  # fmt: skip
 
 
 def short_id(request_id: str) -> str:
-    """Return a request's id as events have it. Clients choose ids of any length."""
+    """Return a request's id as events have it."""
+    # Clients choose ids of any length.
     return request_id if len(request_id) <= MAX_ID_CHARACTERS else shown(request_id, MAX_ID_CHARACTERS)
 
 
-def _with_short_id(event: Event) -> Event:
-    if isinstance(event, TierEvent) or len(event.request_id) <= MAX_ID_CHARACTERS:
-        return event
-    return replace(event, request_id=short_id(event.request_id))
-
-
-_REASON_CHARACTERS = 500
-
-
 class Refusals:
-    """Reports the requests that a source of KV does not serve: an event for each, and some log lines.
+    """Reports the requests that a source does not serve: a `SourceRefused` event for each, and log lines.
 
     Each pair of source and reason is logged at most once a minute, and at most 20 lines are logged a minute.
     """
@@ -516,10 +472,6 @@ class Refusals:
         self._log = LimitedLog(logger)
 
     def say(self, request_id: str, source: str, reason: str) -> None:
-        """Report that a source of KV does not serve a request.
-
-        Emit a `SourceRefused` event. Also write a log line, unless the class's limit on log lines is reached.
-        """
         source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
         self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
         text = f"request {shown(request_id)} is not served by {source}: {reason}"

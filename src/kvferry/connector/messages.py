@@ -23,9 +23,9 @@ class Piece:
     """A chunk, and its position in the arena.
 
     Attributes:
-        group: index of the KV cache group in the storage format (`CanonicalForm.groups`).
+        group: index of the KV cache group in `CanonicalForm.groups`.
         number: index of the chunk in the prompt.
-        offset: byte offset of the chunk in the arena.
+        offset: in bytes.
     """
 
     group: int
@@ -35,12 +35,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """The description of the arena. Ranks need it before the first order.
+    """The description of the arena that ranks need before the first order.
 
-    Attributes:
-        name: handle by which a process attaches the arena's memory.
-        ranks: geometry of all ranks of the engine.
-        chunk_tokens: number of tokens per chunk.
+    `name` is the handle by which a process attaches the arena's memory, and `ranks` are all of the engine.
     """
 
     name: SharedFile
@@ -53,12 +50,11 @@ class StoreOrder:
     """The order to copy chunks from KV blocks to host memory. Every rank copies and reports its part.
 
     Attributes:
-        key: unique name of the order.
-        pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
+        pieces: sorted by group, then by number.
         tables: the slice of the request's block table that contains the blocks to copy, for each KV cache
             group of the engine; None for groups without chunks in this order.
-        available: range of prompt tokens that the blocks hold. If this range begins or ends inside a chunk,
-            the rest of the chunk is filled with zeros.
+        available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
+            of the chunk is filled with zeros.
     """
 
     key: str
@@ -72,8 +68,7 @@ class LoadOrder:
     """The order to copy a part of a load's chunks, which have arrived in host memory, to KV blocks.
 
     Attributes:
-        key: unique name of the order.
-        pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
+        pieces: sorted by group, then by number.
         first: True for the first part of the load. Blocks that the load fills only in part are zeroed before
             this part is copied.
     """
@@ -88,15 +83,12 @@ class WorkerInfo:
     """The description that a worker sends to the scheduler at start, and when the engine has slept.
 
     Attributes:
-        geometry: memory layout of the worker's KV cache.
-        card: memory addresses and transport metadata that peers need to read the worker's KV cache; None if
-            the worker exchanges no KV.
-        settings: settings of the worker's connector, without this machine's address. If an engine has
-            several connectors, the settings tell which of them the worker belongs to.
+        card: what peers need to read the worker's KV cache; None if the worker exchanges no KV.
+        settings: without this machine's address. If an engine has several connectors, the settings tell which
+            of them the worker belongs to.
         key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
         machine: boot id of the kernel that the worker runs on.
-        stale: number of the last epoch (time between two cache resets) in which the weights changed; None if
-            they have not changed.
+        stale: as in `StepReports`.
     """
 
     geometry: RankGeometry
@@ -109,17 +101,16 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The next part of a load: what the workers do for it now.
+    """The next part of a load: what the workers do for it in one step.
 
-    The parts of a load follow each other as its KV becomes available: as chunks arrive in host memory, or as
-    a peer computes the prompt. If the KV is complete at the peer, the load has one part.
+    The parts of a load follow each other as chunks arrive in host memory, or as a peer computes the prompt.
+    If the KV is complete at the peer, the load has one part.
 
     Attributes:
         load: key of the load.
         work: order to read from a peer, or to copy chunks from host memory. None if there is nothing to do
             yet, although a peer has computed more, or if nothing more will come.
-        last: True if this is the last part of the load.
-        failure: reason why no more parts will come and the load has failed; None if it has not.
+        failure: reason why no more parts will come and the load has failed.
     """
 
     load: str
@@ -135,30 +126,26 @@ class LoadPart:
 
 @dataclass(slots=True, kw_only=True)
 class StepOrders:
-    """Message of the connector's scheduler half to its worker halves: the work of one engine step.
+    """The work of one engine step, from the connector's scheduler half to its worker halves.
 
-    A lease word is an integer in registered memory, one for each lease. The slot of a lease is the index of
-    its word. Workers *raise* (increment) the word when the lease ends. A peer that is still reading then
-    notices that the blocks may be reused.
+    The slot of a lease is the index of its lease word. Workers *raise* (increment) the word when the lease
+    ends. A peer that is still reading then notices that the blocks may be reused.
 
     Attributes:
         connects: descriptions of all ranks of each peer to connect to, by peer name.
-        disconnects: names of the peers to disconnect, because no load has used them for a while.
-        loads: loads to begin, from any source.
-        parts: parts of these and of earlier loads that begin now.
+        disconnects: names of the peers that no load has used for a while.
+        parts: parts of these and of earlier loads that begin with this step.
         given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
             failed at once.
-        ended: lease slot of each ended lease, by request id. Workers raise the lease word in this slot, then
-            report the request as sent. The engine keeps the blocks until then.
-        raised: lease slot of each ended lease on blocks that the engine does not keep for the lease, by lease
-            name: those of a prompt that is still computed, and those of a kept turn (a finished request's KV,
-            kept for the next turn of its conversation). Workers raise the lease word in this slot before the
-            forward pass, then report the lease in `StepReports.raised`.
+        ended: slot of each ended lease, by request id. Workers raise the word, then report the request as
+            sent. The engine keeps the blocks until then.
+        raised: slot of each ended lease on blocks that the engine does not keep for the lease (those of a
+            prompt that is still computed, and those of a kept turn), by lease name. Workers raise the word
+            before the forward pass, then report the lease in `StepReports.raised`.
         saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
             Workers copy the prompt's blocks to the host buffer, from which peers read them.
-        arena: description of the host memory that holds chunks, sent once, before the first copies; else
-            None.
-        stores: orders to copy chunks from KV blocks to host memory, after the step's forward pass.
+        arena: sent once, before the first copies; else None.
+        stores: orders to execute after the step's forward pass.
         epoch: number of cache resets of the engine before this step was scheduled.
         computes: True if the step computes tokens.
         idle: True if the engine computes nothing while workers execute this step, so that the step may wait
@@ -184,15 +171,12 @@ class StepOrders:
 
     @property
     def writes_cache(self) -> bool:
-        """Whether the step computes KV or begins to load it."""
+        """True if the step computes KV or begins to load it."""
         return self.computes or bool(self.loads)
 
     @property
     def begins_nothing(self) -> bool:
-        """True if workers have nothing to begin before the step's forward pass.
-
-        They may still have lease words to raise, and chunks to store.
-        """
+        """True if workers have nothing to do before the forward pass, except for raising lease words."""
         return not (
             self.loads
             or self.parts
@@ -206,16 +190,13 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of the end of a load, of a store, or of a part that copies chunks.
-
-    It comes from one worker, or is merged from several.
+    """The end of a load, of a store, or of a part that copies chunks, from one worker or merged from several.
 
     Attributes:
         failure: reason for the failure; None if it succeeded.
         late: number of workers that report a load before it has ended, because its deadline passed or it was
             given up. They may still write to its blocks.
         peer_lost: True if the failure means that the peer is gone or was restarted.
-        figures: bytes, descriptors, and seconds of each stage.
         workers: number of workers whose reports these are.
     """
 
@@ -227,11 +208,11 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """Outcome of the load: ``ready``, ``failed``, or ``expired`` if it is late."""
+        """``ready``, ``failed``, or ``expired`` if a load is late."""
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Return this report merged with other workers' report about the same work."""
+        """Merge this report with other workers' report about the same work."""
         return Report(
             self.failure or other.failure,
             late=self.late + other.late,
@@ -246,13 +227,11 @@ class StepReports:
     """Reports of worker halves to the scheduler half, after one step.
 
     Attributes:
-        reports: merged report of each load, store, and order to copy a part of a load's chunks, by key. Every
+        reports: merged reports by key of the load, store, or order to copy a part of a load's chunks. Every
             worker reports each of them once.
         released: number of workers on which nothing of a late load is in flight any more, by load key.
-        raised: number of workers that have incremented the lease word of each lease in `StepOrders.raised`,
-            by lease name. A lease word is an integer in registered memory that reading peers check.
-        stale: number of the last epoch in which the weights changed; None if they have not changed. An epoch
-            is the time between two cache resets, numbered from 0.
+        raised: number of workers that have raised the word of a lease in `StepOrders.raised`, by lease name.
+        stale: number, from 0, of the last epoch in which the weights changed; None if they have not changed.
         moved: True if the KV cache of a worker has moved to memory that is not registered.
     """
 
@@ -263,7 +242,7 @@ class StepReports:
     moved: bool = False
 
     def add(self, other: StepReports) -> None:
-        """Merge reports of other workers into this object. Mutates this object."""
+        """Merge reports of other workers into this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for mine, theirs in ((self.released, other.released), (self.raised, other.raised)):
@@ -274,20 +253,18 @@ class StepReports:
         self.moved |= other.moved
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to report."""
         stale = self.moved or self.stale is not None
         return bool(self.reports or self.released or self.raised or stale)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequests:
-    """Requests whose transfers have ended on one worker since the last step.
+    """Ids of requests whose transfers have ended on one worker since the last step.
 
     Attributes:
-        sent: ids of the requests whose lease has ended. The worker has invalidated the lease word (integer in
-            registered memory that peers check), so the blocks may be freed.
-        received: ids of the requests whose loads have all been reported.
-        failed: ids of the requests in `received` that have a failed load.
+        sent: their leases have ended and their words are raised, so that the blocks may be freed.
+        received: all their loads have been reported.
+        failed: those in `received` that have a failed load.
     """
 
     sent: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Messages for objects of the configuration that msgspec cannot convert to a class of settings.
+"""Objects of the configuration, converted to classes of settings.
 
 msgspec says which type it expected where. A message here names the value as it stands in the configuration,
 and what may stand there, in the words of JSON.
@@ -22,9 +22,10 @@ _WRONG_TYPE = re.compile(r"Expected `(?P<types>[^`]+)`, got `(?P<got>\w+)` - at 
 _MISSING = re.compile(r"Object missing required field `(?P<key>\w+)`(?: - at `\$(?P<path>[^`]+)`)?")
 _OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` [<>]=? \S+ - at `\$(?P<path>[^`]+)`")
 _TOO_LARGE = re.compile(r"Number out of range - at `\$(?P<path>[^`]+)`")
+# A step of a path to a value, as msgspec writes it: a key, an index, or any key of a dictionary.
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
-"""A step of a path to a value, as msgspec writes it: a key, an index, or any key of a dictionary."""
 
+# Words for the types of JSON, by msgspec's names.
 _WORDS = {
     "int": ("a whole number",),
     "float": ("a number",),
@@ -34,15 +35,73 @@ _WORDS = {
     "object": ("an object",),
     "null": ("null",),
 }
-"""Words for the types of JSON, by msgspec's names."""
+
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
-def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspec.Struct]) -> str:
+def parse_settings(
+    where: str, given: Mapping[str, Any], settings: type[_Settings], beside: Sequence[str] = ()
+) -> _Settings:
+    """Convert an object of the configuration, with all objects inside it, to a class of settings.
+
+    Keys in `beside` may be there too, and are left out.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has a wrong type or is none of the allowed ones.
+    """
+    _check_all_keys(where, given, settings, beside)
+    plain = {key: value for key, value in given.items() if key not in beside}
+    try:
+        return msgspec.convert(plain, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}{_conversion_error(str(error), plain, settings)}") from error
+
+
+def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown key. The message names the most similar known key, or all of them."""
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where} has no key {key!r}; {hint}")
+
+
+def check_text(where: str, value: Any) -> None:
+    r"""Raise ConfigError for a string that UTF-8 cannot encode, such as a lone surrogate (``"\ud800"``)."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where} is {value!r}, expected text: it has half of a surrogate pair at {error.start}; "
+                "write the whole character"
+            ) from error
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            check_text(f"a key of {where}", key)
+            check_text(f"{where}.{key}", one)
+    elif isinstance(value, Sequence):
+        for number, one in enumerate(value):
+            check_text(f"{where}[{number}]", one)
+
+
+def _check_all_keys(
+    where: str, given: Mapping[str, Any], settings: type[msgspec.Struct], beside: Sequence[str] = ()
+) -> None:
+    fields = msgspec.structs.fields(settings)
+    check_keys(where, given, [*beside, *(field.name for field in fields)])
+    for field in fields:
+        inner, value = _struct_in(field.type), given.get(field.name)
+        if inner is not None and isinstance(value, Mapping):
+            _check_all_keys(field.name, value, inner)
+
+
+def _conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspec.Struct]) -> str:
     """Return the end of a message that begins with the name of an object of the configuration.
 
     >>> class Settings(msgspec.Struct):
     ...     port: int
-    >>> conversion_error("Expected `int`, got `bool` - at `$.port`", {"port": True}, Settings)
+    >>> _conversion_error("Expected `int`, got `bool` - at `$.port`", {"port": True}, Settings)
     ': port is true; it must be a whole number'
     """
     if found := _MISSING.fullmatch(error):
@@ -74,7 +133,6 @@ def conversion_error(error: str, given: Mapping[str, Any], settings: type[msgspe
 
 
 def _locate(given: Any, path: str, kind: str = "") -> tuple[str, Any]:
-    """Return the name of a value in the configuration, and the value."""
     name, value = "", given
     for step in _STEP.finditer(path):
         key, index = step.groups()
@@ -91,11 +149,11 @@ def _field(settings: type[msgspec.Struct], path: str) -> msgspec.structs.FieldIn
     """Return the field that holds the value at a path, or the list or dictionary with this value."""
     first, *rest = (step[1] for step in _STEP.finditer(path) if step[1])
     field = next(one for one in msgspec.structs.fields(settings) if one.name == first)
-    inner = struct_in(field.type)
+    inner = _struct_in(field.type)
     return field if inner is None or not rest else _field(inner, "".join(f".{key}" for key in rest))
 
 
-def struct_in(of: Any) -> type[msgspec.Struct] | None:
+def _struct_in(of: Any) -> type[msgspec.Struct] | None:
     """Return the class of settings that a value of this type may be; None if it may be none."""
     classes = (one for one in (of, *get_args(of)) if isinstance(one, type))
     return next((one for one in classes if issubclass(one, msgspec.Struct)), None)
@@ -149,70 +207,3 @@ def _range(of: Any) -> str:
         return f"{meta.ge} to {meta.le}"
     words = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
     return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
-
-
-_Settings = TypeVar("_Settings", bound=msgspec.Struct)
-
-
-def parse_settings(
-    where: str, given: Mapping[str, Any], settings: type[_Settings], beside: Sequence[str] = ()
-) -> _Settings:
-    """Convert an object of the configuration, with all objects inside it, to a class of settings.
-
-    Raises:
-        ConfigError: a key is unknown (the message names the nearest known one) or missing, or a value has a
-            wrong type or is none of the allowed ones.
-    """
-    _check_all_keys(where, given, settings, beside)
-    plain = {key: value for key, value in given.items() if key not in beside}
-    try:
-        return msgspec.convert(plain, settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}{conversion_error(str(error), plain, settings)}") from error
-
-
-def check_keys(where: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that an object of the configuration has only known keys.
-
-    Raises:
-        ConfigError: a key is unknown. The message names the most similar known key, or else all known keys.
-    """
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where} has no key {key!r}; {hint}")
-
-
-def check_text(where: str, value: Any) -> None:
-    r"""Check that all strings in a setting can be encoded as UTF-8; a lone surrogate (``"\\ud800"``) cannot.
-
-    Raises:
-        ConfigError: a string cannot be encoded.
-    """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{where} is {value!r}, expected text: it has half of a surrogate pair at {error.start}; "
-                "write the whole character"
-            ) from error
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            check_text(f"a key of {where}", key)
-            check_text(f"{where}.{key}", one)
-    elif isinstance(value, Sequence):
-        for number, one in enumerate(value):
-            check_text(f"{where}[{number}]", one)
-
-
-def _check_all_keys(
-    where: str, given: Mapping[str, Any], settings: type[msgspec.Struct], beside: Sequence[str] = ()
-) -> None:
-    fields = msgspec.structs.fields(settings)
-    check_keys(where, given, [*beside, *(field.name for field in fields)])
-    for field in fields:
-        inner, value = struct_in(field.type), given.get(field.name)
-        if inner is not None and isinstance(value, Mapping):
-            _check_all_keys(field.name, value, inner)

@@ -26,9 +26,7 @@ class _Part:
     """A block that a load fills only in part.
 
     Attributes:
-        group: index of the block's KV cache group.
         at: position of the block in the request's block table.
-        block: block id.
         until: number of computed tokens at which the request stops attending to the block.
     """
 
@@ -43,10 +41,8 @@ class _Watch:
     """The partly filled blocks of a request that are not in vLLM's prefix cache yet.
 
     Attributes:
-        request: the engine's request.
-        admission: `request.num_preemptions` when the request was admitted. If the number has grown since, a
-            preemption has freed the request's blocks.
-        parts: partly filled blocks that vLLM has not cached yet and that the request still attends to.
+        admission: `request.num_preemptions` when the request was admitted.
+        parts: those that vLLM has not cached yet and that the request still attends to.
     """
 
     request: Request
@@ -55,18 +51,12 @@ class _Watch:
 
 
 class PartBlocks:
-    """Record of the KV blocks that loads have filled only in part. Only the engine's thread calls it.
+    """The blocks that loads have filled only in part. Only the engine's thread calls it.
 
-    Such a block must not stay in the engine's prefix cache, because other requests would read its missing
-    tokens.
+    If `refused` is True, no load may fill a block only in part.
     """
 
     def __init__(self, groups: Sequence[Group], pool: BlockPool, refused: bool = False) -> None:
-        """Create an empty record of partly loaded blocks.
-
-        Args:
-            refused: True if no load may fill a block only in part.
-        """
         self._groups, self._pool, self._refused = tuple(groups), pool, refused
         self._parts: dict[str, list[_Part]] = {}
         self._loading: dict[str, _Watch] = {}
@@ -75,21 +65,16 @@ class PartBlocks:
         self._distrusted: set[str] = set()
 
     def distrust_all(self, request_id: str) -> None:
-        """Treat all blocks of a request as partly loaded, because another connector loads its KV.
-
-        Partly loaded blocks are neither stored nor offered to peers. If the other connector's load fails,
-        this connector learns of it too late, and may have stored wrong KV by then.
-        """
+        """Treat all blocks of a request as partly loaded, because another connector loads its KV."""
+        # If the other connector's load fails, this connector learns of it too late, and may have stored wrong
+        # KV by then. So these blocks are neither stored nor offered to peers.
         self._distrusted.add(request_id)
 
     def refuses(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
-        """Return whether a load must be refused because it would fill a block only in part.
-
-        Return False for every load if the record was created with `refused` False.
+        """Return True if a load must be refused because it would fill a block only in part.
 
         Args:
-            alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
-                at a multiple of this number.
+            alignments: of the loaded content in tokens, for each KV cache group, as in `Source.alignments`.
         """
         return self._refused and any(
             partial_block(group, span, alignment_tokens) is not None
@@ -99,14 +84,11 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Record the blocks that a load fills only in part. `evict` removes them from the prefix cache later.
-
-        Forget the blocks of the request's earlier load.
+        """Record the blocks that a load fills only in part, and forget those of the request's earlier load.
 
         Args:
             tables: destination block table of each KV cache group, int64, indexed by block position.
-            alignments: alignment of the loaded content in tokens, for each KV cache group. The content begins
-                at a multiple of this number (`Source.alignments`).
+            alignments: as for `refuses`.
         """
         self.forget(request.request_id)
         found = []
@@ -123,20 +105,20 @@ class PartBlocks:
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
 
     def evict(self) -> bool:
-        """Evict partly loaded blocks from the engine's prefix cache; return whether any was in the cache.
+        """Evict partly loaded blocks from the engine's prefix cache; return True if any was in the cache.
 
-        Admission calls this for every waiting request of a scheduling pass. Blocks of running requests are
-        checked only in the first call of a pass: the engine has then scheduled all running requests already.
+        Admission calls this for every waiting request of a scheduling pass.
         """
         found = self._evict(self._loading)
         if not self._looked:
+            # Once per pass: the engine has scheduled all running requests before the first waiting one.
             self._looked = True
             found |= self._evict(self._resumed)
         return found
 
     @property
     def has_work(self) -> bool:
-        """Whether `end_pass` has anything to do."""
+        """True if `end_pass` has anything to do."""
         return bool(self._loading or self._resumed or self._looked)
 
     def end_pass(self) -> None:
@@ -146,20 +128,15 @@ class PartBlocks:
         self._looked = False
 
     def on_resumed(self, request_id: str) -> None:
-        """Record that a request continues after its load, and evict its partly loaded blocks from the cache.
-
-        At this time the engine has put all full blocks of the load into its prefix cache.
-        """
+        """Record that a request continues after its load, and evict its partly loaded blocks."""
         if request_id in self._loading:
+            # The engine has just put all full blocks of the load into its prefix cache.
             self._evict(self._loading)
             if (watch := self._loading.pop(request_id, None)) is not None:
                 self._resumed[request_id] = watch
 
     def masked_tables(self, request_id: str, tables: BlockIds) -> BlockIds:
-        """Return a request's block tables with null blocks in place of its partly loaded blocks.
-
-        If `distrust_all` was called for the request, all blocks are replaced.
-        """
+        """Return a request's block tables with null blocks in place of its partly loaded blocks."""
         if request_id in self._distrusted:
             return tuple([NULL_BLOCK] * len(ids) for ids in tables)
         parts = self._parts.get(request_id)
@@ -183,7 +160,7 @@ class PartBlocks:
         for name, watch in list(watched.items()):
             request = watch.request
             if request.num_preemptions != watch.admission:
-                del watched[name]
+                del watched[name]  # a preemption has freed the request's blocks
                 continue
             seen = [part for part in watch.parts if request.num_computed_tokens < part.until]
             now = {part.block for part in seen if self._pool.blocks[part.block].block_hash is not None}
