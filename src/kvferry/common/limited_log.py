@@ -38,7 +38,6 @@ class LimitedLog:
         """Log a warning, unless the rate of warnings is too high.
 
         Args:
-            cause: key that identifies the cause of the warning.
             error: unexpected exception whose traceback is logged; None if there is no exception.
         """
         now = self._clock()

@@ -149,7 +149,6 @@ def fit_table(
     with its first cell, and below it the other cells, each after its heading.
 
     Args:
-        columns: columns of the table. The first one identifies the row and has rank 0.
         rows: cells of each row, one per column. A cell may have several lines. An empty cell is shown as
             ``-``, so that a program can count fields.
         width: width in terminal cells; None for a table without limit, with one line per row.

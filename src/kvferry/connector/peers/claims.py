@@ -220,13 +220,7 @@ class PeerFeed:
         labels: Sequence[str],
         on_failed: Callable[[Pull, Report], None],
     ) -> None:
-        """Create the feed of a load that begins now. The peer has granted a lease.
-
-        Args:
-            alignment_tokens: alignment of the positions at which two parts may meet (`common_alignment`).
-            labels: label of each KV cache group of this engine.
-            on_failed: called if the load has failed and its request waits for it.
-        """
+        """Create the feed of a load that begins now. The peer has granted a lease."""
         self._load, self._pull, self._claims = load, pull, claims
         self._alignment_tokens, self._labels, self._on_failed = alignment_tokens, labels, on_failed
         self._done, self._parts, self._ready = load.span.begins, 0, 0
@@ -310,12 +304,7 @@ class Standstill:
         )
 
     def claim_lapses(self, admitted: int, leases_block: Callable[[], bool]) -> bool:
-        """Return whether one claim must be given up now. Call this once per engine step.
-
-        Args:
-            admitted: number of times so far that the engine has allocated blocks to a waiting request.
-            leases_block: returns whether requests wait for blocks that leases for other engines pin.
-        """
+        """Return whether one claim must be given up now. Call this once per engine step."""
         now = self._clock()
         if now < self._look:
             return False

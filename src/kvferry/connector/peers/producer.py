@@ -95,8 +95,6 @@ class Producer:
         """Create a producer without leases. Call `start` before the first lease is granted.
 
         Args:
-            incarnation: random number that identifies this run of the engine.
-            names: computes the digests by which peers look up turns.
             clock: returns monotonic seconds.
             lease_slots: maximum number of leases at a time.
         """
@@ -199,7 +197,6 @@ class Producer:
 
         Args:
             number: number of the step, ascending in the order of scheduling.
-            block_ids: returns the block table of a request, for each KV cache group.
         """
         self._streams.scheduled(number, step, block_ids)
 
@@ -210,10 +207,6 @@ class Producer:
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
-
-        Args:
-            request: request that has ended.
-            block_ids: its block table for each KV cache group, up to the last computed token.
 
         Returns:
             (hold, params). `hold` is True if the engine must keep the blocks until all workers report the
@@ -254,11 +247,6 @@ class Producer:
         self, request: Request, block_ids: BlockIds, tokens: int, stream: Stream | None
     ) -> dict[str, Any]:
         """Publish a finished prompt under a lease that can expire, and return its offer.
-
-        Args:
-            block_ids: block table of the request for each KV cache group.
-            tokens: number of offered tokens, from the start of the prompt.
-            stream: the prompt, if a router has drawn a ticket for it.
 
         Raises:
             TransferError: all lease slots are in use.

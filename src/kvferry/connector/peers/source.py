@@ -66,14 +66,10 @@ class PeerSource:
         """Create the source. It has no requests yet.
 
         Args:
-            ranks: geometry of this engine's ranks.
-            loads: loads from all sources that may still write to their blocks.
             timeout_seconds: maximum wait for the digest of a request's LoRA adapter, which is sent with the
                 ticket. Then the peer is excluded.
             most_held: maximum number of blocks that loads from all peers together may pin, including loads
                 past their deadline.
-            idle: returns whether the engine computes no request at present.
-            meets: control channels of the peers that the workers connect to before the first load.
             clock: returns monotonic seconds.
         """
         self._client, self._loads, self._refusals = client, loads, refusals

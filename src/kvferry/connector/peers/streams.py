@@ -134,9 +134,6 @@ class Streams:
     def step_done(self, number: int) -> list[Request]:
         """Publish the tokens that steps have computed whose output the engine has taken.
 
-        Args:
-            number: number of the last of these steps.
-
         Returns:
             The requests whose prompts have become readable with these steps.
         """

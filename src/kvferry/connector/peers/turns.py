@@ -72,7 +72,6 @@ class TurnKeeper:
         """Create a keeper that keeps nothing until `start` is called.
 
         Args:
-            wanted: computes the number of blocks that the largest waiting request needs.
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
@@ -221,10 +220,6 @@ class TurnKeeper:
         """Return the length in tokens of the shortest prefix that a peer can use; None if there is none.
 
         Shorter prefixes need KV that the engine has freed already.
-
-        Args:
-            tables: block ids of the request for each KV cache group, in token order; `NULL_BLOCK` if freed.
-            tokens: number of tokens whose KV the blocks hold.
         """
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):

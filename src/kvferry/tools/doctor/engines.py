@@ -54,10 +54,6 @@ def parse_target(text: str, role: Role = Role.BOTH) -> Target:
     >>> parse_target("kvferry://10.0.0.7:5600").control, parse_target("[::1]:5600").control
     (('10.0.0.7', 5600), ('::1', 5600))
 
-    Args:
-        text: HTTP URL, ``kvferry://`` with host and port of the control channel, or host and port of either.
-        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-
     Raises:
         ConfigError: the text is not an address.
     """
@@ -84,7 +80,6 @@ def examine_engines(
     """Examine all targets concurrently, then the engines behind each target that is a router.
 
     Args:
-        targets: engines and routers to examine.
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
@@ -159,7 +154,6 @@ def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedK
     """Return an engine's description of itself, and release the KV blocks of the test prompt.
 
     Args:
-        control: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
         offered: KV of the test prompt; None if the engine was not asked for it. The blocks are not released
             if `keys` is None.
@@ -185,7 +179,6 @@ def _check_ranks(seen: ExaminedEngine, keys: Keys | None) -> list[Finding]:
     """Check that the other data-parallel ranks of an engine answer and have the settings of the first rank.
 
     Args:
-        seen: the engine. Without its `identity`, settings are not compared.
         keys: CURVE keys, which encrypt control channels; None if this machine has none.
     """
     if seen.offered is None or not seen.other_ranks:
@@ -233,12 +226,7 @@ def _shape(identity: EngineIdentity) -> list[tuple[object, ...]]:
 
 
 def _check_advertised(url: str, control: Address) -> list[Finding]:
-    """Return a note if an engine is asked from another machine, but advertises a loopback address to peers.
-
-    Args:
-        url: URL of the engine's HTTP endpoint.
-        control: host and port of the control channel that the engine advertises.
-    """
+    """Return a note if an engine of another machine advertises a loopback address to peers."""
     host = urlsplit(url).hostname or ""
     if not is_loopback(control[0]) or is_loopback(host):
         return []

@@ -62,10 +62,6 @@ class Examination:
 def examine(job: Examination, progress: Callable[[str], None]) -> list[ReportSection]:
     """Run all checks, and return the sections of the report.
 
-    Args:
-        job: what to check.
-        progress: called with a short text before each slow step.
-
     Raises:
         ConfigError: there is nothing to check, the key file has no valid secret, or the configuration file
             is not a JSON object. Also raised if one of these files cannot be read.

@@ -91,11 +91,6 @@ def from_error(subject: str, error: Exception, advice: str = "correct it") -> Fi
 
     >>> from_error("port", ValueError("port is 70000; it must be 0 to 65535")).advice
     'it must be 0 to 65535'
-
-    Args:
-        subject: name of the checked thing.
-        error: error whose message describes the problem.
-        advice: advice if the message has no semicolon.
     """
     # kvferry's errors end with what to do, after a semicolon. What is found before may have semicolons, too.
     found, semicolon, last_part = str(error).rpartition("; ")
@@ -234,8 +229,6 @@ def run_python(
     """Run another Python interpreter, and kill it and its children at the deadline.
 
     Args:
-        arguments: arguments of the interpreter, such as ``["-m", module]``.
-        seconds: time limit.
         environment: variables to add to those of this process; None for none.
     """
     process = subprocess.Popen(

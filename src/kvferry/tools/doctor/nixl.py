@@ -20,7 +20,6 @@ def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugi
 
     Args:
         version: installed version of NIXL; None if it is not installed.
-        probe: starts the plugins one by one in another process, and returns its result.
     """
     if version is None:
         absent = "is not installed here: engines on this machine can keep KV in tiers, but not exchange it"

@@ -58,7 +58,6 @@ def check(engines: Sequence[ExaminedEngine], costs: Costs, local: str = "") -> l
 
     Args:
         engines: all examined engines. Those without a description of themselves are skipped.
-        costs: costs that the transfer planner assumes.
         local: text with the measured speed of READs between two processes of this machine; empty if it was
             not measured.
 

@@ -64,11 +64,7 @@ def nixl() -> None:
 
 
 def reads(device: str = "cpu") -> None:
-    """Time READs between two processes, with small and with large descriptors, and print the times.
-
-    Args:
-        device: where the KV caches are: ``cpu``, or ``cuda`` for two GPUs, or the only one.
-    """
+    """Time READs between two processes, with small and with large descriptors, and print the times."""
     import numpy as np  # noqa: PLC0415
 
     from kvferry.tools.measuring.gpus import source_and_destination  # noqa: PLC0415 - loads torch

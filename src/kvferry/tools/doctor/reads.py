@@ -92,7 +92,6 @@ def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
     """Return UCX's names of the transports that READs used, e.g. ``cma/memory``.
 
     Args:
-        out: lines that UCX prints if ``UCX_PROTO_INFO`` is set.
         memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
     """
     found: dict[str, None] = {}
@@ -113,7 +112,6 @@ def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
 
     Args:
         transports: value of ``UCX_TLS``; None to leave the variable as it is.
-        device: memory to read: ``cpu`` or ``cuda``.
     """
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
@@ -142,12 +140,6 @@ def check(
     rdma_devices: Callable[[], list[str]] = devices,
 ) -> Iterator[Finding | ReadTimings]:
     """Check that READs between two processes work, with all transports and without shared memory.
-
-    Args:
-        environment: environment variables. If ``UCX_TLS`` is set, READs are timed only once, with this value.
-        start: `start_reads`.
-        several_machines: whether a setting names another machine, to or from which KV would move.
-        rdma_devices: returns the names of this machine's RDMA devices.
 
     Yields:
         Findings, and the times of READs with all transports.
@@ -240,8 +232,6 @@ def calibrate(
 
     Args:
         path: costs file that the configuration names; None for the user's default file.
-        progress: called with a short text before each step.
-        measure: measures the costs.
     """
     try:
         found = measure(progress)

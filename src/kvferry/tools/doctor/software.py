@@ -38,11 +38,7 @@ def _import_connector() -> ProcessResult:
 
 
 def connector(probe: Probe = _import_connector) -> list[Finding]:
-    """Check that vLLM loads the connector, and that vLLM's hybrid KV cache manager would be enabled.
-
-    Args:
-        probe: loads the connector in another process, and returns its result.
-    """
+    """Check that vLLM loads the connector, and that vLLM's hybrid KV cache manager would be enabled."""
     subject = "connector"
     ended = probe()
     printed = {name: value for line in parse_output(ended.out) for name, value in line.items()}
@@ -88,7 +84,6 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
 
     Args:
         path: file for the digests; None for a user without a home directory.
-        digests: number of digests in the file.
     """
     subject, again = "weights", "every engine start reads all weights again, at several GB/s"
     if path is None:

@@ -85,7 +85,6 @@ def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = av
     """Check that enough memory is available for the host tier.
 
     Args:
-        settings: settings of the host tier.
         room: returns (available bytes, text that names the limit), or None if that is unknown.
     """
     subject = "host memory"
@@ -116,14 +115,7 @@ def file(
     probe: Probe = _probe,
     mounts: Callable[[], list[Mount]] = list_mounts,
 ) -> Iterator[Finding]:
-    """Check the directory of a file tier: access, capacity and file system.
-
-    Args:
-        subject: subject of the findings.
-        settings: settings of the file tier.
-        probe: tests a directory in another process, and returns its result.
-        mounts: returns all mounted file systems.
-    """
+    """Check the directory of a file tier: access, capacity and file system."""
     try:
         directory = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
     except ConfigError as error:
@@ -198,13 +190,7 @@ def _existing_parent(default: str) -> str:
 
 
 def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the disk has room for the capacity of a file tier.
-
-    Args:
-        subject: subject of the finding.
-        settings: settings of the file tier.
-        probed: values that the check of the directory printed, by name.
-    """
+    """Check that the disk has room for the capacity of a file tier."""
     ledger = probed.get("ledger")
     free, used = probed["free"], ledger[1] if ledger else 0
     if settings.capacity is not None:
