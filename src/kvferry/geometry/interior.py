@@ -21,14 +21,13 @@ STATE = "state"
 def _shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (index of the first head, number of heads) that a tensor-parallel rank holds.
 
-    If there are fewer heads than ranks, neighbouring ranks hold copies of the same head.
-
     >>> [_shard_heads(heads, 1, 4) for heads in (8, 2)]
     [(2, 2), (0, 1)]
     """
     if heads % ranks == 0:
         return rank * (heads // ranks), heads // ranks
     if ranks % heads == 0:
+        # Neighbouring ranks hold copies of the same head.
         return rank // (ranks // heads), 1
     raise GeometryError(
         f"{heads} heads on {ranks} tensor-parallel ranks: choose a size that divides {heads}, "
@@ -41,7 +40,7 @@ class _PlacedField:
     """A field and its position inside a page.
 
     Attributes:
-        start, count: index of the first head, and number of heads on this rank; (0, 1) without heads.
+        start, count: heads on this rank; (0, 1) without heads.
         offset: byte offset in a snapshot, otherwise in one head's bytes for one token or entry.
     """
 
@@ -68,9 +67,8 @@ class PageInterior:
     """The inner structure of one rank's page.
 
     Attributes:
-        kernels: number of kernel blocks in the page; 1 for a snapshot.
-        heads: number of heads on this rank; 1 for a snapshot.
-        tokens: number of stored entries in a kernel block; 1 for a snapshot.
+        kernels, heads, tokens: number of kernel blocks in the page, of this rank's heads, and of entries in a
+            kernel block; 1 for a snapshot.
         content: bytes of all fields of one head in one entry; for a snapshot, bytes of the whole page.
         alignment: bytes of which the page's address is a multiple.
     """

@@ -1,9 +1,9 @@
 """The memory layout of every rank, from the cache of a model and the settings of an engine.
 
 This is what an engine would allocate, computed without it: to plan transfers ahead, and to allocate a cache.
-All groups of a rank share the same memory, because a block id
-belongs to one group at a time. This memory is divided into *slots*: layer ``j`` of every group lies in slot
-``j``. If pages differ in size, a slot has the size of the largest page.
+All groups of a rank share the same memory, because a block id belongs to one group at a time. This memory is
+divided into *slots*: layer ``j`` of every group lies in slot ``j``. If pages differ in size, a slot has the
+size of the largest page.
 
     B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...
@@ -50,11 +50,9 @@ class EngineShape:
     Attributes:
         stages: number of entries of `ModelCache.layers` on each pipeline rank.
         block_tokens: tokens per block of layers for which neither the model nor `groups` gives it.
-        layout: one of `LAYOUTS`.
-        num_blocks: number of blocks in each rank's pool, the null block included.
+        num_blocks: of each rank's pool, the null block included.
         kernel_tokens: tokens per kernel block if a block consists of several, otherwise 0.
-        groups: all layers of a group have the same `LayerCache`. If empty, all layers with the same
-            `LayerCache` form one group.
+        groups: all layers of a group have the same `LayerCache`. If empty, layers with equal caches form one.
     """
 
     tp: int
@@ -99,13 +97,10 @@ class EngineShape:
 
 
 def split_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the number of layers on each pipeline rank, as vLLM distributes them.
+    """Return the number of layers, with or without a cache, on each pipeline rank, as vLLM distributes them.
 
     >>> split_stages(30, 4), split_stages(5, 2)
     ((7, 8, 8, 7), (3, 2))
-
-    Args:
-        layers: number of layers of the model, layers without a cache included.
     """
     if not 1 <= pp <= layers:
         raise GeometryError(
@@ -123,8 +118,7 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the layer indices of each KV cache group. All layers of a group have the same `LayerCache`.
 
-    Args:
-        counts: number of groups for each `LayerCache`; None for one each.
+    `counts` is the number of groups for each `LayerCache`; None for one each.
     """
     alike: dict[LayerCache, list[int]] = {}
     for number, store in enumerate(model.layers):
@@ -187,8 +181,7 @@ def lay_out(
 def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int) -> RankLayout:
     """Return the memory layout of one rank whose block pool, its only region, starts at `address`.
 
-    Args:
-        rank: pipeline rank times the tensor-parallel size, plus tensor-parallel rank.
+    `rank` is the pipeline rank times the tensor-parallel size, plus the tensor-parallel rank.
     """
     if sum(engine.stages) != len(model.layers):
         raise GeometryError(

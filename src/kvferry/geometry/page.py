@@ -1,9 +1,5 @@
 """The meaning of the bytes of one page.
 
-A `PageFormat` lists the *fields* of a page (``k``, ``v``, ``latent``, ``ssm``, ...). A `Field` is a logical
-tensor with named axes. An `Axis` gives the byte strides between its elements, and the part of the model-wide
-axis that this rank holds.
-
 Two engines can exchange a field if its name, axis names, axis totals and element size are equal. Strides,
 order of axes and ranges may differ: `planning.cell_copy` converts between them. The axis ``token`` is divided
 into blocks, so only a field with this axis can move between engines with different block sizes.
@@ -40,11 +36,10 @@ def loop_offsets(first: int, loops: Iterable[tuple[int, int]]) -> npt.NDArray[np
 def join_loops(item_bytes: int, loops: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
     """Join the loops of (count, stride in bytes) over contiguous items.
 
+    Return bytes per contiguous run, and the loops over the runs, in ascending order of stride.
+
     >>> join_loops(2, [(4, 4096), (8, 32), (16, 2)])
     (256, [(4, 4096)])
-
-    Returns:
-        Bytes per contiguous run, and the loops over the runs, in ascending order of stride.
     """
     run, outer = item_bytes, list[tuple[int, int]]()
     for count, stride in sorted(loops, key=lambda loop: abs(loop[1])):
@@ -96,7 +91,6 @@ class Axis:
 
     @property
     def stop(self) -> int:
-        """Index after this rank's last element, counted over all ranks."""
         return self.start + self.count
 
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -106,7 +100,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One logical tensor inside a page.
+    """One logical tensor inside a page: ``k``, ``v``, ``latent``, ``ssm``, ...
 
     Attributes:
         item_bytes: bytes of one element, which is never split.
@@ -138,11 +132,11 @@ class Field:
 
     @property
     def held(self) -> tuple[tuple[str, int, int], ...]:
-        """(axis name, start, stop) of every sharded axis, of the part that this rank holds."""
+        """(axis name, start, stop) of every sharded axis."""
         return tuple((a.name, a.start, a.stop) for a in self.axes if a.count != a.total)
 
     def extent(self) -> tuple[int, int]:
-        """Return the byte range ``(first, end)`` of the field, relative to the start of the page."""
+        """Return the byte range of the field, half-open, relative to the start of the page."""
         low = high = self.offset
         for axis in self.axes:
             for count, stride in axis.loops:
@@ -153,13 +147,13 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of one page: its fields and its size.
+    """The format of one page.
 
     Attributes:
         content: id of the format of the bytes. Fields can move between pages with different ids, opaque
             pages only to a page with the same id.
-        block_tokens: number of tokens per block; 0 for a snapshot.
-        page_bytes: size of the page. The stride between blocks may be larger.
+        block_tokens: 0 for a snapshot.
+        page_bytes: may be less than the stride between blocks.
     """
 
     content: str
@@ -205,10 +199,8 @@ def opaque_page(
     """Return the format of a page whose inner structure is unknown.
 
     Args:
-        content, block_tokens: as in `PageFormat`.
         run_bytes: bytes of one contiguous piece, which is the whole page if it has no `loops`.
-        rank, ranks: index of this rank, and number of ranks that hold different bytes; 0 and 1 if all hold
-            the same.
+        rank, ranks: of those that hold different bytes; 0 and 1 if all ranks hold the same.
         loops: (count, stride in bytes) of each nested loop over the pieces, outermost first.
     """
     # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
@@ -232,15 +224,11 @@ def whole_page(
 ) -> PageFormat:
     """Return the format of a page that can only move whole, to a page of the same shape and strides.
 
+    `extents` are kernel blocks per block, head slots, tokens and elements, and `strides` bytes along each.
+
     >>> page = whole_page("CODES", 16, (1, 2, 16, 8), (4096, 2048, 128, 4), item_bytes=4, rank=0, ranks=1)
     >>> page.content, page.fields[0].item_bytes
     ('CODES (2, 16, 8) at strides of 2048, 128, 4 bytes', 32)
-
-    Args:
-        content, block_tokens, rank, ranks: as for `opaque_page`. The id of the result contains shape and
-            strides, too.
-        extents: number of kernel blocks per block, head slots, tokens and elements.
-        strides: bytes between neighbours along each of these axes.
     """
     run, loops = join_loops(item_bytes, zip(extents, strides, strict=True))
     shape, apart = tuple(extents[1:]), ", ".join(map(str, strides[1:]))

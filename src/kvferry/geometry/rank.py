@@ -49,9 +49,7 @@ class GroupPattern(Protocol):
 class Attention:
     """How far back layers attend.
 
-    Attributes:
-        kind: kind of attention or state.
-        attention_span: window in tokens for SLIDING, attention chunk in tokens for CHUNKED, 0 otherwise.
+    `attention_span` is the window in tokens for SLIDING, the attention chunk for CHUNKED, 0 otherwise.
     """
 
     kind: GroupKind
@@ -62,9 +60,7 @@ class Attention:
 class Region:
     """A range of memory that is registered with the transport.
 
-    Attributes:
-        memory: "DRAM" or "VRAM".
-        device: index of the device; 0 for host memory.
+    `memory` is "DRAM" or "VRAM". `device` is the index of the GPU; 0 for host memory.
     """
 
     address: int
@@ -77,9 +73,8 @@ class Region:
 class Scale:
     """Quantisation scales of the K or V of one layer, which are not stored in the KV cache itself.
 
-    Attributes:
-        source: name of the quantised tensor, ``k`` (also for MLA latents) or ``v``.
-        factors: one for all heads, or one per head on this rank.
+    `source` is ``k`` (also for MLA latents) or ``v``. One factor is for all heads; else one per head of this
+    rank.
     """
 
     # Under another scale the same quantised value stands for another number, so engines compare scales first.
@@ -92,9 +87,9 @@ class Layer:
     """The pages of one layer on one rank.
 
     Attributes:
-        address: address of the page of block 0.
-        block_stride: bytes from the page of one block to the page of the next block.
-        scales: quantisation scales other than 1 that are not stored in the pages.
+        address: of the page of block 0.
+        block_stride: bytes from one block's page to the next.
+        scales: those other than 1.
         draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
     """
 
@@ -113,12 +108,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A KV cache group.
-
-    Attributes:
-        block_tokens: as in the engine's block table.
-        layers: those on this rank; none on some pipeline ranks.
-    """
+    """A KV cache group. `layers` are those on this rank; none on some pipeline ranks."""
 
     kind: GroupKind
     block_tokens: int
@@ -150,10 +140,8 @@ def group_label(group: GroupPattern) -> str:
 class RankGeometry:
     """The KV cache memory of one worker.
 
-    Attributes:
-        num_blocks: number of blocks in the pool. Block 0 is the null block, which is never transferred.
-        groups: in the engine's order; all ranks of an engine have the same number of groups.
-        regions: registered memory.
+    Block 0 of `num_blocks` is the null block, which is never transferred. Groups are in the engine's order;
+    all ranks of an engine have the same number of groups.
     """
 
     tp_rank: int
@@ -263,10 +251,10 @@ class PageMap:
     320
 
     Attributes:
-        address: address of the first byte of layer 0, block 0.
+        address: of the first byte of layer 0, block 0.
         counts: number of layers, kernel blocks, heads, tokens and content bytes. A group of recurrent state
             has one head and one token, and the content is the whole snapshot.
-        strides: bytes between neighbours along each of these five axes.
+        strides: bytes between neighbours along each of these axes.
         kernels: number of consecutive kernel blocks per block.
     """
 
@@ -291,8 +279,7 @@ class PoolRoom:
 
     Attributes:
         slots: least number of slots per block, each with space for one layer's page.
-        slot_bytes: bytes that a slot reserves for one kernel block, in layouts with contiguous pages; 0 for
-            the size of the KV.
+        slot_bytes: per kernel block, in layouts with contiguous pages; 0 for the size of the KV.
         block_stride: bytes from one block to the next, in layouts with blocks outermost; 0 for side by side.
     """
 
@@ -308,11 +295,7 @@ def page_map(
     kernels: int = 1,
     room: PoolRoom = PoolRoom(),
 ) -> PageMap:
-    """Return the addresses and strides of a group's pages in memory with the given layout.
-
-    Raises:
-        GeometryError: `layout` is not one of `LAYOUTS`.
-    """
+    """Return the addresses and strides of a group's pages in memory with one of the `LAYOUTS`."""
     if layout not in LAYOUTS:
         raise GeometryError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     sizes = dict(zip(AXES, (max(room.slots, counts[0]), *counts[1:]), strict=True))

@@ -14,7 +14,6 @@ class StoredField:
     """One cached tensor of a layer, over all ranks: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
 
     Attributes:
-        item_bytes: bytes of one element.
         heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
             channels); 0 if every rank holds the whole field.
         inner: (name, count) of the other axes except the token axis, innermost last.
@@ -43,8 +42,8 @@ class LayerCache:
 
     Attributes:
         attention_span: as in `Attention`.
-        fields: fields that are stored per token; for STATE, fields of one snapshot.
-        block_tokens: number of tokens per block if the model determines it; 0 if the engine does.
+        fields: those stored per token; for STATE, those of one snapshot.
+        block_tokens: 0 if the engine determines it.
         state_tokens: number of tokens that share one stored entry.
     """
 
@@ -76,12 +75,9 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The KV cache of a model.
+    """The KV cache of a model, with an entry for each cache of each layer, in the model's order.
 
-    Attributes:
-        layers: in the order of the model's layers. A layer without a cache has no entry, and a layer with
-            several caches has several.
-        query_heads: a multiple of the tensor-parallel size; 0 if unknown.
+    `query_heads` is a multiple of the tensor-parallel size; 0 if unknown.
     """
 
     name: str

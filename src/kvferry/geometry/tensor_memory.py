@@ -19,13 +19,9 @@ Loops: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """Memory of a tensor whose first axis counts blocks.
+    """Memory of a tensor whose first axis counts blocks. `axes` are the others, in the tensor's order.
 
-    Attributes:
-        address: address of the first element.
-        block_stride: bytes from one block to the next.
-        axes: (count, stride in bytes) of the other axes, in the tensor's order.
-        storage: address and length in bytes of the allocation behind the tensor.
+    `storage` is the address and length in bytes of the allocation behind the tensor.
     """
 
     address: int
@@ -67,11 +63,10 @@ Computed: TypeAlias = TensorMemory | tuple[TensorMemory, ...]
 
 
 def find_difference(handed: TensorMemory, computed: Computed) -> str:
-    """Return how the memory that a layer computes in differs from the tensor that its engine handed over.
+    """Return how the memory that a layer computes in differs from the tensor handed over; empty if equal.
 
-    The text is empty if it does not. A single tensor must cover the same bytes of the same blocks,
-    along the same axes, but may split blocks into kernel blocks. The tensors of several states must divide
-    the pages among them, in order.
+    A single tensor must cover the same bytes of the same blocks, along the same axes, but may split blocks
+    into kernel blocks. The tensors of several states must divide the pages among them, in order.
     """
     if isinstance(computed, TensorMemory):
         same = computed.address == handed.address and computed.storage == handed.storage
@@ -85,9 +80,9 @@ def find_difference(handed: TensorMemory, computed: Computed) -> str:
 
 
 def find_unregistered(geometry: RankGeometry, handed: Mapping[str, TensorMemory]) -> str:
-    """Return how what is registered for transfers differs from the tensors that the engine handed over.
+    """Return how what is registered for transfers differs from the tensors handed over; empty if equal.
 
-    The text is empty if it does not. A block may be several blocks of the tensor.
+    A block may be several blocks of the tensor.
     """
     regions = {(region.address, region.length) for region in geometry.regions}
     for layer in (layer for group in geometry.groups for layer in group.layers):
@@ -108,14 +103,12 @@ def _blocks(tensor: TensorMemory) -> tuple[int, int]:
 
 
 def _splits_blocks_of(handed: TensorMemory, computed: TensorMemory) -> bool:
-    """Return True if each block of `handed` is a whole number of consecutive blocks of `computed`.
-
-    The first loops of the two then differ in their count alone.
-    """
+    """Return True if each block of `handed` is a whole number of consecutive blocks of `computed`."""
     (whole, stride), *inner = handed.loops
     (part, part_stride), *inner_part = computed.loops
     if inner and handed.loops[1:] == computed.loops:
         part, part_stride, inner_part = 1, stride, inner
+    # The first loops of the two may differ only in their count.
     if (part_stride, inner_part) != (stride, inner) or computed.block_stride != part * stride:
         return False
     if whole % part or whole == part:
