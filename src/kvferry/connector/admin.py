@@ -292,6 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        # Ends clients that send their request slowly.
         self._limit = threading.Timer(self.request_seconds, self._stop_reading)
         self._limit.daemon = True
         self._limit.start()
@@ -304,17 +305,17 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # it has ended
             self.connection.shutdown(socket.SHUT_RD)  # an answer can still be sent
 
-    def do_GET(self) -> None:
-        self._answer(read_body=False)
-
-    def do_POST(self) -> None:
-        self._answer(read_body=True)
-
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in the base class
         """Log nothing: paths and bodies are a client's text."""
 
-    def _answer(self, *, read_body: bool) -> None:
-        status, answer = self._execute(read_body=read_body)
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        status, answer = self._execute()
         body = msgspec.json.encode(answer if status is HTTPStatus.OK else {"error": answer})
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -322,16 +323,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _execute(self, *, read_body: bool) -> tuple[HTTPStatus, Any]:
+    def _execute(self) -> tuple[HTTPStatus, Any]:
         """Execute the call of a request. Return its result, or the text of an error."""
         given = self.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             return HTTPStatus.UNAUTHORIZED, "a token of this engine's key is needed"
-        if not read_body and self.path != _PREFIX + "status":
+        if self.command == "GET" and self.path != _PREFIX + "status":
             # Other calls need a body or change something.
             return HTTPStatus.METHOD_NOT_ALLOWED, "use POST; GET is for status only"
         try:
-            body = self._body() if read_body else b""
+            body = b"" if self.command == "GET" else self._body()
             call = self.actions.prepare(self.path.removeprefix(_PREFIX), body)
         except KeyError:
             return HTTPStatus.NOT_FOUND, "there is no such call"

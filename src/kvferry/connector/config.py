@@ -26,8 +26,6 @@ DEFAULT: tuple[TierSettings, ...] = (HostSettings(), FileSettings())
 # Stands for the address of each rank's own machine as `host`.
 NODE = "node"
 
-_ONE_SIDE = ("kv_producer", "kv_consumer")
-
 # vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C).
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
@@ -278,7 +276,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
         if key != "tiers":  # directories may have names that are not valid UTF-8
             check_text(key, extra[key])
     config = parse_settings("kv_connector_extra_config", extra, ConnectorConfig)
-    if kv_role in _ONE_SIDE:
+    if kv_role in ("kv_producer", "kv_consumer"):
         if config.transfer is False:
             raise ConfigError(
                 f"kv_role is {kv_role}, one side of an exchange with other engines, but transfer is false; "

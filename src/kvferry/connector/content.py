@@ -102,6 +102,7 @@ class Adapters:
 
     def is_current(self, lora: LoraAdapter | None) -> bool:
         """Return False if the engine has replaced the adapter's weights in place. True without an adapter."""
+        # After a replacement, it is not known which weights computed the KV of a request.
         return lora is None or lora.lora_int_id not in self._replaced
 
     def name(self, lora: LoraAdapter | None) -> str:

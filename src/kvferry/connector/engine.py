@@ -49,11 +49,9 @@ BlockIds: TypeAlias = tuple[list[int], ...]
 
 
 class Block(Protocol):
-    """A block of the engine's pool.
+    """A block of the engine's pool. The null block stands for a position without a block.
 
-    Attributes:
-        is_null: True for the null block, which stands for a position without a block.
-        block_hash: key of the block in the engine's prefix cache; None if it is not cached.
+    `block_hash` is the key of the block in the engine's prefix cache; None if it is not cached.
     """
 
     @property
@@ -67,8 +65,7 @@ class Block(Protocol):
 class BlockPool(Protocol):
     """The engine's pool of KV blocks. It counts the references to each block.
 
-    Attributes:
-        blocks: all blocks, by block id. Block 0 is the null block, which is never allocated.
+    Block 0 of `blocks` is the null block, which is never allocated.
     """
 
     @property
@@ -101,10 +98,7 @@ class PrefixCache(Protocol):
     """
 
     def resumable_tokens(self, request: Request) -> int:
-        """Return the number of a request's tokens after which the engine can continue without a load.
-
-        All KV cache groups have their part of this prefix.
-        """
+        """Return the number of a request's tokens after which all groups can continue without a load."""
 
     def shorten(self, request: Request, tokens: int) -> None:
         """Make the engine find at most `tokens` tokens of a request at its next look-up.
@@ -117,10 +111,8 @@ class PrefixCache(Protocol):
 class LoraAdapter(Protocol):
     """A LoRA adapter of a request.
 
-    Attributes:
-        lora_int_id: integer by which the engine identifies the adapter.
-        lora_path: path of the directory with the adapter's files.
-        load_inplace: True if the adapter replaces the weights of an adapter that is already loaded.
+    `lora_path` is the directory with its files. With `load_inplace`, it replaces the weights of an adapter
+    that is already loaded.
     """
 
     @property
@@ -419,11 +411,7 @@ class PlainRequest:
 
 @dataclass(slots=True, kw_only=True)
 class PlainStep:
-    """A `Step` for engines without a class of their own.
-
-    Attributes:
-        tables: block tables, per KV cache group, of each request that the step computes, by request id.
-    """
+    """A `Step` for engines without a class of their own, with the block tables of each request by its id."""
 
     tokens: Mapping[str, int]
     tables: Mapping[str, BlockIds] = field(default_factory=dict)

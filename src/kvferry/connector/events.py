@@ -104,18 +104,21 @@ class ValuedBid:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class _OfRequest:
+    request_id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived(_OfRequest):
     """A request reached the engine's scheduler.
 
     Attributes:
-        tokens: length of the prompt.
         sources, declined: sources that may be able to serve the request, and those that cannot.
         ticket: True if the request came with a peer's ticket for KV.
         trace_headers: (name, value) of each W3C header of the request's trace.
     """
 
-    request_id: str
-    at: float
     _: KW_ONLY
     tokens: int
     sources: tuple[str, ...]
@@ -125,7 +128,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class SourcesAsked:
+class SourcesAsked(_OfRequest):
     """Admission chose a source's bid for a request, or chose to compute the tokens.
 
     It is emitted again when the bids, the choice or the numbers of tokens change.
@@ -140,8 +143,6 @@ class SourcesAsked:
             its KV, the request waits for that source.
     """
 
-    request_id: str
-    at: float
     _: KW_ONLY
     local_tokens: int
     resumable_tokens: int
@@ -153,18 +154,15 @@ class SourcesAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBegan:
-    """The engine allocated blocks for a source's offer, and the load from this source began.
+class LoadBegan(_OfRequest):
+    """The engine allocated blocks for a source's offer, and the load of tokens `begin` to `end` began.
 
     Attributes:
         load: unique name of the load.
         peer: name of the peer; ``tiers`` for a load from tiers.
-        begin, end: range of the loaded tokens, half-open.
         attempt: name of the attempt to load the request's prefix, which two sources may share.
     """
 
-    request_id: str
-    at: float
     _: KW_ONLY
     load: str
     source: str
@@ -176,7 +174,7 @@ class LoadBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadEnded:
+class LoadEnded(_OfRequest):
     """All ranks have reported that a load succeeded, failed, or was given up.
 
     A load that was given up, or that passed its deadline, may still write to its blocks after this event.
@@ -188,8 +186,6 @@ class LoadEnded:
         figures: for a load from a peer, even if it has failed; `NO_FIGURES` for other sources.
     """
 
-    request_id: str
-    at: float
     _: KW_ONLY
     began: LoadBegan
     outcome: LoadOutcome
@@ -204,31 +200,26 @@ class LoadEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRefused:
+class SourceRefused(_OfRequest):
     """A source could not serve a request. A peer is then not asked again for this request.
 
-    Attributes:
-        source: name of the peer, ``tiers``, or ``its offer`` if the request came with an invalid offer.
+    `source` is the name of a peer, ``tiers``, or ``its offer`` if the request came with an invalid offer.
     """
 
-    request_id: str
-    at: float
     source: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(_OfRequest):
     """The engine schedules a request, and computes the tokens that are not cached.
 
     Attributes:
         tokens: number of all tokens of the request, cached or not.
-        other_connector_tokens: number of cached tokens that another connector of this engine loaded.
-        loads: the loads whose tokens are among the cached ones.
+        other_connector_tokens: those cached tokens that another connector of this engine loaded.
+        loads: those that brought cached tokens.
     """
 
-    request_id: str
-    at: float
     cached_tokens: int
     tokens: int
     other_connector_tokens: int = 0
@@ -236,36 +227,26 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_OfRequest):
     """A request ended, with or without an answer."""
-
-    request_id: str
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
-class StoreBegan:
+class StoreBegan(_OfRequest):
     """The ranks were ordered to copy chunks of a request's KV to host memory. `store` is unique."""
 
-    request_id: str
-    at: float
     store: str
     group: str
     chunks: int
 
 
 @dataclass(frozen=True, slots=True)
-class StoreEnded:
+class StoreEnded(_OfRequest):
     """All ranks have reported that a store's copies to host memory have ended.
 
-    Attributes:
-        failure: reason for the failure; empty if the store succeeded.
-        size: bytes copied by all ranks.
-        seconds: duration on the slowest rank.
+    `failure` is empty if the store succeeded. `size` is in bytes, and `seconds` those of the slowest rank.
     """
 
-    request_id: str
-    at: float
     _: KW_ONLY
     began: StoreBegan
     failure: str
@@ -274,33 +255,27 @@ class StoreEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGranted:
+class LeaseGranted(_OfRequest):
     """The engine keeps blocks of a request so that peers can read them.
 
     Attributes:
         seconds: time without a heartbeat after which the lease expires.
-        turn: True if a finished request's blocks are kept, so that any peer may read them for the next turn
-            of the conversation; False if a prompt's blocks are kept for the engine that continues the
-            request.
+        turn: True if any peer may read a finished request's blocks for the next turn of the conversation;
+            False if the blocks of a prompt are for the engine that continues the request.
     """
 
-    request_id: str
-    at: float
     tokens: int
     seconds: float
     turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseExtended:
+class LeaseExtended(_OfRequest):
     """A heartbeat of the consumer extended a lease."""
-
-    request_id: str
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(_OfRequest):
     """The consumer released a lease, it expired, or the engine ended it.
 
     Attributes:
@@ -310,8 +285,6 @@ class LeaseEnded:
             prompt was aborted. Always False for the lease of a turn.
     """
 
-    request_id: str
-    at: float
     expired: bool
     withdrawn: bool = False
 
@@ -405,8 +378,7 @@ RequestEvent: TypeAlias = (
     | LeaseExtended
     | LeaseEnded
 )
-TierEvent: TypeAlias = TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
-Event: TypeAlias = RequestEvent | TierEvent
+Event: TypeAlias = RequestEvent | TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
 Listener: TypeAlias = Callable[[Event], None]
 
 _P = ParamSpec("_P")
@@ -441,7 +413,7 @@ class EventStream:
 
     def emit(self, event: Event) -> None:
         """Call every listener with the event. Log and remove a listener that raises."""
-        if not isinstance(event, TierEvent) and len(event.request_id) > MAX_ID_CHARACTERS:
+        if isinstance(event, _OfRequest) and len(event.request_id) > MAX_ID_CHARACTERS:
             event = replace(event, request_id=short_id(event.request_id))
         for listener in tuple(self._listeners):
             try:

@@ -20,12 +20,10 @@ from kvferry.transport.read_plan import ReadOrder
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk, and its position in the arena.
+    """A chunk, and its position in the arena in bytes.
 
-    Attributes:
-        group: index of the KV cache group in `CanonicalForm.groups`.
-        number: index of the chunk in the prompt.
-        offset: in bytes.
+    `group` is the index of its KV cache group in `CanonicalForm.groups`, and `number` its index in the
+    prompt.
     """
 
     group: int
@@ -67,10 +65,8 @@ class StoreOrder:
 class LoadOrder:
     """The order to copy a part of a load's chunks, which have arrived in host memory, to KV blocks.
 
-    Attributes:
-        pieces: sorted by group, then by number.
-        first: True for the first part of the load. Blocks that the load fills only in part are zeroed before
-            this part is copied.
+    `pieces` are sorted by group, then by number. Before the first part of a load is copied, blocks that the
+    load fills only in part are zeroed.
     """
 
     key: str
@@ -262,9 +258,8 @@ class EndedRequests:
     """Ids of requests whose transfers have ended on one worker since the last step.
 
     Attributes:
-        sent: their leases have ended and their words are raised, so that the blocks may be freed.
-        received: all their loads have been reported.
-        failed: those in `received` that have a failed load.
+        sent: their lease words are raised, so that the blocks may be freed.
+        received, failed: all their loads have been reported, and those that have a failed load.
     """
 
     sent: frozenset[str] = frozenset()

@@ -95,14 +95,13 @@ class PartBlocks:
         for number, (group, ids, alignment_tokens) in enumerate(
             zip(self._groups, tables, alignments, strict=True)
         ):
-            size = group.block_tokens
             at = partial_block(group, span, alignment_tokens)
             if at is not None:
-                until = first_independent(group, (at + 1) * size)
+                until = first_independent(group, (at + 1) * group.block_tokens)
                 found.append(_Part(number, at, int(ids[at]), until))
         if found:
             self._parts[request.request_id] = found
-            self._loading[request.request_id] = _Watch(request, request.num_preemptions, list(found))
+            self._loading[request.request_id] = _Watch(request, request.num_preemptions, found)
 
     def evict(self) -> bool:
         """Evict partly loaded blocks from the engine's prefix cache; return True if any was in the cache.
@@ -123,8 +122,8 @@ class PartBlocks:
 
     def end_pass(self) -> None:
         """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""
-        self._looked = False
-        self.evict()
+        self._evict(self._loading)
+        self._evict(self._resumed)
         self._looked = False
 
     def on_resumed(self, request_id: str) -> None:
