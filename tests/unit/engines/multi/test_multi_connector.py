@@ -454,7 +454,7 @@ class Waits(KVFerryConnector):
 
     def __init__(self, bid: Bid) -> None:
         admission = SimpleNamespace(awaited={"a": bid, "b": None}.get)
-        self.half = SimpleNamespace(admission=admission)
+        self._half = SimpleNamespace(admission=admission)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return None, False
