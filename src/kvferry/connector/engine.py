@@ -39,7 +39,7 @@ returns that they are kept. The connector holds references to blocks that are st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from kvferry.geometry import GroupKind
@@ -273,11 +273,11 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        attention_span: size of the sliding window or attention chunk in tokens; 0 for other kinds.
+        attention_span: sliding window or attention chunk in tokens; 0 for other kinds.
         state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot. 0 if
             the first entry always holds the current state, and for groups without recurrent state.
-        snapshot_tokens: smallest distance in tokens between snapshots of recurrent state; 0 if the engine
-            announces no snapshots; None for groups without recurrent state.
+        snapshot_tokens: smallest distance in tokens between snapshots; 0 if the engine announces none; None
+            for groups without recurrent state.
     """
 
     kind: GroupKind
@@ -310,14 +310,13 @@ class EngineFacts:
     """Facts about an engine. Default values stand for an engine without the feature.
 
     Attributes:
-        num_blocks: number of blocks in the engine's pool.
+        num_blocks: size of the engine's pool.
         longest_request: maximum number of tokens of a request.
         steps_in_flight: maximum number of steps that are scheduled but not done at a time.
         tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
         step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
-            position; 0 without a draft model.
-        speculates: True if the engine uses speculative decoding.
+            position.
         reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
             generated tokens differs from that of the same tokens in a prompt.
         has_rings: True if some layers keep a ring buffer per request. Such a buffer can be used only at the
@@ -437,7 +436,6 @@ class BlockRun:
         group: index of the engine's KV cache group.
         hashes: the engine's hash of each block. It covers all tokens up to the end of the block.
         parent: hash of the block before the first one; None at the start of a prompt.
-        tokens: token ids of all blocks.
         adapter: (id, name) of the request's LoRA adapter.
         extra_keys: for each block, what else the engine hashes with its tokens; empty if there is nothing.
     """
@@ -453,12 +451,14 @@ class BlockRun:
     def part(self, first: int, last: int) -> BlockRun:
         """Return the blocks with indices from `first` to `last`, half-open."""
         size = self.block_tokens
-        return replace(
-            self,
-            hashes=self.hashes[first:last],
-            parent=self.hashes[first - 1] if first else self.parent,
-            tokens=self.tokens[first * size : last * size],
-            extra_keys=self.extra_keys[first:last],
+        return BlockRun(
+            self.group,
+            self.hashes[first:last],
+            self.hashes[first - 1] if first else self.parent,
+            self.tokens[first * size : last * size],
+            size,
+            self.adapter,
+            self.extra_keys[first:last],
         )
 
     def parts(self, wanted: Sequence[bool]) -> Iterator[BlockRun]:

@@ -104,8 +104,8 @@ class LoadPart:
 
     Attributes:
         load: key of the load.
-        work: order to read from a peer, or to copy chunks from host memory. None if there is nothing to do
-            yet, although a peer has computed more, or if nothing more will come.
+        work: None if there is nothing to do yet, although a peer has computed more, or if nothing more will
+            come.
         failure: reason why no more parts will come and the load has failed.
     """
 
@@ -116,7 +116,6 @@ class LoadPart:
 
     @property
     def ends(self) -> bool:
-        """True if no part follows."""
         return self.last or self.failure is not None
 
 
