@@ -50,6 +50,8 @@ class RetainingProducer:
             tokens_in_flight=8192,
             step_tokens=8192,
         )
+        facts = Facts(engine.engine_id, 1, "kvferry bench", {})
+        self._server = ControlServer(_HOST, 0, ProducerCard(facts, ()), random_keys())
         self._producer = Producer(
             engine,
             ConnectorConfig(lease_seconds=lease_seconds),
@@ -57,10 +59,10 @@ class RetainingProducer:
             events=EventStream(MetricsListener()),
             names=TurnNames(adapters),
             adapters=adapters,
+            channel=self._server,
+            pool=NoBlocks(),
+            workers=1,
         )
-        facts = Facts(engine.engine_id, 1, "kvferry bench", {})
-        self._server = ControlServer(_HOST, 0, ProducerCard(facts, ()), random_keys())
-        self._producer.start(self._server, NoBlocks(), 1)
         self._tokens, self._prompt = tokens, list(range(1, tokens + 2))
         self._table = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
         request = PlainRequest(request_id="", prompt_token_ids=self._prompt)

@@ -174,7 +174,7 @@ def port(engine: Any) -> int:
 
 def keys(engine: Any) -> tuple[bytes, bytes]:
     """Both halves of the engines' key, the public one first."""
-    ours = half(engine)._client._keys
+    ours = half(engine)._peering.client._keys
     return bytes(ours.public), bytes(ours.secret)
 
 

@@ -37,10 +37,12 @@ def producing(
         events=engine.events,
         names=engine.names,
         adapters=engine.adapters,
+        channel=engine.channel,
+        pool=engine.pool,
+        workers=workers,
         clock=engine.clock,
         lease_slots=lease_slots,
     )
-    engine.producer.start(engine.channel, engine.pool, workers)
     engine.half = PartialHalf(producer=engine.producer)
     return engine
 

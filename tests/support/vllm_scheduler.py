@@ -300,10 +300,11 @@ class OfferingConnector(PlayedConnector):
             events=EventStream(self._on_event),
             names=TurnNames(adapters),
             adapters=adapters,
+            channel=SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex()),
+            pool=pool,
+            workers=1,
             clock=self.clock,
         )
-        channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
-        self.producer.start(channel, pool, 1)
         self.heard: deque[LeasesClaimed | LeasesReleased] = deque()
         self.ended: set[str] = set()
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-from msgspec import structs
 
 from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
 from kvferry.connector.compose import (
     Composition,
     check_one_machine,
     check_rank_keys,
-    peers_allowed,
     scheduler_keys,
 )
 from kvferry.connector.config import AdminConfig, ConnectorConfig, read_tiers
-from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
     BlockIds,
     BlockPool,
@@ -31,24 +28,15 @@ from kvferry.connector.engine import (
 )
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
-from kvferry.connector.peers.claims import Standstill
-from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import PeerSource, check_readable
+from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.stale_kv import StaleKV
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.transport.addresses import parse_port_range
-from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
-from kvferry.transport.lease import new_incarnation
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.messages import Facts
 from kvferry.transport.security import Keys, admin_token
 
 logger = logging.getLogger(__name__)
-
-# Leases without a step after which an engine keeps none alive. A step of a slow engine can outlast one.
-_STUCK_LEASES = 4
 
 # Seconds after which a step looks at all parts, for what depends on time alone.
 _LOOK_SECONDS = 1.0
@@ -57,14 +45,13 @@ _LOOK_SECONDS = 1.0
 class SchedulerHalf:
     """The scheduler half of one engine's connector.
 
-    It owns the admission (chooses a source of KV for each request), the producer (offers KV to peers), the
-    tiers, and both ends of the control channel: a server for peers and a client. Only the engine's thread
-    calls it. For every step the engine calls `on_new_request` for new requests, `admission` for requests to
-    schedule, `orders` before the step, `take_reports` after it, and `finished` for requests that have ended.
+    It owns the admission, the exchange of KV with peers (`Peering`) and the tiers (`Tiering`). Only the
+    engine's thread calls it. For every step the engine calls `on_new_request` for new requests, `admission`
+    for requests to schedule, `orders` before the step, `take_reports` after it, and `finished` for requests
+    that have ended.
 
     Attributes:
         events: stream that receives the events about requests.
-        incarnation: random number of this run of the engine. It changes when the engine wakes up.
         admission: chooses a source of KV for each request.
         parts: record of the blocks that loads fill only in part.
         chunking: tokens per chunk, between kept snapshots, and before the first one; None without tiers.
@@ -109,31 +96,15 @@ class SchedulerHalf:
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
-        self._engine, self._config, self._clock, self.events = engine, config, clock, events
-        self.incarnation = new_incarnation()
-        self._turn_names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
-        self._producer = Producer(
-            engine,
-            config,
-            incarnation=self.incarnation,
-            events=events,
-            names=self._turn_names,
-            adapters=adapters,
-            clock=clock,
-        )
+        self._engine, self.events = engine, events
         speeds = Speeds(clock)
         self._steps = StepTimes(speeds, clock)
-        self._standstill = Standstill(config.patience_seconds, clock)
-        self._server: ControlServer | None = None
-        self._messages: Sized = ()
-        self._client: ControlClient | None = None
-        self._peers: PeerSource | None = None
+        self._peering: Peering | None = None
         self._tiering: Tiering | None = None
         self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
         self._draining = self._paused = self._sleep_resets = False
-        self._epoch = 0
-        self._stepped, self._look_at = clock(), 0.0
+        self._epoch, self._look_at = 0, 0.0
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._quiet_orders = StepOrders(computes=True, quiet=True)
         geometries = [worker.geometry for worker in workers]
@@ -157,14 +128,14 @@ class SchedulerHalf:
         ranks = tuple(worker.card for worker in workers if worker.card is not None)
         if ranks and keys is not None:
             check_rank_keys(keys, workers)
-            self._peers = self._start_peer_channel(composition, keys, ranks, facts(self.incarnation), wake)
-            sources.append(self._peers)
+            self._peering = Peering(composition, keys, ranks, facts=facts, wake=wake, clock=clock)
+            sources.append(self._peering.source)
         if tiers is not None:
             check_one_machine(workers)
             self._tiering = Tiering(tiers, composition, namespace=namespace, ranks=geometries)
             sources.append(self._tiering.source)
         self.chunking = None if self._tiering is None else self._tiering.chunking
-        self._stale = StaleKV(self._producer, self._peers, self._tiering)
+        self._stale = StaleKV(self._peering, self._tiering)
         self.admission = composition.admission(
             sources, {} if self._tiering is None else self._tiering.weights
         )
@@ -178,66 +149,34 @@ class SchedulerHalf:
         port = admin.port + self._engine.port_offset if admin.port else 0
         self._admin = AdminServer(admin.host, port, admin_token(keys), actions, self._calls)
 
-    def _start_peer_channel(
-        self,
-        composition: Composition,
-        keys: Keys,
-        ranks: tuple[RankCard, ...],
-        facts: Facts,
-        wake: Callable[[], None],
-    ) -> PeerSource:
-        """Start both ends of the control channel to other engines; return the source of their KV."""
-        config, peers = self._config, peers_allowed(self._config)
-        port = config.port + self._engine.port_offset if config.port else parse_port_range(config.ports) or 0
-        self._server = server = ControlServer(config.host, port, ProducerCard(facts, ranks), keys, peers)
-        self._messages = server.events
-        self._producer.start(server, composition.pool, len(ranks))
-        own = config.advertise_host or config.host, server.port
-        meets = [address for address in peers.engines if address != own]
-        self._client = ControlClient(
-            structs.replace(facts, keeps_turns=self._producer.keeps_turns),
-            lambda theirs: check_readable(theirs, ranks),
-            keys=keys,
-            peers=peers,
-            handshake_seconds=config.handshake_seconds,
-            heartbeat_seconds=config.lease_seconds / 4,
-            meets=meets,
-            on_met=wake,
-            runs=lambda: self._clock() - self._stepped < _STUCK_LEASES * config.lease_seconds,
-        )
-        geometries = [card.geometry for card in ranks]
-        return composition.peer_source(
-            self._client, geometries, lambda: server.keepers, self._turn_names, meets
-        )
-
     @property
     def busy(self) -> bool:
         """Whether the tiers or peers need engine steps even if the engine has no requests.
 
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
-        loads_write = self._paused and len(self.admission.loads) > 0
         return (
             bool(self._calls)
-            or self._producer.turns.busy
-            or (self._peers is not None and self._peers.busy)
+            or (self._peering is not None and self._peering.busy)
             or (self._tiering is not None and self._tiering.busy)
-            or loads_write
+            or (self._paused and len(self.admission.loads) > 0)
         )
 
     @property
     def holds_blocks(self) -> bool:
         """Whether blocks of stores or ended leases will soon be free, so that the engine need not preempt."""
-        return self._producer.turns.holds_blocks or (self._tiering is not None and self._tiering.holds_blocks)
+        peering, tiering = self._peering, self._tiering
+        return (peering is not None and peering.holds_blocks) or (
+            tiering is not None and tiering.holds_blocks
+        )
 
     def on_new_request(self, request: Request) -> None:
         """Add a new request: ask which sources can load its KV.
 
         Also prepare to offer the request's KV to other engines, and to store it in the tiers.
         """
-        self._stepped = self._clock()
-        if self._config.transfers:
-            self._producer.on_new_request(request)
+        if self._peering is not None:
+            self._peering.on_new_request(request)
         self.admission.on_new_request(request)
         if self._tiering is not None:
             self._tiering.on_new_request(request)
@@ -262,7 +201,7 @@ class SchedulerHalf:
         self.parts.forget(request.request_id)
         if self._tiering is not None:
             self._tiering.finished(request, whole)
-        return self._producer.finished(request, whole) if self._config.transfers else (False, None)
+        return (False, None) if self._peering is None else self._peering.finished(request, whole)
 
     def orders(self, step: Step) -> StepOrders:
         """Return the message that tells all workers what to load, store and send in the coming step."""
@@ -270,37 +209,33 @@ class SchedulerHalf:
         self._scheduled += 1
         if self._calls:
             self._calls.run()
-        self._stepped = now = self._steps.scheduled(computed)
+        now = self._steps.scheduled(computed)
+        if self._peering is not None:
+            self._peering.stepped_at = now
         if computed and now < self._look_at and not self._has_work():
             return self._quiet_orders
         self._look_at = now + _LOOK_SECONDS
         idle = not self._engine.lockstep and not self._steps.computing
         orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)
-        if self._server is not None:
-            self._producer.take_events(self._server.events, orders)
-        self._producer.scheduled(
-            self._scheduled, step, lambda name: self.parts.masked_tables(name, step.block_ids(name))
-        )
+        if self._peering is not None:
+            self._peering.schedule(
+                self._scheduled,
+                step,
+                lambda name: self.parts.masked_tables(name, step.block_ids(name)),
+                self.admission.admitted,
+                orders,
+            )
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
         self.admission.scheduled(step.tokens)
-        if self._peers is not None:
-            if self._standstill.claim_lapses(self.admission.admitted, self._producer.leases_block):
-                self._peers.give_up_oldest_claim(self._standstill.reason)
-            self._peers.hand_over(orders)
         self.admission.hand_over(orders)
-        if self._config.host_buffer:
-            self._save_completed(step, orders)
         return orders
 
     def _has_work(self) -> bool:
         """Return whether this step must look at any part, by the parts' own records."""
         return (
             self._tiering is not None
-            or self._config.host_buffer
-            or len(self._messages) > 0
-            or self._producer.has_work
-            or (self._peers is not None and self._peers.has_work)
+            or (self._peering is not None and self._peering.has_work)
             or self.admission.has_work
         )
 
@@ -310,17 +245,20 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
-        self._producer.on_workers_confirmed(reports.raised)
+        if self._peering is not None:
+            self._peering.producer.on_workers_confirmed(reports.raised)
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests. Their blocks can be freed now."""
-        self._producer.sent(request_ids)
+        if self._peering is not None:
+            self._peering.producer.sent(request_ids)
 
     def step_done(self) -> None:
         """Record that the oldest step under way is done: the engine has taken the step's output."""
         self._done = min(self._done + 1, self._scheduled)
         self._steps.done()
-        self._producer.step_done(self._done)
+        if self._peering is not None:
+            self._peering.producer.step_done(self._done)
         if self._tiering is not None:
             self._tiering.step_done()
 
@@ -329,22 +267,22 @@ class SchedulerHalf:
         if not self._draining:
             self._draining = True
             logger.info("%s: it offers no KV and reads none of other engines any more", DRAINED)
-            self._producer.drain()
-            if self._peers is not None:
-                self._peers.drain(DRAINED)
+            if self._peering is not None:
+                self._peering.drain(DRAINED)
 
     def drain_state(self) -> dict[str, Any]:
         """Return whether an operator drains this engine, and how many leases and loads are under way."""
         return {
             "draining": self._draining,
-            "leases": self._producer.leases,
+            "leases": 0 if self._peering is None else self._peering.producer.leases,
             "loads": len(self.admission.loads),
         }
 
     def on_pause(self, *, paused: bool) -> None:
         """Record that the engine was paused or resumed."""
         self._paused = paused
-        self._producer.on_pause(paused=paused)
+        if self._peering is not None:
+            self._peering.producer.on_pause(paused=paused)
 
     def on_sleep(self) -> None:
         """End all leases, because the engine is about to give up the memory of its KV cache.
@@ -352,7 +290,8 @@ class SchedulerHalf:
         The next reset is the one with which the engine falls asleep.
         """
         self._sleep_resets = True
-        self._producer.on_sleep()
+        if self._peering is not None:
+            self._peering.producer.on_sleep()
 
     def on_asleep(self, *, failed: bool) -> None:
         """Record that the engine sleeps, or that it could not fall asleep."""
@@ -370,14 +309,8 @@ class SchedulerHalf:
         """
         if any(worker.stale is not None and worker.stale >= self._epoch for worker in workers):
             self.reset()
-        ranks = tuple(worker.card for worker in workers if worker.card is not None)
-        if self._server is None or _runs(ranks) == _runs(self._server.ranks):
-            return
-        self.incarnation = new_incarnation()
-        self._server.renew(ranks, self.incarnation)
-        self._producer.renew(self.incarnation)
-        if self._peers is not None:
-            self._peers.reconnect()
+        if self._peering is not None:
+            self._peering.wake(workers)
 
     def reset(self) -> None:
         """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset.
@@ -385,15 +318,15 @@ class SchedulerHalf:
         If the engine falls asleep, chunks in the tiers stay valid. `wake` invalidates them if the weights
         have changed meanwhile.
         """
-        self._producer.reset()
-        if self._peers is not None:
-            self._peers.start_anew()
+        if self._peering is not None:
+            self._peering.reset()
         if self._sleep_resets:
             self._sleep_resets = False
             return
         self._epoch += 1
         self._quiet_orders = replace(self._quiet_orders, epoch=self._epoch)
-        self._turn_names.start_anew()
+        if self._peering is not None:
+            self._peering.begin_epoch()
         if self._tiering is not None:
             self._tiering.start_anew()
         self._stale.on_reset()
@@ -404,25 +337,8 @@ class SchedulerHalf:
             self._calls.close()
         if self._admin is not None:
             self._admin.close()
-        if self._client is not None:
-            self._client.close()
-        if self._server is not None:
-            self._server.close()
+        if self._peering is not None:
+            self._peering.close()
         if self._tiering is not None:
             self._tiering.shutdown()
-        self._client = self._server = self._tiering = self._admin = None
-
-    def _save_completed(self, step: Step, orders: StepOrders) -> None:
-        """Order workers to copy prompts to the host buffer, from which peers read. Mutates `orders`.
-
-        These are the prompts that the coming step finishes computing and that will be offered to peers.
-        """
-        for request in self._producer.completed_by(step.tokens):
-            tokens, name = request.num_prompt_tokens, request.request_id
-            whole = self.parts.masked_tables(name, step.block_ids(name))
-            orders.saves.append((self._engine.tables(whole, tokens), tokens))
-
-
-def _runs(ranks: Sequence[RankCard]) -> list[int]:
-    """Return the number by which peers recognise the present run of each worker."""
-    return [rank.incarnation for rank in ranks]
+        self._peering = self._tiering = self._admin = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvferry.connector.messages import StepReports
-from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.peering import Peering
 from kvferry.connector.tiers.tiering import Tiering
 from kvferry.connector.worker.loads import CHANGED, MOVED
 
@@ -22,9 +21,8 @@ class StaleKV:
     After a move of the cache, peers and tiers are not used any more: the engine computes everything.
     """
 
-    def __init__(self, producer: Producer, peers: PeerSource | None, tiering: Tiering | None) -> None:
-        """Create the object for a started scheduler half."""
-        self._producer, self._peers, self._tiering = producer, peers, tiering
+    def __init__(self, peering: Peering | None, tiering: Tiering | None) -> None:
+        self._peering, self._tiering = peering, tiering
         self._changed = self._moved = False
 
     def take_reports(self, reports: StepReports, epoch: int) -> None:
@@ -57,6 +55,5 @@ class StaleKV:
             self._tiering.suspend(f"{CHANGED}, and its cache was not reset: {_RESET}")
 
     def _stop_exchange(self, why: str) -> None:
-        self._producer.stop_offering()
-        if self._peers is not None:
-            self._peers.stop_reading(why)
+        if self._peering is not None:
+            self._peering.stop(why)

@@ -335,7 +335,7 @@ def redeemed(engine: Any) -> int:
 
 def say_again(engine: Any) -> None:
     """Log the next refusals, whatever has been logged within the last minute."""
-    half(engine)._peers._refusals._log._said.clear()
+    half(engine)._peering.source._refusals._log._said.clear()
 
 
 def steps(engine: Any, count: int) -> list[str]:
@@ -646,7 +646,7 @@ def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
 def reset_connector(engine: Any) -> None:
     """What it keeps is not to be used again, as after an update of the weights."""
     half(engine).reset()
-    half(engine)._turn_names._epoch = ""  # but what comes is
+    half(engine)._peering._names._epoch = ""  # but what comes is
 
 
 def number_from(engine: Any, first: int) -> None:

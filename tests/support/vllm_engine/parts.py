@@ -59,7 +59,7 @@ def only_worker(connector: Any) -> Any:
 
 def producer(engine: Any) -> Any:
     """What offers prompts to peers."""
-    return half(engine)._producer
+    return half(engine)._peering.producer
 
 
 def tickets(engine: Any) -> Any:
@@ -74,17 +74,17 @@ def lease_book(engine: Any) -> Any:
 
 def client(engine: Any) -> Any:
     """The end of the control channel that asks peers."""
-    return half(engine)._client
+    return half(engine)._peering.client
 
 
 def server(engine: Any) -> Any:
     """The end of the control channel that answers peers; None without transfer."""
-    return half(engine)._server
+    return half(engine)._peering.server
 
 
 def turn_finder(engine: Any) -> Any:
     """What asks peers for earlier turns."""
-    return half(engine)._peers._turns
+    return half(engine)._peering.source._turns
 
 
 def lanes(engine: Any) -> list[Any]:

@@ -125,7 +125,7 @@ def wait_for_free_blocks(half: SchedulerHalf) -> None:
     [
         wait_for_free_blocks,
         lambda half: half.admission.allocated(ask("new"), None, 0),
-        lambda half: half._server.events.put(b"", LeasesClaimed(["x"])),
+        lambda half: half._peering.server.events.put(b"", LeasesClaimed(["x"])),
     ],
     ids=["admission", "blocks", "message"],
 )
@@ -174,7 +174,7 @@ def test_no_step_is_quiet_while_a_lease_is_held(half):
     held, _ = half.finished(one, ([1, 2, 3],))
     assert held
     assert not any(step(half).quiet for _ in range(3))
-    half._server.events.put(b"", LeasesReleased(["r"]))
+    half._peering.server.events.put(b"", LeasesReleased(["r"]))
     assert set(step(half).ended) == {"r"}
     assert not step(half).quiet, "workers have not raised the word yet"
     half.sent({"r"})
@@ -207,7 +207,7 @@ class Requests:
                 self.held.add(name)
         elif what < 0.5 and self.held:
             kind = self.draw.choice([LeasesClaimed, LeasesReleased, LeasesReleased])
-            half._server.events.put(b"", kind([self.draw.choice(sorted(self.held))]))
+            half._peering.server.events.put(b"", kind([self.draw.choice(sorted(self.held))]))
         elif what > 0.98:
             half.reset()
 

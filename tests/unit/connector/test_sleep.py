@@ -20,24 +20,28 @@ def half() -> Iterator[SchedulerHalf]:
         yield one
 
 
+def incarnation(half: SchedulerHalf) -> int:
+    return half._peering.server._card.facts.incarnation
+
+
 def workers(half: SchedulerHalf, run: int | None = None, stale: int | None = None) -> list[WorkerInfo]:
     """The engine's only worker; `run` is the number of its present run, if it has woken up."""
-    (card,) = half._server.ranks
+    (card,) = half._peering.server.ranks
     if run is not None:
         card = SimpleNamespace(incarnation=run, geometry=card.geometry)
     return [WorkerInfo(geometry=card.geometry, card=card, settings=half._config, stale=stale)]
 
 
 def test_peers_see_a_woken_engine_as_one_that_was_started_again(half):
-    before, first = half.incarnation, half._server._card.facts
+    before, first = incarnation(half), half._peering.server._card.facts
     half.wake(workers(half))
-    assert half.incarnation == before, "its workers are the same"
+    assert incarnation(half) == before, "its workers are the same"
     half.wake(workers(half, run=7))
-    assert half.incarnation != before
-    card = half._server._card
-    assert card.facts == structs.replace(first, incarnation=half.incarnation)
+    assert incarnation(half) != before
+    card = half._peering.server._card
+    assert card.facts == structs.replace(first, incarnation=incarnation(half))
     assert [rank.incarnation for rank in card.ranks] == [7]
-    assert half._server.tickets._incarnation == half._producer._book._incarnation == half.incarnation
+    assert half._peering.server.tickets._incarnation == half._peering.producer._book._incarnation
 
 
 def test_the_reset_of_an_engine_that_falls_asleep_begins_no_epoch(half):

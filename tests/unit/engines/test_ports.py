@@ -37,7 +37,7 @@ def listen():
         halves.append(half)
         rank = rank_of(kv_page())
         half._start((card(rank, config, RankCard(rank, b"", 0, 8, 1)),))
-        return half.half._server and half.half._server.port
+        return half.half._peering and half.half._peering.server.port
 
     yield start
     for half in halves:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
@@ -39,10 +39,11 @@ from kvferry.connector.peers.streams import Stream, Streams, steps_readable
 from kvferry.connector.peers.turns import TurnKeeper
 from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK
-from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook
 from kvferry.transport.redeem import Grant, TicketBook, new_ticket
+from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,14 @@ class _Offered:
     prompt: str | None
 
 
+class Channel(Protocol):
+    """What the producer uses of its end of the control channel."""
+
+    port: int
+    tickets: TicketBook
+    turns: TurnIndex
+
+
 class Producer:
     """Offers the KV of finished prompts, and pins their blocks under leases.
 
@@ -89,12 +98,16 @@ class Producer:
         events: EventStream,
         names: TurnNames,
         adapters: Adapters,
+        channel: Channel,
+        pool: BlockPool,
+        workers: int,
         clock: Callable[[], float] = time.monotonic,
         lease_slots: int = LEASE_SLOTS,
     ) -> None:
-        """Create a producer without leases. Call `start` before the first lease is granted.
+        """Create a producer without leases.
 
         Args:
+            workers: number of workers, all of which must confirm the end of a lease.
             clock: returns monotonic seconds.
             lease_slots: maximum number of leases at a time.
         """
@@ -105,8 +118,7 @@ class Producer:
         # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
         self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
         self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
-        # Replaced by the server's book in `start`: methods need no check for None.
-        self._tickets = TicketBook(incarnation)
+        self.port, self._tickets = channel.port, channel.tickets
         self._streams = Streams(engine, self._book, self._tickets, adapters)
         self._events, self._log = events, LimitedLog(logger)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
@@ -118,13 +130,15 @@ class Producer:
             events=events,
             seconds=config.turn_seconds,
             share=config.turn_share,
+            index=channel.turns,
+            pool=pool,
+            workers=workers,
             clock=clock,
         )
         # Minimum age of an unclaimed lease that ends because requests wait for blocks.
         self._unclaimed_seconds = config.lease_seconds / 4
-        self._pool: BlockPool | None = None
+        self._pool, self._workers = pool, workers
         self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
-        self._workers = self.port = 0
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, Request] = {}  # requests whose KV will be offered
         self._offered: dict[str, _Offered] = {}  # by lease
@@ -140,12 +154,6 @@ class Producer:
         self._ended: dict[str, int] = {}
         self._raised: dict[str, int] = {}
         self._raising: dict[str, int] = {}
-
-    def start(self, server: ControlServer, pool: BlockPool, workers: int) -> None:
-        """Begin to grant leases, whose end all workers must confirm."""
-        self.port, self._tickets, self._pool, self._workers = server.port, server.tickets, pool, workers
-        self._streams.tickets = server.tickets
-        self.turns.start(server.turns, pool, workers)
 
     @property
     def keeps_turns(self) -> Address | None:
@@ -353,8 +361,6 @@ class Producer:
 
     def _lacking_blocks(self) -> int:
         """Return how many more blocks the largest waiting request needs than are free or will soon be."""
-        if self._pool is None:
-            return 0
         return self._wanted.blocks() - self._pool.get_num_free_blocks() - sum(self._leaving.values())
 
     def _end(

@@ -79,16 +79,13 @@ class Streams:
     """The prompts whose KV other engines may read while this engine computes them.
 
     Only the engine's thread calls it.
-
-    Attributes:
-        tickets: published tickets of this engine.
     """
 
     def __init__(self, engine: EngineFacts, book: LeaseBook, tickets: TicketBook, adapters: Adapters) -> None:
         self._engine, self._book, self._adapters = engine, book, adapters
         self._streams: dict[str, Stream] = {}
         self._steps: deque[tuple[int, list[_Computed]]] = deque()
-        self.tickets = tickets
+        self._tickets = tickets
 
     def __len__(self) -> int:
         """Return the number of requests whose prompts are, or will be, read while they are computed."""
@@ -172,9 +169,9 @@ class Streams:
             return
         if stream.word is not None:
             grant = Grant.of(stream.word.slot, stream.word.generation, tables)
-            self.tickets.advance(request.request_id, grant, one.tokens)
+            self._tickets.advance(request.request_id, grant, one.tokens)
             return
-        if stream.ticket in self.tickets:
+        if stream.ticket in self._tickets:
             return  # another request was given the same ticket
         try:
             content = content_of(request, request.num_prompt_tokens, self._adapters)
@@ -182,7 +179,7 @@ class Streams:
             stream.word = word = self._book.grant(request.request_id, math.inf)
         except (TransferError, Unnameable):
             return  # tried again after the next step
-        self.tickets.publish(
+        self._tickets.publish(
             stream.ticket,
             request.request_id,
             request.num_prompt_tokens,

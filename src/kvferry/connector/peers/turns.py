@@ -67,11 +67,15 @@ class TurnKeeper:
         events: EventStream,
         seconds: float,
         share: float,
+        index: TurnIndex,
+        pool: BlockPool,
+        workers: int,
         clock: Callable[[], float],
     ) -> None:
-        """Create a keeper that keeps nothing until `start` is called.
+        """Create a keeper without turns.
 
         Args:
+            workers: number of workers, all of which must confirm the end of a lease.
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
@@ -81,18 +85,12 @@ class TurnKeeper:
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
         self._over: list[str] = []
-        self._index, self._workers = TurnIndex(), 0
-        self._pool: BlockPool | None = None
-        self._pins: TransferBook[_Turn] | None = None
+        self._index, self._pool, self._workers = index, pool, workers
+        self._pins = TransferBook[_Turn](workers, pool)
 
     def __contains__(self, lease: str) -> bool:
         """Return True if a lease belongs to a turn."""
         return lease in self._turns
-
-    def start(self, index: TurnIndex, pool: BlockPool, workers: int) -> None:
-        """Begin to keep turns. All workers must confirm the end of a lease before its blocks are freed."""
-        self._index, self._pool, self._workers = index, pool, workers
-        self._pins = TransferBook(workers, pool)
 
     @property
     def busy(self) -> bool:
@@ -105,7 +103,7 @@ class TurnKeeper:
 
         Its blocks will soon be free, so that the engine should wait and not preempt.
         """
-        return self._pins is not None and self._pins.late_blocks() > 0
+        return self._pins.late_blocks() > 0
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
@@ -113,7 +111,7 @@ class TurnKeeper:
         Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
         cache group, up to the last computed token.
         """
-        if not self._seconds or self._pool is None or self._pins is None:
+        if not self._seconds:
             return
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
@@ -183,8 +181,7 @@ class TurnKeeper:
 
     def on_words_raised(self, lease: str) -> None:
         """Unpin the blocks of an ended turn, because all workers have raised its lease word."""
-        if self._pins is not None:
-            self._pins.end(lease, self._workers)
+        self._pins.end(lease, self._workers)
 
     def _leases_to_end_early(self, over: Collection[str]) -> list[str]:
         """Return the names of the leases that must end early, the oldest first.
@@ -196,7 +193,6 @@ class TurnKeeper:
         if not held:
             return []
         assert self._pool is not None
-        assert self._pins is not None
         # Blocks of the turns that are leaving, or will, are as good as free.
         free = self._pool.get_num_free_blocks() + self._pins.pinned - sum(held.values())
         room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
