@@ -7,17 +7,20 @@ from unittest import mock
 
 import pytest
 
+from kvferry.connector.events import MissReason, SourceMiss
 from kvferry.connector.messages import StepReports
+from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stale_kv import StaleKV
 from kvferry.connector.worker.loads import CHANGED, MOVED
+from unit.connector.test_calm_steps import ASKS, PROMPT, ask, started
 
 
 class Parts:
-    """Producer, peers and tiers that remember what they are told, and their reaction."""
+    """Peers and tiers that remember what they are told, and the reaction to stale KV."""
 
     def __init__(self) -> None:
-        self.producer, self.peers, self.tiering = mock.Mock(), mock.Mock(), mock.Mock()
-        self.stale = StaleKV(self.producer, self.peers, self.tiering)
+        self.peering, self.tiering = mock.Mock(), mock.Mock()
+        self.stale = StaleKV(self.peering, self.tiering)
 
     def suspended(self) -> list[str]:
         return [call.args[0] for call in self.tiering.suspend.call_args_list]
@@ -31,15 +34,14 @@ def parts() -> Parts:
 def test_no_part_stops_while_no_kv_is_stale(parts: Parts) -> None:
     parts.stale.take_reports(StepReports(), 0)
     parts.stale.on_reset()
-    for part in (parts.producer, parts.peers, parts.tiering):
+    for part in (parts.peering, parts.tiering):
         assert part.mock_calls == []
 
 
 def test_a_cache_that_has_moved_ends_peers_and_tiers_once_and_for_good(parts: Parts) -> None:
     for _ in range(2):
         parts.stale.take_reports(StepReports(moved=True), 0)
-    parts.producer.stop_offering.assert_called_once_with()
-    parts.peers.stop_reading.assert_called_once_with(MOVED)
+    parts.peering.stop.assert_called_once_with(MOVED)
     assert parts.suspended() == [MOVED]
     parts.stale.on_reset()
     assert parts.suspended() == [MOVED, MOVED], "a reset makes tiers usable, so they are suspended again"
@@ -47,9 +49,9 @@ def test_a_cache_that_has_moved_ends_peers_and_tiers_once_and_for_good(parts: Pa
     assert parts.suspended() == [MOVED, MOVED], "the reason stays"
 
 
-@pytest.mark.parametrize("absent", ["peers", "tiering"])
+@pytest.mark.parametrize("absent", ["peering", "tiering"])
 def test_parts_that_an_engine_lacks_are_not_stopped(parts: Parts, absent: str) -> None:
-    given: dict[str, Any] = {"producer": parts.producer, "peers": parts.peers, "tiering": parts.tiering}
+    given: dict[str, Any] = {"peering": parts.peering, "tiering": parts.tiering}
     stale = StaleKV(**{**given, absent: None})
     stale.take_reports(StepReports(moved=True, stale=0), 0)
     stale.on_reset()
@@ -59,9 +61,25 @@ def test_parts_that_an_engine_lacks_are_not_stopped(parts: Parts, absent: str) -
 def test_weights_that_change_end_peers_for_good_and_tiers_until_a_reset(parts: Parts) -> None:
     for epoch in (0, 1, 1):
         parts.stale.take_reports(StepReports(stale=epoch), 1)
-    parts.producer.stop_offering.assert_called_once_with()
-    parts.peers.stop_reading.assert_called_once_with(CHANGED)
+    parts.peering.stop.assert_called_once_with(CHANGED)
     assert len(parts.suspended()) == 2, "not for the epoch before the reset"
     assert all(why.startswith(f"{CHANGED}, and its cache was not reset: ") for why in parts.suspended())
     parts.stale.on_reset()
     assert len(parts.suspended()) == 2
+
+
+def test_an_engine_whose_weights_have_changed_neither_offers_nor_reads() -> None:
+    with started() as half:
+        assert offers(half, "a")
+        half.take_reports(StepReports(stale=0))
+        assert not offers(half, "b")
+        assert half._peering.source.declined(ask("c")) == SourceMiss(
+            "peer", MissReason.REFUSED, detail=CHANGED
+        )
+
+
+def offers(half: SchedulerHalf, name: str) -> bool:
+    one = ask(name, **ASKS)
+    half.on_new_request(one)
+    one.num_computed_tokens, one.is_complete = PROMPT, True
+    return half.finished(one, ([1, 2, 3],))[0]
