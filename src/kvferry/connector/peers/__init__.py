@@ -1,6 +1,6 @@
 """Exchange of KV with other engines.
 
-`producer` offers the KV of computed prompts to peers, `streams` that of prompts that are still computed.
-`source` reads the KV that peers offer, with an exchange (`claims`) for each request. `offer` has what travels
-with a request. `turns` keeps the KV of conversations, and finds it at peers.
+`peering` holds both ends of the control channel, and what uses them: `producer` offers the KV of computed
+prompts to peers, and `source` reads the KV that peers offer. `turns` keeps turns, and finds them at peers.
+`streams` has prompts that are read while they are computed, and `claims` the claims on leases.
 """
