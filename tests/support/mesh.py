@@ -15,12 +15,13 @@ from unittest import mock
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.connector import scheduler
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.events import Event, EventStream
 from kvferry.connector.load import Load
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.peers import peering
 from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
@@ -157,8 +158,8 @@ def network(clock: Clock) -> Iterator[Network]:
     """Connect the engines that are started meanwhile."""
     found = Network(clock)
     with (
-        mock.patch.object(scheduler, "ControlServer", found.server),
-        mock.patch.object(scheduler, "ControlClient", found.client),
+        mock.patch.object(peering, "ControlServer", found.server),
+        mock.patch.object(peering, "ControlClient", found.client),
     ):
         yield found
 
@@ -178,7 +179,7 @@ class MeshConnector(WithoutWorkers):
         self.wrap = request_wrapper(self._vllm_config, self._kv_cache_config)
         self.offers: dict[str, dict[str, Any] | None] = {}
         (rank,) = lay_out(model(attention()), EngineShape(1, (1,), BLOCK, "LBHNC", len(pool.blocks)))
-        self.half = scheduler.SchedulerHalf(
+        self.half = SchedulerHalf(
             engine,
             config,
             [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],

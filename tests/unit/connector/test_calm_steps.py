@@ -246,3 +246,16 @@ def test_quiet_steps_change_no_orders():
         assert [replace(orders, quiet=False) for orders in found] == looked
         quiet += sum(orders.quiet for orders in found)
     assert quiet > 100
+
+
+def test_a_paused_engine_keeps_no_unclaimed_lease():
+    clock = Clock()
+    with started(clock) as half:
+        one = ask("r", **ASKS)
+        half.on_new_request(one)
+        one.num_computed_tokens, one.is_complete = PROMPT, True
+        assert half.finished(one, ([1, 2, 3],))[0]
+        clock.now += 2
+        assert not step(half).ended
+        half.on_pause(paused=True)
+        assert set(step(half).ended) == {"r"}

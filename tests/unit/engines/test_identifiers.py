@@ -105,7 +105,7 @@ def test_an_engine_notes_every_request_that_comes_in() -> None:
 
     scheduler = KVFerryConnector.__new__(KVFerryConnector)
     scheduler._identifiers, scheduler._wrap = Identifiers(), lambda one: one
-    scheduler.half = SimpleNamespace(on_new_request=seen.append)
+    scheduler._half = SimpleNamespace(on_new_request=seen.append)
     cat, dog = (request("a", range(8), mm_features=[feature(1, pixels, "mine")]) for pixels in (CAT, DOG))
     for one in (cat, dog):
         scheduler.on_new_request(one)
