@@ -246,7 +246,7 @@ class MeshEngine(VllmScheduler):
             engine_id=name,
         )
         self.name, self.port = name, len(net.servers)
-        net.words[self.connector.half._peering.server._card.facts.incarnation] = self._words
+        net.words[self.connector.half._peering.producer._book._incarnation] = self._words
 
     def add(self, name: str, tokens: Sequence[int], answer: int, params: dict[str, Any] | None) -> None:
         """Add a request."""
