@@ -41,8 +41,8 @@ ALL, EACH, PEER = PLACES = ("all five", "each a part", "the peer")
 _PROMPTS, _AGAIN = 8, 3
 _VOCABULARY = 128_000
 _TIERS = 1 + len(SLOW)
-# The tiers compute an offer of a part (`_bid_for`) only if another source offers the other part.
-_SHARE_OF = {"tier_numbers": 0, "ask": 1, "_bid_for": 2}
+# The tiers compute an offer of a part (`_part_bid`) only if another source offers the other part.
+_SHARE_OF = {"tier_numbers": 0, "ask": 1, "_part_bid": 2}
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Callable[[str], None]) -> AskResults:
