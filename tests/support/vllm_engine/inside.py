@@ -900,12 +900,12 @@ def _cached(engine: Any, group: int) -> list[int]:
 
 def counters(engine: Any) -> dict[str, Any]:
     """Inner counts of the connector."""
-    ours = half(engine)
+    ours, peering = half(engine), half(engine)._peering
     return {
-        "leases": len(ours._producer._book),
-        "expired": ours._producer._book.expired,
+        "leases": len(peering.producer._book) if peering else 0,
+        "expired": peering.producer._book.expired if peering else 0,
         "pins": len(ours.admission.loads),
-        "pulls": len(ours._peers) if ours._peers else 0,
+        "pulls": len(peering.source) if peering else 0,
     }
 
 
