@@ -98,7 +98,8 @@ def start(settings: dict[str, Any]) -> Any:
     if worker is not None:
         engine.witness = Witness(worker, half(engine).admission)
     if ferries(parts.scheduler(engine).connector):
-        engine.granted = _grants(parts.tickets(engine))
+        book = parts.tickets(engine)
+        engine.granted = {} if book is None else _grants(book)
         _note_parts(engine)
         engine.fold = MetricsListener()
         half(engine).events.subscribe(engine.fold)

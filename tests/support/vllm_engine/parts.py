@@ -58,13 +58,15 @@ def only_worker(connector: Any) -> Any:
 
 
 def producer(engine: Any) -> Any:
-    """What offers prompts to peers."""
-    return half(engine)._peering.producer
+    """What offers prompts to peers; None without transfer."""
+    peering = half(engine)._peering
+    return peering and peering.producer
 
 
 def tickets(engine: Any) -> Any:
-    """The book of tickets that peers redeem."""
-    return producer(engine)._tickets
+    """The book of tickets that peers redeem; None without transfer."""
+    offering = producer(engine)
+    return offering and offering._tickets
 
 
 def lease_book(engine: Any) -> Any:
@@ -79,7 +81,8 @@ def client(engine: Any) -> Any:
 
 def server(engine: Any) -> Any:
     """The end of the control channel that answers peers; None without transfer."""
-    return half(engine)._peering.server
+    peering = half(engine)._peering
+    return peering and peering.server
 
 
 def turn_finder(engine: Any) -> Any:
