@@ -59,10 +59,8 @@ class Peering:
             ConfigError: the channel cannot listen at its address, or the setting ``peers`` is malformed.
         """
         engine, config, peers = composition.engine, composition.config, peers_allowed(composition.config)
-        incarnation, self._names = (
-            new_incarnation(),
-            TurnNames(composition.adapters, prompts_only=engine.reuses_prompts_only),
-        )
+        self._names = TurnNames(composition.adapters, prompts_only=engine.reuses_prompts_only)
+        incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
         self.server = server = ControlServer(config.host, port, ProducerCard(ours, ranks), keys, peers)

@@ -144,9 +144,8 @@ class Producer:
         self._offered: dict[str, _Offered] = {}  # by lease
         self._lease_of_sample: dict[str, str] = {}  # by the id that the samples share
         self._lease_named: dict[str, str] = {}  # by the router's name
-        self._unwanted: dict[
-            str, None
-        ] = {}  # the router's names of KV that it no longer wants, the latest last
+        # The router's names of KV that it does not want any more, the latest last.
+        self._unwanted: dict[str, None] = {}
         self._leaving: dict[str, int] = {}  # number of blocks of ended leases that will soon be free
         self._withdrawn: list[str] = []  # leases that end with the coming step
         # What the workers are told with the coming step: slots of leases whose request waits for the workers'
