@@ -19,7 +19,7 @@ from support.replayed import found_by_engine, found_in_replay, model_of_engine, 
 from support.vllm_engine.checkpoints import checkpoint_of
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import limit_admissions, of_each_length
-from support.vllm_engine.marks import engines
+from support.vllm_engine.marks import engines, with_second_runner
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.tiered import Tiered, chunk_files, spoil
 from support.waiting import wait_for
@@ -76,6 +76,8 @@ ALL = (
         for name in ("qwen3next", "qwen3_5")
     ),
     Family("nemotronh", 512, {**BF16, EVERY: 256}, exact=False),
+    # Its pages move whole, so no engine with other blocks reads its chunks.
+    *with_second_runner(Family("dsv4", 700, exact=False)),
 )
 TEXT = prompt(512, 21)
 """Ends where chunks, blocks and steps end."""

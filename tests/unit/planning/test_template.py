@@ -151,7 +151,7 @@ def test_a_window_may_be_read_from_an_engine_that_keeps_everything():
 def test_opaque_pages_keep_their_block_size():
     assert complaints(
         [rank_of(opaque_page("riddle", 16, 64, 0, 1))], rank_of(opaque_page("riddle", 32, 64, 0, 1))
-    ) == ("layer 'layers.0': field 'opaque riddle': one value per block, which has 16 tokens there, 32 here",)
+    ) == ("layer 'layers.0': field 'opaque riddle': one value per 16 tokens there, per 32 here",)
 
 
 def test_opaque_pages_keep_their_size_and_their_content():
@@ -178,7 +178,7 @@ def test_a_value_per_block_beside_tokens_keeps_the_block_size():
 
     assert differences(page(16), page(16)) == []
     assert differences(page(16), page(32)) == [
-        "field 'scale': one value per block, which has 16 tokens there, 32 here"
+        "field 'scale': one value per 16 tokens there, per 32 here"
     ]
 
 
