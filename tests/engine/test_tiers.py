@@ -181,7 +181,10 @@ def test_kv_events_tell_a_router_which_tier_has_which_blocks(family: Life) -> No
     kinds = [name for name, _, _ in family.engine.about["groups"]]
     if not family.engine.about["prefix_caching"]:
         pytest.skip("an engine without prefix caching names no blocks")
-    full, groups, text = kinds.index("FullAttentionSpec"), set(range(len(kinds))), prompt(513, 25)
+    # Of DeepSeek V4, whose specs say less, the group with the largest blocks attends to all tokens.
+    sizes = [tokens for _, tokens, _ in family.engine.about["groups"]]
+    full = kinds.index("FullAttentionSpec") if "FullAttentionSpec" in kinds else sizes.index(max(sizes))
+    groups, text = set(range(len(kinds))), prompt(513, 25)
     with Router(family.events) as router:
         family.engine.say(text)
         router.follow()
@@ -248,6 +251,8 @@ def test_recording_holds_the_hits_of_the_engine_and_its_tiers(family: Life) -> N
 
 @pytest.mark.long
 def test_replay_of_a_recording_finds_the_hits_of_the_engine(family: Life) -> None:
+    if len({tokens for _, tokens, _ in family.engine.about["groups"]}) > 1:
+        pytest.skip("a replay serves engines whose groups have blocks of one size")
     before = len(recorded(family))
     # An engine that publishes events also loads the first blocks of a chunk, which a replay does not know. So
     # these prompts branch off in the first block of a chunk.

@@ -91,6 +91,7 @@ _DSV4 = Family(
     },
     engine_reads={"compress_ratios": [0, 4, 128], "num_hash_layers": 0, "topk_method": "noaux_tc"},
     dtype="bfloat16",
+    scale=0.2,
     engine={"max_model_len": 1024, "tokenizer_mode": "auto"},
 )
 _OF_TESTS: Mapping[str, Family] = MappingProxyType(
