@@ -237,7 +237,7 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _field_copies(src: Field, dst: Field, cell_elements: int) -> Iterator[CellCopy]:
-    """Yield the copies of a field; `cell_elements` is the number of its elements per cell, 0 in a snapshot."""
+    """Yield the copies of a field, of which a cell has so many elements; 0 for a snapshot."""
     axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     for src_offsets, dst_offsets, *tokens in split_tokens(
         _token_offsets(src), _token_offsets(dst), cell_elements or 1

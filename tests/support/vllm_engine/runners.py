@@ -54,7 +54,7 @@ def declare() -> None:
 
 
 def _complete_deepseek_v4() -> None:
-    """Add what vLLM 0.32 leaves out of DeepSeek V4's metadata on a CPU: a plan for CUDA, which is None there."""
+    """Add what vLLM 0.32 forgets in DeepSeek V4's metadata on a CPU: plans for CUDA, which are None there."""
     from vllm.models.deepseek_v4.cpu import cpu_mla
 
     def plans(*_: Any) -> dict[str, None]:

@@ -6,8 +6,8 @@ import pytest
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry.canonical.derive import (
-    check_prompt_length,
     check_blocks,
+    check_prompt_length,
     chunk_length,
     divisor,
     snapshot_interval,

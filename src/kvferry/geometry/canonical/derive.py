@@ -15,7 +15,7 @@ from typing import TypeAlias
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
 from kvferry.geometry.page import SHARD, TOKEN, Field
-from kvferry.geometry.rank import Attention, Group, GroupKind, GroupPattern, Layer, RankGeometry, group_label
+from kvferry.geometry.rank import Attention, GroupKind, GroupPattern, Layer, RankGeometry, group_label
 
 # Axes that tensor parallelism shards. If a field has several (channels of a head), the first is sharded. The
 # geometry of an engine with one rank does not show which axis that is, so the name must decide.
@@ -60,7 +60,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     stored: dict[str, _StoredLayer] = {}
     for group in (group for rank in ranks for group in rank.groups):
         for layer in group.layers:
-            found = Attention(group.kind, group.attention_span), _stored_fields(group, layer)
+            found = Attention(group.kind, group.attention_span), _stored_fields(layer)
             if stored.setdefault(layer.identity, found) != found:
                 raise GeometryError(
                     f"layer {layer.name!r}: ranks of one engine describe it differently, "
@@ -80,7 +80,7 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
     raise GeometryError(f"the canonical form needs every rank of one engine once, these are {have}")
 
 
-def _stored_fields(group: Group, layer: Layer) -> tuple[_StoredField, ...]:
+def _stored_fields(layer: Layer) -> tuple[_StoredField, ...]:
     if any(len(scale.factors) > 1 for scale in layer.scales):
         raise GeometryError(
             f"layer {layer.name!r}: its quantised cache has a scale per head, which the canonical form "
@@ -110,8 +110,8 @@ def _group(attention: Attention, stored: dict[str, _StoredLayer], chunk_tokens: 
     for layer in sorted(stored, key=_by_number):
         its_attention, fields = stored[layer]
         if its_attention == attention:
-            for *section, part in fields:
-                sections.setdefault(tuple(section), []).append(part)
+            for axis, total, each, part in fields:
+                sections.setdefault((axis, total, each), []).append(part)
     tokens = 0 if attention.kind is GroupKind.STATE else chunk_tokens
     if split := [each for _, _, each in sections if tokens % each]:
         raise GeometryError(
@@ -212,8 +212,8 @@ def check_blocks(chunk_tokens: int, block: int) -> None:
     """Raise a ConfigError if a chunk ends inside a block that it must hold whole (`whole_block_tokens`)."""
     if chunk_tokens % block:
         raise ConfigError(
-            f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens, which "
-            f"must be stored whole (windows, or pages of unknown content); set chunk_tokens to "
+            f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens, "
+            f"which must be stored whole (windows, or pages of unknown content); set chunk_tokens to "
             f"{-(-chunk_tokens // block) * block}"
         )
 

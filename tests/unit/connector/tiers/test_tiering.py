@@ -65,8 +65,8 @@ def test_chunks_hold_whole_pages_of_unknown_content():
     with pytest.raises(ConfigError) as caught:
         _canonical(ConnectorConfig(chunk_tokens=100), engine, [whole_pages()])
     assert str(caught.value) == (
-        "tiers: chunks of 100 tokens end inside this engine's blocks of 96 tokens, which must be stored whole "
-        "(windows, or pages of unknown content); set chunk_tokens to 192"
+        "tiers: chunks of 100 tokens end inside this engine's blocks of 96 tokens, which must be stored "
+        "whole (windows, or pages of unknown content); set chunk_tokens to 192"
     )
 
 

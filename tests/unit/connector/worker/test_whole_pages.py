@@ -1,4 +1,4 @@
-"""Chunks of pages whose content is not known: whole blocks, copied by one engine and read by another like it."""
+"""Chunks of pages whose content is not known: whole blocks, copied by an engine, read by another like it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = ((GroupKind.MLA, 0, 32), (GroupKind.SLIDING, 24, 16), (GroupKind.SLIDING
 
 
 class Rank:
-    """A rank's cache with random content: of each group a layer of whole pages, and in the first a known one."""
+    """A rank's cache with random content: of each group a layer of whole pages, of the first a known one."""
 
     def __init__(self, seed: int, rank: int, ranks: int, blocks: int, gap: int) -> None:
         self._blocks, self._tables = blocks, {}
@@ -48,7 +48,7 @@ class Rank:
         self.geometry = RankGeometry(
             rank, ranks, 0, 1, blocks,
             tuple(
-                Group(kind, tokens, span, tuple(Layer(n, base + a, stride, page) for n, a, stride, page in of))
+                Group(kind, tokens, span, tuple(Layer(name, base + a, *rest) for name, a, *rest in of))
                 for kind, span, tokens, of in groups
             ),
             (Region(base, at),),

@@ -296,7 +296,7 @@ def item_data(feature: Any) -> Mapping[str, Any] | None:
 
 
 def kind_of_device() -> str:
-    """Return the kind of device that computes KV, e.g. ``cuda 9.0`` with its compute capability, or ``cpu``."""
+    """Return the kind of device that computes KV: ``cuda 9.0`` (compute capability), ``cpu``, ..."""
     # Its value, a lazily chosen platform, is not known when this module is imported.
     from vllm.platforms import current_platform  # noqa: PLC0415
 
