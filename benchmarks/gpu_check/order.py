@@ -27,7 +27,7 @@ from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.device_stream import DeviceEvent, record_event
-from kvferry.memory.owned import OwnedCache, allocate
+from kvferry.tools.measuring.owned import OwnedCache, allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena

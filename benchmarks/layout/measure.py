@@ -18,7 +18,7 @@ from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTabl
 from benchmarks.overhead import planning
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.planning.select import needed_tokens
 from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import KVFerryMover, Mover, raw_nixl

@@ -20,7 +20,7 @@ import zmq
 
 from kvferry.geometry import GroupKind, Region
 from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES

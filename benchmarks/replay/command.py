@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.common.extras import BENCH, require
+from kvferry.tools.extras import BENCH, require
 from kvferry.tools.cli.bench import progress_line, work_folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.tools.measuring.rounds import Spread
 
 

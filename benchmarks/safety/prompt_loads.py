@@ -22,7 +22,7 @@ from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup

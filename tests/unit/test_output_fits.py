@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvferry.common.text import Column, Report, fit_table, wrap
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.planning.strategy import Costs
 from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
 from kvferry.tools.plan import show as plan_show

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvferry
-from kvferry.common.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
+from kvferry.tools.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
 from kvferry.tools.doctor import nixl
 from support.long.run import RELEASES

@@ -1,1 +1,1 @@
-"""Memory of KV caches: allocated caches, guarded views, strided copies, huge pages, sealed files."""
+"""Memory of KV caches: guarded views, strided copies, huge pages, sealed files."""

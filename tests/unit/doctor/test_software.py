@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvferry.common.extras import INSTALL_PAGE
+from kvferry.tools.extras import INSTALL_PAGE
 from kvferry.engines.vllm.version import TESTED
 from kvferry.tools.doctor import software
 from kvferry.tools.doctor.finding import ProcessResult, State

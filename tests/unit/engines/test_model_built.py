@@ -12,7 +12,7 @@ from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
 from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import per_layer, read_model
+from kvferry.tools.models import per_layer, read_model
 from kvferry.tools.plan.side import EngineSide, shape
 from support.built_models import (
     BUILT,

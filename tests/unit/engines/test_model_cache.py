@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.interior import page_interior
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import entries
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.cli.main import app
 from kvferry.tools.cli.traces import described
 from kvferry.tools.plan.find import find_config

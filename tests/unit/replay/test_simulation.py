@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.text import Report
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.curve import hit_rate_curve

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.common import extras
+from kvferry.tools import extras
 from kvferry.tools.cli.main import app
 from kvferry.tools.cli.usage import UsageError, usage_sentence
 from support.command_line import parse_command_line, run_kvferry

@@ -11,7 +11,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.connector.worker.mover import ChunkRoutes
 from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of, chunk_pool
 from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.template import build_templates
 from kvferry.tiers.host.arena import Arena

@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.common.text import Column, Report
 from kvferry.common.units import format_bytes
 from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.tools.bench.rounds import MoverRounds, measure_movers
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.extras import BENCH, require
+from kvferry.tools.extras import BENCH, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import check_output, command, count, flag, option, print_result, without_none
 from kvferry.tools.cli.usage import CommandGroup
 
 if TYPE_CHECKING:
-    from kvferry.geometry.models import ModelReading
+    from kvferry.tools.models import ModelReading
 
 _MAX_DEPTH = 256
 _JSON_HELP = "Print JSON: all rounds, in seconds and bytes."

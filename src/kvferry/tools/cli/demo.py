@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.common.errors import ConfigError, KVFerryError
-from kvferry.common.extras import VLLM, require
+from kvferry.tools.extras import VLLM, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import INTERRUPTED, argument, check_output, command, count, option
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from kvferry.common.extras import BENCH, require
+from kvferry.tools.extras import BENCH, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import argument, check_output, command, flag, option
 

@@ -27,7 +27,7 @@ from kvferry.tools.cli.traces import curve_of_model, open_for_curve, print_notes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvferry.geometry.models import ModelReading
+    from kvferry.tools.models import ModelReading
     from kvferry.tools.plan.forecast import Forecast
     from kvferry.tools.plan.kept import KeptSettings, TierForecast
     from kvferry.tools.plan.side import EngineSide
@@ -193,7 +193,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _read(options: PlanOptions) -> ModelReading:
-    from kvferry.geometry.models import read_model
+    from kvferry.tools.models import read_model
     from kvferry.tools.plan.find import find_config
 
     if options.model is None:

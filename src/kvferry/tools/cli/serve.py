@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.extras import ROUTER, VLLM, require
+from kvferry.tools.extras import ROUTER, VLLM, require
 from kvferry.common.machine import require_linux
 from kvferry.common.units import counted
 from kvferry.tools.cli.config import read_settings, settings_option
@@ -67,7 +67,7 @@ def serve(options: ServeOptions) -> None:
     require("kvferry serve", VLLM)
     from rich.console import Console
 
-    from kvferry.engines.vllm.machine import check_shared_memory
+    from kvferry.tools.serving.machine import check_shared_memory
     from kvferry.engines.vllm.version import check_release, vllm_version
     from kvferry.tools.serving.devices import listen
     from kvferry.tools.serving.machine_checks import check_model

@@ -88,7 +88,7 @@ def top(options: TopOptions) -> None:
 
 
 def _write_dashboard(folder: Path) -> None:
-    from kvferry.observe.dashboard import dashboard, rules
+    from kvferry.tools.dashboard import dashboard, rules
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

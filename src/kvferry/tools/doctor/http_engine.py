@@ -14,7 +14,7 @@ import msgspec
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
 from kvferry.engines.vllm.version import is_supported, supported_text
-from kvferry.observe.fetch import Health, HttpReply, client, fetch
+from kvferry.tools.fetch import Health, HttpReply, client, fetch
 from kvferry.tools.doctor import engine_metrics
 from kvferry.tools.doctor.finding import Finding, bad, note, ok
 from kvferry.tools.doctor.identity import EngineIdentity

@@ -32,7 +32,7 @@ import kvferry
 from kvferry.common.errors import KVFerryError, ProtocolError
 from kvferry.keys import prompt_digest
 from kvferry.tools.doctor.finding import Finding, note, ok
-from kvferry.transport import security
+from kvferry.transport.security import Keys
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import (
@@ -100,7 +100,7 @@ class EngineIdentity:
     round_trip_seconds: float
 
 
-def identify(address: Address, keys: security.Keys | None, seconds: float) -> EngineIdentity:
+def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdentity:
     """Ask the engine whose control channel is at `address` for a description of itself.
 
     Args:
@@ -134,7 +134,7 @@ def identify(address: Address, keys: security.Keys | None, seconds: float) -> En
     return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(durations))
 
 
-def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens: Sequence[int]) -> None:
+def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence[int]) -> None:
     """Have an engine free the blocks that it keeps for a peer, without reading their KV.
 
     Args:
@@ -153,7 +153,7 @@ def release_ticket(address: Address, keys: security.Keys, ticket: bytes, tokens:
 
 @contextmanager
 def _connected(
-    address: Address, keys: security.Keys, linger_milliseconds: int = 0
+    address: Address, keys: Keys, linger_milliseconds: int = 0
 ) -> Iterator[ControlSocket]:
     """Yield a connection to the control channel at `address`.
 

@@ -6,7 +6,7 @@ import stat
 
 from kvferry.common.errors import ConfigError
 from kvferry.connector.config import NODE, ConnectorConfig
-from kvferry.engines.vllm.machine import PortInUse, check_listening, node_address
+from kvferry.tools.serving.machine import PortInUse, check_listening, node_address
 from kvferry.tools.doctor.finding import Finding, from_error, note, ok
 from kvferry.transport.addresses import is_loopback, parse_ip
 from kvferry.transport.security import existing_keys, key_location

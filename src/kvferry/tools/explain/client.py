@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.common.errors import ConfigError, ProtocolError
 from kvferry.connector.events import Arrived
-from kvferry.observe import socket_directory
+from kvferry.observe.socket_directory import connect, engine_sockets, socket_directories
 from kvferry.observe.trace_server import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
 from kvferry.observe.traces import RequestTrace
 
@@ -81,9 +81,9 @@ def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
     """
     paths: list[Path] = []
     refused: list[ConfigError] = []
-    for directory in socket_directory.socket_directories():
+    for directory in socket_directories():
         try:
-            paths += socket_directory.engine_sockets(directory)
+            paths += engine_sockets(directory)
         except ConfigError as error:
             refused.append(error)
     until = time.monotonic() + seconds
@@ -105,7 +105,7 @@ def _ask(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
     Return an error message if the engine does not answer, and None if it has ended.
     """
     try:
-        connection = socket_directory.connect(path, until)
+        connection = connect(path, until)
         if connection is None:
             return None
         with connection:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind, PageFormat, RankGeometry
 from kvferry.geometry.layout import lay_out, lay_out_rank, layer_name
-from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.models.config import FLOATS
+from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.config import FLOATS
 from kvferry.geometry.page import whole_page
 from kvferry.geometry.rank import PageMap
 from kvferry.geometry.store import LayerCache

@@ -10,7 +10,7 @@ from typing import Self
 
 from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.geometry import Attention, GroupKind, PageFormat
-from kvferry.geometry.models import ModelReading, per_layer
+from kvferry.tools.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.prepared_lists import count_transfer
 from kvferry.planning.select import Cells, needed_tokens

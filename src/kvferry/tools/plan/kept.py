@@ -12,7 +12,7 @@ from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
 from kvferry.geometry.canonical.derive import check_windows, chunk_length, first_prefix, snapshot_interval
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import (
     bytes_of_snapshots,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.geometry import GroupKind, GroupPattern, RankGeometry
-from kvferry.geometry.models import ModelReading, per_layer
+from kvferry.tools.models import ModelReading, per_layer
 from kvferry.geometry.store import LayerCache
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells, LoadSpan, select_cells

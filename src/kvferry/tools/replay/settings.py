@@ -15,7 +15,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_bytes, parse_size
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.planning.coverage import widest_group
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import attends_to_all

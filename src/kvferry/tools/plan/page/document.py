@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvferry.common.text import Report
 from kvferry.common.units import counted
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.forecast import Forecast, LayerForecast
 from kvferry.tools.plan.page.draw import COLOURS, drawing
 from kvferry.tools.plan.page.scene import MAX_RANKS, Scene, scene

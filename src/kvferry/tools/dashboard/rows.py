@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.observe.dashboard.panels import (
+from kvferry.tools.dashboard.panels import (
     PanelRow,
     Query,
     level,

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from kvferry.observe.dashboard import dashboard, rules
-from kvferry.observe.dashboard.alerts import ALERTS
+from kvferry.tools.dashboard import dashboard, rules
+from kvferry.tools.dashboard.alerts import ALERTS
 from kvferry.tools.serving.devices import listen, url_of
 from kvferry.tools.top.exposition import parse_page
 from kvferry.tools.top.figures import Latency

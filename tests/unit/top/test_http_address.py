@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.observe.fetch import http_address, server_url
+from kvferry.tools.fetch import http_address, server_url
 from kvferry.tools.serving.router.fleet import read_engines
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.top.poller import parse_address

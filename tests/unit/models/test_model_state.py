@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import per_layer, read_model
+from kvferry.tools.models import per_layer, read_model
 
 FULL, MLA, STATE = GroupKind.FULL, GroupKind.MLA, GroupKind.STATE
 ATTENTION = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}

@@ -4,7 +4,7 @@
 for Grafana. `alerts` has the alerts, and renders them for Prometheus.
 """
 
-from kvferry.observe.dashboard.alerts import rules
-from kvferry.observe.dashboard.grafana import dashboard
+from kvferry.tools.dashboard.alerts import rules
+from kvferry.tools.dashboard.grafana import dashboard
 
 __all__ = ["dashboard", "rules"]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models.config import ModelConfig
+from kvferry.tools.models.config import ModelConfig
 
 
 class Mixer(Enum):

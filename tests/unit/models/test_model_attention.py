@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 
 FULL, SLIDING, CHUNKED, MLA = GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.MLA
 

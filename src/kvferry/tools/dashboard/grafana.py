@@ -6,8 +6,8 @@ from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
-from kvferry.observe.dashboard.panels import Panel, series
-from kvferry.observe.dashboard.rows import ROWS
+from kvferry.tools.dashboard.panels import Panel, series
+from kvferry.tools.dashboard.rows import ROWS
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3

@@ -9,6 +9,6 @@
 All sizes are those that vLLM 0.32 allocates.
 """
 
-from kvferry.geometry.models.read import ModelReading, per_layer, read_model
+from kvferry.tools.models.read import ModelReading, per_layer, read_model
 
 __all__ = ["ModelReading", "per_layer", "read_model"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models.config import FLOATS, ModelConfig, checked_int
-from kvferry.geometry.models.families import Mixer
+from kvferry.tools.models.config import FLOATS, ModelConfig, checked_int
+from kvferry.tools.models.families import Mixer
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
 

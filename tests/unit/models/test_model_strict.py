@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import entries
 
 DENSE = {

@@ -15,9 +15,9 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.observe.dashboard import dashboard, rules
-from kvferry.observe.dashboard.alerts import ALERTS
-from kvferry.observe.dashboard.panels import series
+from kvferry.tools.dashboard import dashboard, rules
+from kvferry.tools.dashboard.alerts import ALERTS
+from kvferry.tools.dashboard.panels import series
 from kvferry.observe.metrics import (
     CONNECTOR,
     EXPOSED,
@@ -135,7 +135,7 @@ def test_every_metric_of_kvferry_is_on_the_dashboard():
     asked = {selector.name for expression, _ in queries() for selector in selectors(expression)}
     shown = {re.sub(r"_bucket$", "", name) for name in asked if name.startswith(PREFIX)}
     missing = sorted({name for name in EXPOSED | ROUTER if name.startswith(PREFIX)} - shown)
-    assert not missing, "add a panel for these metrics to a module of kvferry/observe/dashboard"
+    assert not missing, "add a panel for these metrics to a module of kvferry/tools/dashboard"
     assert len(shown) == len(METRICS) + len(MULTI) + len(ROUTER)
 
 

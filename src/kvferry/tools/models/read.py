@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError, GeometryError
-from kvferry.geometry.models.attention import AttentionReader, query_heads
-from kvferry.geometry.models.config import (
+from kvferry.tools.models.attention import AttentionReader, query_heads
+from kvferry.tools.models.config import (
     DTYPES,
     FLOATS,
     ModelConfig,
@@ -17,7 +17,7 @@ from kvferry.geometry.models.config import (
     language_model,
     quantized_cache,
 )
-from kvferry.geometry.models.families import (
+from kvferry.tools.models.families import (
     FAMILIES,
     RECURRENT,
     Mixer,
@@ -25,8 +25,8 @@ from kvferry.geometry.models.families import (
     check_decoder,
     check_layer_overrides,
 )
-from kvferry.geometry.models.pattern import Mixers, mixers
-from kvferry.geometry.models.recurrent import recurrent_store
+from kvferry.tools.models.pattern import Mixers, mixers
+from kvferry.tools.models.recurrent import recurrent_store
 from kvferry.geometry.store import LayerCache, ModelCache
 
 

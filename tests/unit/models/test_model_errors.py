@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models.attention import without_attention
-from kvferry.geometry.models.config import ModelConfig, check_nested, checked_int
-from kvferry.geometry.models.families import Mixer, ModelFamily
+from kvferry.tools.models.attention import without_attention
+from kvferry.tools.models.config import ModelConfig, check_nested, checked_int
+from kvferry.tools.models.families import Mixer, ModelFamily
 
 # Mixers of one layer: empty for a layer without a cache, two if attention and recurrence run side by side.
 Mixers: TypeAlias = tuple[Mixer, ...]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvferry.common.errors import ProtocolError
-from kvferry.observe.fetch import MAX_BYTES, HttpReply, client, fetch
+from kvferry.tools.fetch import MAX_BYTES, HttpReply, client, fetch
 from kvferry.tools.doctor import http_engine
 from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.top.poller import fetch_address

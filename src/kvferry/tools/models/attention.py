@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models.config import (
+from kvferry.tools.models.config import (
     FLOATS,
     PACKED_LATENT,
     SCALED,
@@ -15,7 +15,7 @@ from kvferry.geometry.models.config import (
     checked_int,
     element_bytes,
 )
-from kvferry.geometry.models.families import Mixer, ModelFamily, layer_overrides
+from kvferry.tools.models.families import Mixer, ModelFamily, layer_overrides
 from kvferry.geometry.rank import GroupKind
 from kvferry.geometry.store import LayerCache, StoredField
 

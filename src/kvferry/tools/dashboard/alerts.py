@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from kvferry.observe.dashboard.panels import ENGINE, INSTANCE, increase, minus, per_second, series, total
+from kvferry.tools.dashboard.panels import ENGINE, INSTANCE, increase, minus, per_second, series, total
 from kvferry.observe.metrics import CONNECTOR
 
 
