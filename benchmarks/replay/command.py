@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.tools.extras import BENCH, require
 from kvferry.tools.cli.bench import progress_line, work_folder
+from kvferry.tools.extras import BENCH, require
 
 
 def replay(

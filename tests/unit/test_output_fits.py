@@ -13,9 +13,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvferry.common.text import Column, Report, fit_table, wrap
-from kvferry.tools.models import read_model
 from kvferry.planning.strategy import Costs
 from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
+from kvferry.tools.models import read_model
 from kvferry.tools.plan import show as plan_show
 from kvferry.tools.plan.find import entries, find_config
 from kvferry.tools.plan.forecast import Pricing, forecast

@@ -239,7 +239,9 @@ def widest_group(groups: Sequence[GroupPattern]) -> int:
     return kinds.index(max(kinds))
 
 
-def find_coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
+def find_coverage(
+    groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers
+) -> Coverage:
     """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
     Args:

@@ -15,9 +15,6 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.tools.dashboard import dashboard, rules
-from kvferry.tools.dashboard.alerts import ALERTS
-from kvferry.tools.dashboard.panels import series
 from kvferry.observe.metrics import (
     CONNECTOR,
     EXPOSED,
@@ -29,6 +26,9 @@ from kvferry.observe.metrics import (
     SUFFIXES,
     MetricKind,
 )
+from kvferry.tools.dashboard import dashboard, rules
+from kvferry.tools.dashboard.alerts import ALERTS
+from kvferry.tools.dashboard.panels import series
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.metrics import RouterMetrics
 

@@ -301,7 +301,7 @@ def test_an_unusable_directory_hides_no_engine(
     directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Clients also look below /tmp, where a test must not plant anything.
-    monkeypatch.setattr(socket_directory, "socket_directories", lambda: [planted, directory])
+    monkeypatch.setattr("kvferry.tools.explain.client.socket_directories", lambda: [planted, directory])
     (planted := directory.parent / "planted").mkdir(0o777)
     planted.chmod(0o777)
     found = ask_engines(Question("a"))

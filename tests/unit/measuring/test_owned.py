@@ -11,9 +11,9 @@ from kvferry.geometry import GroupKind, Layer, RankGeometry
 from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.rank import LAYOUTS
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
-from kvferry.tools.measuring.owned import OwnedCache, allocate
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
+from kvferry.tools.measuring.owned import OwnedCache, allocate
 from support.models import COMPACT, SPLITS, attention, model, state
 from support.oracle import expand_cells
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from kvferry.common.errors import ProtocolError
-from kvferry.tools.fetch import MAX_BYTES, HttpReply, client, fetch
 from kvferry.tools.doctor import http_engine
+from kvferry.tools.fetch import MAX_BYTES, HttpReply, client, fetch
 from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.top.poller import fetch_address
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvferry.common.text import Column, Report
 from kvferry.common.units import format_bytes
-from kvferry.geometry.layout import lay_out
-from kvferry.tools.models import ModelReading
+from kvferry.geometry import lay_out
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.tools.bench.rounds import MoverRounds, measure_movers
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
@@ -18,6 +17,7 @@ from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide
 
 # Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry.

@@ -21,10 +21,10 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.text import printable, wrapped
 from kvferry.common.units import counted, format_age, format_bytes, parse_size
 from kvferry.tools.cli.usage import CommandGroup
-from kvferry.transport.security import admin_token, existing_keys, key_location
+from kvferry.transport import admin_token, existing_keys, key_location
 
 if TYPE_CHECKING:
-    from kvferry.tiers.admin import CacheAdmin
+    from kvferry.tiers import CacheAdmin
 
 
 # Exit code if a check fails or nothing was done, so that a script can tell.
@@ -79,7 +79,7 @@ app = typer.Typer(
 @app.command()
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: model, size and last use."""
-    from kvferry.tiers.admin import namespace_usage
+    from kvferry.tiers import namespace_usage
 
     cache = _cache(where, option)
     found, now = namespace_usage(cache), time.time()
@@ -108,7 +108,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 @app.command()
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
-    from kvferry.tiers.admin import cache_totals
+    from kvferry.tiers import cache_totals
 
     cache = _cache(where, option)
     found = cache_totals(cache)
@@ -140,7 +140,7 @@ def verify(
 
     Exit code 1 if a chunk is damaged.
     """
-    from kvferry.tiers.admin import verify_all
+    from kvferry.tiers import verify_all
 
     found = verify_all(_cache(where, option), quarantine=quarantine)
     if as_json:
@@ -193,7 +193,7 @@ def clear(
     as_json: _Json = False,
 ) -> None:
     """Remove all of kvferry's files, and no others."""
-    from kvferry.tiers.admin import cache_totals
+    from kvferry.tiers import cache_totals
 
     cache = _cache(where, option)
     if not yes:
@@ -314,15 +314,15 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     Raises:
         ConfigError: there is no cache at this place, or the cache cannot be accessed.
     """
-    from kvferry.tiers.objects.settings import is_url
+    from kvferry.tiers import is_url
 
     if is_url(where):
-        from kvferry.tiers.objects.admin import BucketAdmin
+        from kvferry.tiers import BucketAdmin
 
         return BucketAdmin(where, _parse_pairs(options or []))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
-    from kvferry.tiers.files.admin import DirectoryAdmin
+    from kvferry.tiers import DirectoryAdmin
 
     return DirectoryAdmin(where)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.common.errors import ConfigError, KVFerryError
-from kvferry.tools.extras import VLLM, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import INTERRUPTED, argument, check_output, command, count, option
+from kvferry.tools.extras import VLLM, require
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.demo import DemoModel, Screen
@@ -52,7 +52,7 @@ def demo(options: DemoOptions) -> None:
     from rich.console import Console
 
     from kvferry.common.text import output_width
-    from kvferry.engines.vllm.version import check_release, vllm_version
+    from kvferry.engines.vllm import check_release, vllm_version
     from kvferry.tools.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.tools.serving.processes import StopRequested, StopSignals, temporary_folder
 

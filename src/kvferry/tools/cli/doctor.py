@@ -9,9 +9,9 @@ from pathlib import Path
 
 import typer
 
-from kvferry.tools.extras import BENCH, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import argument, check_output, command, flag, option
+from kvferry.tools.extras import BENCH, require
 
 _BAD = 1
 

@@ -38,7 +38,7 @@ def explain(options: ExplainOptions) -> None:
     Shows every decision about the request, and how long each step took. Without a request id, lists the last
     requests. Asks all engines of this user on this machine.
     """
-    from kvferry.observe.trace_server import MAX_QUESTION_BYTES, Question
+    from kvferry.observe import MAX_QUESTION_BYTES, Question
     from kvferry.tools.explain.client import ask_engines
     from kvferry.tools.explain.timeline import render, render_list
 
@@ -81,7 +81,7 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _trace_json(engine_trace: EngineTrace) -> dict[str, Any]:
-    from kvferry.observe.trace_server import trace_to_dict
+    from kvferry.observe import trace_to_dict
 
     engine = engine_trace.answer.engine
     return {

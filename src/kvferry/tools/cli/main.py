@@ -51,7 +51,7 @@ def _print_versions(requested: bool) -> None:
     if not requested:
         return
     from kvferry import __version__
-    from kvferry.engines.vllm.version import nixl_version, vllm_version
+    from kvferry.engines.vllm import nixl_version, vllm_version
 
     print(f"kvferry {__version__}")
     for name, found in (("vLLM", vllm_version()), ("NIXL", nixl_version())):

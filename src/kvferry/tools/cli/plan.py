@@ -144,7 +144,7 @@ def plan(options: PlanOptions) -> None:
     from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth, parse_strategy
     from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
     from kvferry.tools.plan.side import EngineSide, resolve_layout
-    from kvferry.transport.costs import load_costs
+    from kvferry.transport import load_costs
 
     separate = options.kv == "apart"
     source = EngineSide(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from kvferry.observe import CONNECTOR
 from kvferry.tools.dashboard.panels import ENGINE, INSTANCE, increase, minus, per_second, series, total
-from kvferry.observe.metrics import CONNECTOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.observe.metrics import (
+from kvferry.observe import (
     COMMON,
     CONNECTOR,
     EXPOSED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.observe import CONNECTOR
+from kvferry.tiers import PEER
 from kvferry.tools.dashboard.panels import (
     PanelRow,
     Query,
@@ -14,8 +16,6 @@ from kvferry.tools.dashboard.panels import (
     rates,
     row,
 )
-from kvferry.observe.metrics import CONNECTOR
-from kvferry.tiers.names import PEER
 
 _DESCRIPTORS = rate("kvferry_transfer_descriptors_total")
 # Every engine that shares a tier reports the usage of the whole tier, so usage is not summed over engines.

@@ -13,14 +13,14 @@ import msgspec
 
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
-from kvferry.engines.vllm.version import is_supported, supported_text
-from kvferry.tools.fetch import Health, HttpReply, client, fetch
+from kvferry.engines.vllm import is_supported, supported_text
 from kvferry.tools.doctor import engine_metrics
 from kvferry.tools.doctor.finding import Finding, bad, note, ok
 from kvferry.tools.doctor.identity import EngineIdentity
+from kvferry.tools.fetch import Health, HttpReply, client, fetch
 from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
-from kvferry.transport.handshake import Address
+from kvferry.transport import Address
 
 # Token ids that exist in any vocabulary.
 _PROMPT = [11, 12, 13, 14]

@@ -32,23 +32,24 @@ import kvferry
 from kvferry.common.errors import KVFerryError, ProtocolError
 from kvferry.keys import prompt_digest
 from kvferry.tools.doctor.finding import Finding, note, ok
-from kvferry.transport.security import Keys
-from kvferry.transport.handshake import Address
-from kvferry.transport.lease import new_incarnation
-from kvferry.transport.messages import (
+from kvferry.transport import (
     PROTOCOL,
     Accepted,
+    Address,
     AskRanks,
+    ControlSocket,
     Facts,
     Hello,
+    Keys,
+    PromptContent,
     RankCard,
     Ranks,
+    Redeem,
     Refused,
     Release,
     Request,
+    new_incarnation,
 )
-from kvferry.transport.redeem import PromptContent, Redeem
-from kvferry.transport.sockets import ControlSocket
 
 _ROUNDS = 7
 # A socket that is closed at once drops what it has not sent, and the lease would live on.
@@ -152,9 +153,7 @@ def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence
 
 
 @contextmanager
-def _connected(
-    address: Address, keys: Keys, linger_milliseconds: int = 0
-) -> Iterator[ControlSocket]:
+def _connected(address: Address, keys: Keys, linger_milliseconds: int = 0) -> Iterator[ControlSocket]:
     """Yield a connection to the control channel at `address`.
 
     Args:

@@ -13,9 +13,9 @@ import psutil
 from kvferry.common.errors import ConfigError
 from kvferry.common.machine import resource
 from kvferry.common.units import format_bytes
-from kvferry.memory.shared_memory import Read, read, sealed_file
+from kvferry.memory import Read, read, sealed_file
 from kvferry.tools.doctor.finding import Finding, bad, from_error, note, ok
-from kvferry.transport.agent import LEAST_BYTES
+from kvferry.transport import LEAST_BYTES
 
 # vLLM raises its own limit to this, if the hard limit allows it.
 _ENOUGH_FILES = 65_535

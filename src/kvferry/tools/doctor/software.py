@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import kvferry
-from kvferry.cache.weights import cached_digests
-from kvferry.tools import extras
+from kvferry.cache import cached_digests
 from kvferry.common.units import counted
-from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
-from kvferry.memory.copy_kernel import KERNEL, WHY_NO_KERNEL
+from kvferry.engines.vllm import is_supported, supported_text, vllm_version
+from kvferry.memory import KERNEL, WHY_NO_KERNEL
+from kvferry.tools import extras
 from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, note, ok, run_python
 from kvferry.tools.doctor.probes import MODULE, parse_output
 from kvferry.tools.serving.machine_checks import REMEDY

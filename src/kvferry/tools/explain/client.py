@@ -12,10 +12,18 @@ from pathlib import Path
 import msgspec
 
 from kvferry.common.errors import ConfigError, ProtocolError
-from kvferry.connector.events import Arrived
-from kvferry.observe.socket_directory import connect, engine_sockets, socket_directories
-from kvferry.observe.trace_server import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
-from kvferry.observe.traces import RequestTrace
+from kvferry.connector import Arrived
+from kvferry.observe import (
+    DECODE_ERRORS,
+    MAX_ANSWER_BYTES,
+    EngineInfo,
+    Question,
+    RequestTrace,
+    connect,
+    decode_trace,
+    engine_sockets,
+    socket_directories,
+)
 
 # Within this time all engines together must have answered.
 SECONDS = 5.0

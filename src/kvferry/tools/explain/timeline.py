@@ -10,11 +10,18 @@ from typing import Any
 
 from kvferry.common.text import report_width, wrapped
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds, plural
-from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, MissReason, RequestEvent, SourceMiss
-from kvferry.connector.load import LoadOutcome, PlaceTokens, trim_parts
-from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
-from kvferry.tiers.names import TIERS
+from kvferry.connector import (
+    DecisionReason,
+    LoadOutcome,
+    MissReason,
+    PlaceTokens,
+    RequestEvent,
+    SourceMiss,
+    events,
+    trim_parts,
+)
+from kvferry.observe import FIRST_EVENTS, RequestTrace, StoredChunks
+from kvferry.tiers import TIERS
 from kvferry.tools.explain.client import EngineTrace
 
 _INDENT = 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError
+from kvferry.geometry import GroupKind, LayerCache, StoredField
 from kvferry.tools.models.config import (
     FLOATS,
     PACKED_LATENT,
@@ -16,8 +17,6 @@ from kvferry.tools.models.config import (
     element_bytes,
 )
 from kvferry.tools.models.families import Mixer, ModelFamily, layer_overrides
-from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerCache, StoredField
 
 _KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups",

@@ -10,12 +10,20 @@ import numpy as np
 
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
-from kvferry.geometry.canonical.derive import check_windows, chunk_length, first_prefix, snapshot_interval
-from kvferry.tools.models import ModelReading
-from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
-from kvferry.planning.retention import (
+from kvferry.geometry.canonical import (
+    CanonicalForm,
+    CanonicalGroup,
+    canonical_form_of,
+    check_windows,
+    chunk_length,
+    first_prefix,
+    snapshot_interval,
+)
+from kvferry.planning import (
+    Bools,
+    ChunkedPrompt,
     bytes_of_snapshots,
+    chunks_to_load,
     first_snapshot,
     keeps_chunk,
     keeps_snapshot,
@@ -23,8 +31,8 @@ from kvferry.planning.retention import (
     snapshot_interval_of,
     snapshot_positions,
 )
-from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
-from kvferry.tiers.format.decode import chunk_group
+from kvferry.tiers import NAMESPACE_BYTES, Chunk, chunk_group
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.blocks import LAST_ONLY, STEP_TOKENS, SnapshotSteps
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.side import EngineSide, block_tokens, shape

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.planning.coverage import (
+from kvferry.planning import (
     NO_TIER,
     ChunkedPrompt,
     Coverage,
     TierNumbers,
     chunks_to_load,
     find_coverage,
+    windows_survive_load,
 )
-from kvferry.planning.select import windows_survive_load
-from kvferry.tiers.eviction import EvictionPolicy
+from kvferry.tiers import EvictionPolicy
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.settings import ServedModel
 
@@ -216,7 +216,9 @@ def look_up(
         if not any(first in tier.held for tier in tiers):
             return None
     rows = keys.rows(tokens)
-    covered = find_coverage(model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows))
+    covered = find_coverage(
+        model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows)
+    )
     return _found(model, covered, rows, len(tiers))
 
 

@@ -13,9 +13,9 @@ import msgspec
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import expanded
-from kvferry.connector.config import DEFAULT, ConnectorConfig, parse_config, tier_settings
+from kvferry.connector import DEFAULT, ConnectorConfig, parse_config, tier_settings
+from kvferry.engines.vllm import TransferCheck
 from kvferry.tools.serving.machine import check_machine
-from kvferry.engines.vllm.transfer_config import TransferCheck
 
 
 class Role(StrEnum):

@@ -10,12 +10,10 @@ from contextlib import suppress
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import format_bytes, parse_size
-from kvferry.connector.config import NODE, ConnectorConfig, read_tiers
-from kvferry.observe.line_file import check_line_file
-from kvferry.tiers.host.settings import check_available
-from kvferry.transport.agent import LEAST_BYTES, SHARED_MEMORY
-from kvferry.transport.costs import load_costs
-from kvferry.transport.security import existing_keys
+from kvferry.connector import NODE, ConnectorConfig, read_tiers
+from kvferry.observe import check_line_file
+from kvferry.tiers import check_available
+from kvferry.transport import LEAST_BYTES, SHARED_MEMORY, existing_keys, load_costs
 
 _TEST_ROUTE = "192.0.2.1", 9  # TEST-NET-1, RFC 5737: nothing is sent to it
 # Shared memory for each worker of an engine that has several.

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.common.errors import ProtocolError
-from kvferry.observe.metrics import COMMON, EXPOSED, PREFIX, SUFFIXES, VLLM_PREFIX, series_names
+from kvferry.observe import COMMON, EXPOSED, PREFIX, SUFFIXES, VLLM_PREFIX, series_names
 
 
 class HistogramBucket(NamedTuple):

@@ -13,8 +13,8 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvferry.common.errors import ConfigError, ProtocolError
+from kvferry.observe import ROUTER_PREFIX
 from kvferry.tools.fetch import HEALTH, Health, fetch, server_url
-from kvferry.observe.metrics import ROUTER_PREFIX
 from kvferry.tools.top.exposition import Scrape, Window, parse_page, window
 from kvferry.tools.top.figures import Figures, compute_figures
 
