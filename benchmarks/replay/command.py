@@ -36,7 +36,7 @@ def replay(
     from benchmarks.replay import report
     from benchmarks.replay.measure import measure
     from benchmarks.replay.trace import write_trace
-    from kvferry.common.text import Report
+    from kvferry.tools.report import Report
 
     with work_folder(path) as folder, progress_line() as progress:
         if trace is None:

@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvferry.common.text import Column, Report
 from kvferry.common.units import format_bytes
 from kvferry.geometry import lay_out
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
@@ -19,6 +18,7 @@ from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.report import Column, Report
 
 # Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry.
 SAME_DESCRIPTORS = 1

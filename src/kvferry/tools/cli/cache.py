@@ -18,9 +18,10 @@ import msgspec
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import printable, wrapped
+from kvferry.common.text import printable
 from kvferry.common.units import counted, format_age, format_bytes, parse_size
 from kvferry.tools.cli.usage import CommandGroup
+from kvferry.tools.report import wrapped
 from kvferry.transport import admin_token, existing_keys, key_location
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import wrap
 from kvferry.tools.cli.options import TYPER, argument, command, count, flag, option, without_none, writing
+from kvferry.tools.report import wrap
 from kvferry.tools.serving.kv_config import Role
 
 # Width of the file that `kvferry init` writes.

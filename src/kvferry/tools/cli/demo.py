@@ -51,8 +51,8 @@ def demo(options: DemoOptions) -> None:
     require("kvferry demo", VLLM)
     from rich.console import Console
 
-    from kvferry.common.text import output_width
     from kvferry.engines.vllm import check_release, vllm_version
+    from kvferry.tools.report import output_width
     from kvferry.tools.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.tools.serving.processes import StopRequested, StopSignals, temporary_folder
 

@@ -23,8 +23,9 @@ import typer
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import replace_file
-from kvferry.common.text import Report, printable
+from kvferry.common.text import printable
 from kvferry.common.units import parse_count
+from kvferry.tools.report import Report
 
 TYPER = "typer"
 """Key of a field's metadata: its `typer.Option` or `typer.Argument`."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import Report
 from kvferry.tools.cli.options import (
     INTERRUPTED,
     argument,
@@ -23,6 +22,7 @@ from kvferry.tools.cli.options import (
     write_file,
 )
 from kvferry.tools.cli.traces import curve_of_model, open_for_curve, print_notes
+from kvferry.tools.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.common.text import report_width, wrapped
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds, plural
 from kvferry.connector import (
     DecisionReason,
@@ -23,6 +22,7 @@ from kvferry.connector import (
 from kvferry.observe import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tiers import TIERS
 from kvferry.tools.explain.client import EngineTrace
+from kvferry.tools.report import report_width, wrapped
 
 _INDENT = 2
 # Columns of the times at the left.
