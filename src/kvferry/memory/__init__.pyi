@@ -19,8 +19,7 @@ from kvferry.memory.pool_cells import (
     PoolCells as PoolCells,
 )
 from kvferry.memory.shared_memory import (
-    Read as Read,
     available_memory as available_memory,
-    read as read,
+    read_kernel_file as read_kernel_file,
     sealed_file as sealed_file,
 )
