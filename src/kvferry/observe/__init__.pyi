@@ -1,6 +1,4 @@
-from kvferry.observe.line_file import (
-    check_line_file as check_line_file,
-)
+from kvferry.observe.line_file import check_line_file as check_line_file
 from kvferry.observe.metrics import (
     COMMON as COMMON,
     CONNECTOR as CONNECTOR,

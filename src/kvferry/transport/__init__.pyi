@@ -1,7 +1,4 @@
-from kvferry.transport.addresses import (
-    is_loopback as is_loopback,
-    parse_ip as parse_ip,
-)
+from kvferry.transport.addresses import is_loopback as is_loopback, parse_ip as parse_ip
 from kvferry.transport.agent import (
     LEAST_BYTES as LEAST_BYTES,
     SHARED_MEMORY as SHARED_MEMORY,
@@ -11,9 +8,7 @@ from kvferry.transport.agent import (
     make_nixl_agent as make_nixl_agent,
     preload as preload,
 )
-from kvferry.transport.control_client import (
-    ControlClient as ControlClient,
-)
+from kvferry.transport.control_client import ControlClient as ControlClient
 from kvferry.transport.control_server import (
     ControlServer as ControlServer,
     LeasesClaimed as LeasesClaimed,
@@ -38,9 +33,7 @@ from kvferry.transport.handshake import (
     Pending as Pending,
     Unusable as Unusable,
 )
-from kvferry.transport.lane_connections import (
-    ConnectedPeer as ConnectedPeer,
-)
+from kvferry.transport.lane_connections import ConnectedPeer as ConnectedPeer
 from kvferry.transport.lease import (
     LeaseBook as LeaseBook,
     LeaseWord as LeaseWord,
@@ -60,11 +53,7 @@ from kvferry.transport.messages import (
     Request as Request,
     compare_facts as compare_facts,
 )
-from kvferry.transport.read_plan import (
-    ReadOrder as ReadOrder,
-    ReadPlan as ReadPlan,
-    ReadResult as ReadResult,
-)
+from kvferry.transport.read_plan import ReadOrder as ReadOrder, ReadPlan as ReadPlan, ReadResult as ReadResult
 from kvferry.transport.redeem import (
     Grant as Grant,
     PromptContent as PromptContent,
@@ -80,13 +69,6 @@ from kvferry.transport.security import (
     random_keys as random_keys,
     write_secret as write_secret,
 )
-from kvferry.transport.sockets import (
-    ControlSocket as ControlSocket,
-)
-from kvferry.transport.staging import (
-    LaneResources as LaneResources,
-    StagingArea as StagingArea,
-)
-from kvferry.transport.transfers import (
-    Transfers as Transfers,
-)
+from kvferry.transport.sockets import ControlSocket as ControlSocket
+from kvferry.transport.staging import LaneResources as LaneResources, StagingArea as StagingArea
+from kvferry.transport.transfers import Transfers as Transfers
