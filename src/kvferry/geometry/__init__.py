@@ -4,17 +4,16 @@ All classes here are frozen dataclasses. `page` describes the bytes of one page 
 `rank` describes where the pages of one worker lie in memory. `planning` computes transfers from both.
 """
 
-from kvferry.geometry.interior import page_interior
-from kvferry.geometry.layout import (
-    EngineShape,
-    GroupShape,
-    group_layers,
-    lay_out,
-    lay_out_rank,
-    layer_name,
-    split_stages,
+from kvferry.geometry.page import (
+    TOKEN,
+    Axis,
+    Field,
+    PageFormat,
+    join_loops,
+    loop_offsets,
+    opaque_page,
+    whole_page,
 )
-from kvferry.geometry.page import Axis, Field, PageFormat, join_loops, loop_offsets, opaque_page, whole_page
 from kvferry.geometry.rank import (
     LAYOUTS,
     Attention,
@@ -23,39 +22,34 @@ from kvferry.geometry.rank import (
     GroupPattern,
     Layer,
     PageMap,
+    PoolRoom,
     RankGeometry,
     Region,
     Scale,
+    is_compact,
+    page_map,
 )
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 
 __all__ = [
     "LAYOUTS",
+    "TOKEN",
     "Attention",
     "Axis",
-    "EngineShape",
     "Field",
     "Group",
     "GroupKind",
     "GroupPattern",
-    "GroupShape",
     "Layer",
-    "LayerCache",
-    "ModelCache",
     "PageFormat",
     "PageMap",
+    "PoolRoom",
     "RankGeometry",
     "Region",
     "Scale",
-    "StoredField",
-    "group_layers",
+    "is_compact",
     "join_loops",
-    "lay_out",
-    "lay_out_rank",
-    "layer_name",
     "loop_offsets",
     "opaque_page",
-    "page_interior",
-    "split_stages",
+    "page_map",
     "whole_page",
 ]

@@ -52,9 +52,9 @@ from kvferry.engines.vllm.compat.specs import (
 )
 from kvferry.engines.vllm.scheduler import cache_group
 from kvferry.geometry import Attention, Group, GroupKind
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, find_coverage
 from kvferry.planning.select import LoadSpan, blocks_needed, first_attended
+from kvferry.tools.models.store import LayerCache
 from support.examples import examples
 
 BLOCK, BLOCKS, LONGEST = 16, 64, 400

@@ -8,12 +8,12 @@ import torch
 
 from kvferry.common.errors import GeometryError, SilentCopy
 from kvferry.geometry import GroupKind, Layer, RankGeometry
-from kvferry.geometry.layout import EngineShape
 from kvferry.geometry.rank import LAYOUTS
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
 from kvferry.tools.measuring.owned import OwnedCache, allocate
+from kvferry.tools.models.layout import EngineShape
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from support.models import COMPACT, SPLITS, attention, model, state
 from support.oracle import expand_cells
 

@@ -11,7 +11,6 @@ from hypothesis import assume, event, given, strategies as st
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import (
     NO_TIER,
     ChunkedPrompt,
@@ -22,6 +21,7 @@ from kvferry.planning.coverage import (
     widest_group,
 )
 from kvferry.planning.select import LoadSpan, needed_tokens
+from kvferry.tools.models.store import LayerCache
 from support.examples import examples
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvferry.common.units import format_bytes
-from kvferry.geometry import lay_out
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.tools.bench.rounds import MoverRounds, measure_movers
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
@@ -17,6 +16,7 @@ from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
 from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.report import Column, Report
 

@@ -8,18 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry import (
-    EngineShape,
-    Field,
-    Group,
-    GroupKind,
-    Layer,
-    ModelCache,
-    PageMap,
-    RankGeometry,
-    lay_out_rank,
-)
+from kvferry.geometry import Field, Group, GroupKind, Layer, PageMap, RankGeometry
 from kvferry.memory import guard, region_over
+from kvferry.tools.models.layout import EngineShape, lay_out_rank
+from kvferry.tools.models.store import ModelCache
 
 # Default dtype of a recurrent field, by the size of its elements in bytes.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from kvferry.common.errors import ConfigError, TransferError
-from kvferry.geometry import EngineShape, Group, GroupKind, Layer, LayerCache, ModelCache, lay_out
+from kvferry.geometry import Group, GroupKind, Layer
 from kvferry.memory import finish_stream
 from kvferry.planning import Int64s, LoadSpan, needed_tokens
 from kvferry.tools.measuring.owned import OwnedCache, allocate
 from kvferry.tools.models import ModelReading, read_model
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.side import EngineSide, shape
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind, LayerCache, StoredField
+from kvferry.geometry import GroupKind
 from kvferry.tools.models.config import (
     FLOATS,
     PACKED_LATENT,
@@ -17,6 +17,7 @@ from kvferry.tools.models.config import (
     element_bytes,
 )
 from kvferry.tools.models.families import Mixer, ModelFamily, layer_overrides
+from kvferry.tools.models.store import LayerCache, StoredField
 
 _KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.common.errors import ConfigError, GeometryError
-from kvferry.geometry import LayerCache, ModelCache
 from kvferry.tools.models.attention import AttentionReader, query_heads
 from kvferry.tools.models.config import (
     DTYPES,
@@ -28,6 +27,7 @@ from kvferry.tools.models.families import (
 )
 from kvferry.tools.models.pattern import Mixers, mixers
 from kvferry.tools.models.recurrent import recurrent_store
+from kvferry.tools.models.store import LayerCache, ModelCache
 
 
 @dataclass(frozen=True, slots=True)

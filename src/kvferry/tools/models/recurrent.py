@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind, LayerCache, StoredField
+from kvferry.geometry import GroupKind
 from kvferry.tools.models.config import FLOATS, ModelConfig, checked_int
 from kvferry.tools.models.families import Mixer
+from kvferry.tools.models.store import LayerCache, StoredField
 
 Builder: TypeAlias = Callable[[ModelConfig, int, int], tuple[StoredField, ...]]
 

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Self
 
 from kvferry.common.errors import ConfigError, Incompatible
-from kvferry.geometry import Attention, GroupKind, LayerCache, PageFormat
+from kvferry.geometry import Attention, GroupKind, PageFormat
 from kvferry.planning import (
     Cells,
     Costs,
@@ -23,6 +23,7 @@ from kvferry.planning import (
     transfer_methods,
 )
 from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.contents import layer_pages, notes_of
 from kvferry.tools.plan.setting import EngineMemory, PlannedTransfer, set_up
 from kvferry.tools.plan.side import EngineSide, block_tokens

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.geometry import GroupKind, GroupPattern, LayerCache, RankGeometry
+from kvferry.geometry import GroupKind, GroupPattern, RankGeometry
 from kvferry.planning import Cells, Int64s, LoadSpan, Route, Template, build_templates, select_cells
 from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.side import EngineSide, shape
 

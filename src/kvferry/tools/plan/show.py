@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvferry.common.units import counted, format_bytes, format_count, format_seconds
-from kvferry.geometry import GroupKind, GroupPattern, LayerCache
+from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.tools.models import read_model
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.find import entries
 from kvferry.tools.plan.forecast import Forecast, LayerForecast, TransferEstimate
 from kvferry.tools.plan.kept import KeptGroup, TierForecast

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import LAYOUTS, EngineShape, GroupKind, GroupShape, group_layers, split_stages
+from kvferry.geometry import LAYOUTS, GroupKind
 from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import EngineShape, GroupShape, group_layers, split_stages
 from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
 
 # Stands for the engine's default layout.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry.rank import GroupKind
+from kvferry.geometry import GroupKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind, Layer
-from kvferry.geometry.layout import (
+from kvferry.geometry.rank import LAYOUTS
+from kvferry.tools.models.layout import (
     EngineShape,
     GroupShape,
     group_layers,
@@ -18,8 +19,7 @@ from kvferry.geometry.layout import (
     layer_name,
     split_stages,
 )
-from kvferry.geometry.rank import LAYOUTS
-from kvferry.geometry.store import LayerCache, StoredField
+from kvferry.tools.models.store import LayerCache, StoredField
 from support.models import COMPACT, SPLITS, attention, model, state
 
 

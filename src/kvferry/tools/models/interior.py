@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
-from kvferry.geometry.rank import GroupKind, PageMap
-from kvferry.geometry.store import LayerCache, StoredField
+from kvferry.geometry import TOKEN, Axis, Field, GroupKind, PageFormat, PageMap
+from kvferry.tools.models.store import LayerCache, StoredField
 
 # The axis of stored entries, in pages where one entry stands for several tokens.
 STATE = "state"

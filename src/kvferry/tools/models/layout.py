@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry.interior import PageInterior, page_interior, round_up
-from kvferry.geometry.rank import (
+from kvferry.geometry import (
     LAYOUTS,
     Group,
     Layer,
@@ -32,7 +31,8 @@ from kvferry.geometry.rank import (
     is_compact,
     page_map,
 )
-from kvferry.geometry.store import LayerCache, ModelCache
+from kvferry.tools.models.interior import PageInterior, page_interior, round_up
+from kvferry.tools.models.store import LayerCache, ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ def lay_out(
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes. Each of two ranks has pages of 2
     heads of 16 tokens of 32 bytes:
 
-    >>> from kvferry.geometry.rank import GroupKind
-    >>> from kvferry.geometry.store import StoredField
+    >>> from kvferry.geometry import GroupKind
+    >>> from kvferry.tools.models.store import StoredField
     >>> fields = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
     >>> model = ModelCache("tiny", (LayerCache(GroupKind.FULL, 0, fields),) * 2)
     >>> first, second = lay_out(model, EngineShape(2, (2,), 16, "LBHNC", 10), (0, 1 << 20))
