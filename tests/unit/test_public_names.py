@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 STUBS = sorted(SOURCE.rglob("__init__.pyi"))
-USERS = (SOURCE / "kvferry" / "tools", ROOT / "benchmarks", ROOT / "examples", ROOT / "tests")
+USERS = SOURCE / "kvferry" / "tools", ROOT / "benchmarks", ROOT / "examples"
 
 
 def package_of(stub: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -304,7 +304,7 @@ def _places(scheduled: events.Scheduled) -> Counter[str]:
 
 def render(traced: EngineTrace) -> str:
     """Render the trace of a request as text: its engine, a sentence per event, and its times."""
-    engine = traced.answer.engine
+    engine = traced.engine
     arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
         *wrapped(traced.trace.request_id, hanging=_INDENT),
@@ -317,7 +317,7 @@ def render(traced: EngineTrace) -> str:
     return "\n".join(lines)
 
 
-def render_list(traced: list[EngineTrace], now: float) -> str:
+def render_list(traced: Sequence[EngineTrace], now: float) -> str:
     """Render a list of requests as text, with about two lines per request, or one without a terminal.
 
     Args:
@@ -366,6 +366,6 @@ def _from(place: str) -> str:
 
 
 def _engine(traced: EngineTrace) -> str:
-    engine = traced.answer.engine
+    engine = traced.engine
     role = "engine" if engine.role == "both" else f"{engine.role} engine"
     return f"{role}, connector {engine.connector}" if engine.connector else role
