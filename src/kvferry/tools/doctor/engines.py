@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_seconds
-from kvferry.tools.doctor import http_engine, identity as ports
+from kvferry.tools.doctor import http_engine, ports
 from kvferry.tools.doctor.finding import Finding, ReportSection, bad, note, ok, run_all_within
 from kvferry.tools.doctor.http_engine import ExaminedEngine, OfferedKv
 from kvferry.tools.doctor.identity import EngineIdentity, IdentifyError, identify, release_ticket
