@@ -100,12 +100,9 @@ async def fetch(
     """Send an HTTP request, and return the answer, whatever its status.
 
     Args:
-        http: HTTP client of this event loop.
-        url: URL to request.
         seconds: maximum time from the start of the request to the end of the answer, in seconds.
         post: JSON body of a POST request; None for a GET request.
         headers: headers of this request, in addition to those of the client.
-        max_bytes: maximum size of the answer.
 
     Raises:
         ProtocolError: the URL is not valid, the server cannot be reached, no complete answer arrives in time,

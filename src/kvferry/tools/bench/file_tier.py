@@ -43,7 +43,6 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the files.
-        path: existing folder for the files.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     made = StorageCases(stack, group, depths, FileSettings.kind, partial(_empty_tier, folder))

@@ -361,10 +361,7 @@ def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, obje
     """Call the admin API of an engine, and return its answer.
 
     Args:
-        engine: URL of the API.
         secret_file: the engine's setting ``secret_file``; None for this machine's key.
-        call: name of the call.
-        body: its arguments.
 
     Raises:
         ConfigError: the key cannot be read, the engine does not answer, or it refuses the call.

@@ -95,8 +95,6 @@ def _models(options: DemoOptions, screen: Screen, signals: StopSignals) -> Itera
     SmolLM2 is left out of the default families if it was not fetched.
 
     Args:
-        options: options of the command.
-        screen: output for the user.
         signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
 
     Raises:

@@ -86,7 +86,6 @@ def run(commands: typer.Typer, name: str) -> None:
     If the application raises a kvferry error, print the error as one sentence and exit with an error code.
 
     Args:
-        commands: application to run.
         name: how users call it, for its help and its messages.
     """
     with flushed_output():

@@ -43,7 +43,6 @@ def option(default: Any, metavar: str | None, help_text: str, *names: str, **set
     Args:
         default: value if the option is not given; `MISSING` if it must be given.
         metavar: placeholder of the value in the help; None for Typer's.
-        help_text: help of the option.
         names: names on the command line; without them, that of the field.
         settings: further settings of `typer.Option`, such as ``min``.
     """

@@ -14,7 +14,6 @@ class Alert:
     """A Prometheus alert, with advice to the operator.
 
     Attributes:
-        name: name of the alert.
         expression: PromQL condition, with one result for each affected engine, source or tier.
         lasts: time for which the condition must hold before the alert fires, such as ``10m``.
         summary: description of the problem, as a Prometheus template that refers to labels.

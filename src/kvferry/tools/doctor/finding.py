@@ -200,8 +200,6 @@ class ProcessResult:
 
     Attributes:
         code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
-        out: standard output.
-        err: standard error.
     """
 
     code: int | None

@@ -88,7 +88,6 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
     """Ask the engine whose control channel is at `address` for a description of itself.
 
     Args:
-        address: host and port of the control channel.
         keys: CURVE keys, which encrypt the control channel; None if this machine has none.
         seconds: time limit for all answers.
 
@@ -123,8 +122,6 @@ def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence
 
     Args:
         address: host and port of the engine's control channel.
-        keys: CURVE keys, which encrypt the control channel.
-        ticket: ticket of the lease.
         tokens: token ids of the prompt whose KV the blocks hold. The prompt must have no images, LoRA
             adapter or cache salt.
     """
@@ -140,8 +137,6 @@ def _connected(address: Address, keys: Keys, linger_milliseconds: int = 0) -> It
     """Yield a connection to the control channel at `address`.
 
     Args:
-        address: host and port of the control channel.
-        keys: CURVE keys, which encrypt the control channel.
         linger_milliseconds: time limit for sending messages still queued when the connection is closed.
 
     Raises:

@@ -41,7 +41,6 @@ def locked_memory(limit: int, rdma: list[str]) -> Finding:
 
     Args:
         limit: number of lockable bytes, negative for unlimited.
-        rdma: names of the RDMA devices.
     """
     subject = "locked memory"
     may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"
@@ -166,7 +165,6 @@ def large_pages(setting: str, version: str) -> Finding:
 
     Args:
         setting: content of the kernel's file about them, with the choice in brackets; empty without them.
-        version: of the kernel.
     """
     subject = "large pages"
     enabled = re.search(r"\[(\w+)\]", setting)
@@ -212,7 +210,6 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        point: path of the mount point.
         kind: type of the file system, as the kernel names it.
         source: device or server that holds the files.
     """

@@ -34,7 +34,6 @@ class Port:
     Attributes:
         process: id of a process that has the socket open.
         address: IP address that the socket is bound to; ``0.0.0.0`` or ``::`` for all addresses.
-        number: port number.
     """
 
     process: int
@@ -100,7 +99,6 @@ def engine_of(host: str, port: int, namespace_of: Callable[[int], str] = network
 
     Args:
         host: IP address, or a name that resolves to one.
-        port: port number.
         namespace_of: function that returns the network namespace of a process, by its id.
 
     Returns:

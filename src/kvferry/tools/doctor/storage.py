@@ -247,7 +247,6 @@ class ConfigFile:
 
     Attributes:
         configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
-        findings: findings about the file.
     """
 
     configs: tuple[ConnectorConfig, ...]

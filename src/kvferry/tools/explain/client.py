@@ -55,7 +55,6 @@ class AllAnswers:
     """The answers of all engines.
 
     Attributes:
-        engines: those that have answered.
         traces: of all their requests, sorted by the arrival time of the request at its engine.
         problems: error messages, one for each engine without a valid answer, and one for each directory of
             sockets that is unreadable or not private to this user.

@@ -241,7 +241,6 @@ class Summary:
     Attributes:
         tokens_by_origin: prompt tokens by the origin of their KV: the name of a tier, ``peer``,
             ``prefix cache``, ``another connector`` or ``computed``; empty until the request is scheduled.
-        failed: number of failed loads.
         seconds: time from arrival to scheduling; None if the request is not scheduled yet.
         loading, looking: parts of it in which a load was under way, or a source was looking up the prompt.
     """

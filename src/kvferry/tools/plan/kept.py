@@ -83,7 +83,6 @@ class KeptGroup:
     """The format and the file size of a stored chunk of one KV cache group.
 
     Attributes:
-        layers: number of layers in the group.
         file_bytes: size of a chunk's file, with header and padding.
     """
 
@@ -198,7 +197,6 @@ class SharedPrefix:
     """The tokens that prompts load of a prefix that they share, from tiers with room for all prompts.
 
     Attributes:
-        tokens: length of the shared prefix in tokens.
         second: number of these tokens that the second prompt with this prefix loads.
         third: the same for the third prompt and all later ones.
         without: the same for every prompt, if the setting `first_snapshot_tokens` is 0.

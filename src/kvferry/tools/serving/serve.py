@@ -188,7 +188,6 @@ def serve_fleet(
     An engine that ends while the router serves is started again.
 
     Args:
-        sock: listening socket of the router.
         signals: the first signal stops the engines, and a second one kills them.
         announce: function that is called with one line when the endpoint can serve requests.
         startup_timeout_seconds: longest time from the start of an engine until it is ready.

@@ -198,7 +198,6 @@ def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
     Args:
-        engines: group of each engine.
         ports: free port for the control channel of each engine.
     """
     settings = [dict(group.settings or {}) for group in engines]

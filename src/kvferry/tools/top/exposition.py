@@ -176,7 +176,6 @@ class Window:
     """The current metric values and the rates of one engine, or their sums over several engines.
 
     Attributes:
-        now: values of the last reading.
         rates: counters per second between the last two readings; None with only one reading.
     """
 

@@ -28,7 +28,6 @@ class Unreachable:
 
     Attributes:
         since: time of the first failure after the last success, in seconds since 1970.
-        why: text of the last error.
     """
 
     since: float
