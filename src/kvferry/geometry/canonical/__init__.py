@@ -7,11 +7,12 @@ it stores. `derive` computes the form, and the number of tokens of a chunk, from
 
 from kvferry.geometry.canonical.derive import (
     canonical_form_of,
-    check_windows,
+    check_blocks,
     chunk_length,
     content_alignment,
     first_prefix,
     snapshot_interval,
+    whole_block_tokens,
 )
 from kvferry.geometry.canonical.form import (
     CanonicalForm,
@@ -28,11 +29,12 @@ __all__ = [
     "FormSection",
     "SectionField",
     "canonical_form_of",
-    "check_windows",
+    "check_blocks",
     "chunk_length",
     "chunk_pool",
     "content_alignment",
     "first_prefix",
     "snapshot_interval",
     "unit_count",
+    "whole_block_tokens",
 ]
