@@ -15,7 +15,7 @@ import pytest
 from kvferry.common.errors import ProtocolError
 from kvferry.tools.doctor import http_engine
 from kvferry.tools.fetch import MAX_BYTES, HttpReply, client, fetch
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.tools.top.poller import fetch_address
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

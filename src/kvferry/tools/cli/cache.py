@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import msgspec
 import typer
 
@@ -22,7 +21,6 @@ from kvferry.common.text import printable
 from kvferry.common.units import counted, format_age, format_bytes, parse_size
 from kvferry.tools.cli.usage import CommandGroup
 from kvferry.tools.report import wrapped
-from kvferry.transport import admin_token, existing_keys, key_location
 
 if TYPE_CHECKING:
     from kvferry.tiers import CacheAdmin
@@ -366,6 +364,10 @@ def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, obje
     Raises:
         ConfigError: the key cannot be read, the engine does not answer, or it refuses the call.
     """
+    import httpx
+
+    from kvferry.transport import admin_token, existing_keys, key_location
+
     keys = existing_keys(secret_file)
     if keys is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.options import TYPER, argument, command, count, flag, option, without_none, writing
 from kvferry.tools.report import wrap
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 
 # Width of the file that `kvferry init` writes.
 _COLUMNS = 100

@@ -55,7 +55,7 @@ def doctor(options: DoctorOptions) -> None:
     from kvferry.tools.doctor.engines import parse_target
     from kvferry.tools.doctor.examine import Examination, examine
     from kvferry.tools.doctor.finding import as_json, is_well, print_report
-    from kvferry.tools.serving.kv_config import Role
+    from kvferry.tools.serving.role import Role
 
     if options.calibrate:
         require_linux("kvferry doctor --calibrate")

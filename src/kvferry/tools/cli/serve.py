@@ -19,7 +19,7 @@ from kvferry.common.units import counted
 from kvferry.tools.cli.config import read_settings, settings_option
 from kvferry.tools.cli.options import argument, check_output, command, count, flag, option, without_none
 from kvferry.tools.extras import ROUTER, VLLM, require
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.specs import EngineGroup

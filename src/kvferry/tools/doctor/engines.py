@@ -15,7 +15,7 @@ from kvferry.tools.doctor.finding import Finding, ReportSection, bad, note, ok, 
 from kvferry.tools.doctor.http_engine import ExaminedEngine, OfferedKv
 from kvferry.tools.doctor.identity import EngineIdentity, IdentifyError, identify, release_ticket
 from kvferry.tools.fetch import http_address
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.transport import Address, Keys, compare_facts, is_local_address, is_loopback
 
 _SCHEME = "kvferry"

@@ -18,7 +18,7 @@ from kvferry.tools.doctor import engine_metrics
 from kvferry.tools.doctor.finding import Finding, bad, note, ok
 from kvferry.tools.doctor.identity import EngineIdentity
 from kvferry.tools.fetch import Health, HttpReply, client, fetch
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.transport import Address
 

@@ -22,7 +22,7 @@ from kvferry.planning import (
 from kvferry.tools.doctor.finding import Finding, ReportSection, State, bad, note, ok, run_check
 from kvferry.tools.doctor.http_engine import ExaminedEngine
 from kvferry.tools.doctor.identity import EngineIdentity
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.transport import compare_facts, is_loopback
 
 _PAIR_SECONDS = 60.0

@@ -14,7 +14,6 @@ from kvferry.common.errors import KVFerryError
 from kvferry.common.units import format_seconds
 from kvferry.tools.serving.devices import url_of
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import (
     Fleet,
     LaunchError,
@@ -24,6 +23,7 @@ from kvferry.tools.serving.launch import (
     wait_ready,
 )
 from kvferry.tools.serving.processes import StopRequested, StopSignals
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.run import run_app
