@@ -15,8 +15,8 @@ import httpx
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
 from kvferry.tools.serving.kv_config import kv_transfer_config
-from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.launch import death_notice
+from kvferry.tools.serving.role import Role
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
