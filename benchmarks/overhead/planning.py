@@ -19,9 +19,6 @@ import numpy as np
 import zmq
 
 from kvferry.geometry import GroupKind, Region
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import LANE_BYTES
 from kvferry.tools.measuring.producer_process import ProducerProcess
@@ -29,6 +26,9 @@ from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader, as_arrays
 from kvferry.tools.measuring.rounds import Spread
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.agent import Agent
 from kvferry.transport.costs import TransferSettings, load_costs

@@ -239,7 +239,9 @@ def widest_group(groups: Sequence[GroupPattern]) -> int:
     return kinds.index(max(kinds))
 
 
-def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
+def find_coverage(
+    groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers
+) -> Coverage:
     """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
     Args:
@@ -255,7 +257,7 @@ def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_number
     >>> from kvferry.geometry import Attention
     >>> full, state = Attention(GroupKind.FULL), Attention(GroupKind.STATE)
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
-    >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
+    >>> both = find_coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.per_group, both.nearest_unusable_prefix, both.missing
     ((512, 0), (768, 1024), 768, (MissingChunk(group=1, chunk=2),))
     """

@@ -63,7 +63,7 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     at multiples of 4,096 tokens and at the end of the prompt. Four chunks before each end are stored.
 
     >>> from kvferry.geometry import GroupKind
-    >>> from kvferry.geometry.store import LayerCache
+    >>> from kvferry.tools.models.store import LayerCache
     >>> window = LayerCache(GroupKind.SLIDING, 1024, ())
     >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_prefix_ends(10240, 256, 0))]
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
@@ -97,7 +97,7 @@ def needed_chunks(
 
     In this example, prefixes of 5,120 and 5,200 tokens are likely, and the one of 8 windows, 4,096 tokens:
 
-    >>> from kvferry.geometry.store import LayerCache
+    >>> from kvferry.tools.models.store import LayerCache
     >>> full, window = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.SLIDING, 512, ())
     >>> found = needed_chunks([full, window], 256, [5120, 5200])
     >>> found[0], sorted(found[1])

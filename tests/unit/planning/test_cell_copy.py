@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.cell_copy import CellCopy, plan_page_copy, split_tokens
 from kvferry.planning.prepared_lists import TransferCounts, count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, transfer_methods
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route, build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from support.examples import examples
 
 KERNELS = st.tuples(st.integers(1, 8), st.integers(1, 8))

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvferry.planning.strategy import Strategy
+from kvferry.planning import Strategy
 from kvferry.tools.measuring.raw_reads import PreparedLists, RawReads
 from kvferry.tools.measuring.reader import STEP_SECONDS, Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.transport.read_plan import ReadPlan
+from kvferry.transport import ReadPlan
 
 
 class Mover(Protocol):

@@ -12,23 +12,27 @@ import numpy as np
 import torch
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import LoadPart
-from kvferry.connector.worker.loads import Loads
-from kvferry.memory.device_stream import finish_stream
-from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import LoadSpan
-from kvferry.planning.strategy import Strategy
-from kvferry.planning.template import build_templates
+from kvferry.connector import Bid, Load, LoadPart, Loads
+from kvferry.memory import finish_stream
+from kvferry.planning import Int64s, LoadSpan, Strategy, build_templates
 from kvferry.tools.measuring.producer_process import CONTENT, ProducerProcess, WaitLimit
 from kvferry.tools.measuring.simulated import SimulatedEngine, check_memory, fill_blocks
-from kvferry.transport.control_client import ControlClient
-from kvferry.transport.costs import TransferSettings
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
-from kvferry.transport.messages import Facts, RankCard
-from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.transfers import Transfers
+from kvferry.transport import (
+    ControlClient,
+    Facts,
+    LeaseWord,
+    LeaseWords,
+    PeerInfo,
+    Pending,
+    RankCard,
+    ReadOrder,
+    ReadPlan,
+    ReadResult,
+    Transfers,
+    TransferSettings,
+    Unusable,
+    new_incarnation,
+)
 
 # So long that a busy machine does not end a measurement.
 _LOAD_SECONDS = 60.0

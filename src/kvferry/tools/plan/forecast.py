@@ -10,23 +10,24 @@ from typing import Self
 
 from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.geometry import Attention, GroupKind, PageFormat
-from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.store import LayerCache
-from kvferry.planning.prepared_lists import count_transfer
-from kvferry.planning.select import Cells, needed_tokens
-from kvferry.planning.strategy import (
+from kvferry.planning import (
+    Cells,
     Costs,
+    Route,
     Strategy,
     TransferMethod,
     choose_method,
+    count_transfer,
+    needed_tokens,
     segment_bytes,
     transfer_methods,
 )
-from kvferry.planning.template import Route
+from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.contents import layer_pages, notes_of
 from kvferry.tools.plan.setting import EngineMemory, PlannedTransfer, set_up
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.transport.costs import TransferSettings
+from kvferry.transport import TransferSettings
 
 # Stands for the cheapest strategy.
 AUTO = "auto"
