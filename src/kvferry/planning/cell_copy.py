@@ -50,29 +50,6 @@ class CellCopy:
         """Runs of the cell with offset 0. Runs that are contiguous on both sides are merged."""
         return expand_copies(self.copies)
 
-    @cached_property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Distinct (length in bytes, number of runs of this length) of the runs of one cell."""
-        found = np.unique(self.descriptors.length, return_counts=True)
-        return tuple(zip(*(array.tolist() for array in found), strict=True))
-
-    @cached_property
-    def src_steps(self) -> frozenset[int]:
-        """Distinct distances in bytes between neighbouring cells of a source block."""
-        return frozenset(np.diff(self.src_offset_array).tolist())
-
-    @cached_property
-    def dst_steps(self) -> frozenset[int]:
-        return frozenset(np.diff(self.dst_offset_array).tolist())
-
-    @cached_property
-    def src_offset_array(self) -> Int64s:
-        return np.array(self.src_offsets, np.int64)
-
-    @cached_property
-    def dst_offset_array(self) -> Int64s:
-        return np.array(self.dst_offsets, np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:

@@ -206,28 +206,41 @@ def select_cells(
     if low >= high:
         empty = np.zeros(0, np.int64)
         return Cells(empty, empty, empty)
-    if route.cell_tokens == 0:
+    if not route.cell_tokens:
         if len(src_table) != 1 or len(dst_table) != 1:
             raise TransferError(
                 f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
             )
-        return _cells(route, src_table, dst_table, np.zeros(1, np.int64))
-    first = low // route.cell_tokens
-    if first * route.cell_tokens < span.local_tokens:
-        raise TransferError(
-            f"the local prefix ends at token {span.local_tokens}, inside the cell of "
-            f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
-        )
-    check_part_edges(route, group.kind, span)
-    # The last cell may hold tokens after the end of the span. The engine does not read them.
-    cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
-    src_index, dst_index = cells // route.src_cells, cells // route.dst_cells
-    for table, at, side in ((src_table, src_index, "source"), (dst_table, dst_index, "destination")):
+        number = np.zeros(1, np.int64)
+    else:
+        first = low // route.cell_tokens
+        if first * route.cell_tokens < span.local_tokens:
+            raise TransferError(
+                f"the local prefix ends at token {span.local_tokens}, inside the cell of "
+                f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
+            )
+        check_part_edges(route, group.kind, span)
+        # The last cell may hold tokens after the end of the span. The engine does not read them.
+        number = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
+    blocks = []
+    for table, cells, pool, side in (
+        (src_table, route.src_cells, route.src_blocks, "source"),
+        (dst_table, route.dst_cells, route.dst_blocks, "destination"),
+    ):
+        at = number if cells == 1 else number // cells
         if at[-1] >= len(table):
             raise TransferError(
                 f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
             )
-    return _cells(route, src_table[src_index], dst_table[dst_index], cells)
+        ids = table[at]
+        least, most = ids.min(), ids.max()
+        if least == NULL_BLOCK:
+            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
+        # With an id beyond the pool, the transfer would use memory that belongs to something else.
+        if least < 0 or most >= pool:
+            raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
+        blocks.append(ids)
+    return Cells(blocks[0], blocks[1], number)
 
 
 def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s) -> Int64s:
@@ -239,8 +252,10 @@ def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst
     Args:
         dst_table: block ids by position at the destination, int64 of shape (blocks,).
     """
+    if route.dst_cells == 1:  # as of snapshots, too
+        return dst_table[:0]
     low, high = needed_tokens(group, span)
-    if low >= high or route.dst_cells == 1 or not route.cell_tokens:
+    if low >= high:
         return dst_table[:0]
     first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
     block_tokens = route.cell_tokens * route.dst_cells
@@ -269,23 +284,6 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
                 f"a part of a prefix begins or ends at token {at}, inside a block; "
                 f"expected a multiple of {block}"
             )
-
-
-def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Return the cells, after a check of all block ids.
-
-    Raises:
-        TransferError: a block is null or not in the pool of its side.
-    """
-    for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
-        if (ids == NULL_BLOCK).any():
-            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
-        # With an id beyond the pool, the transfer would use memory that belongs to something else.
-        if ids.min() < 0 or ids.max() >= blocks:
-            raise TransferError(
-                f"the {side}'s table names blocks {ids.min()} to {ids.max()}, its pool has {blocks}"
-            )
-    return Cells(src, dst, number)
 
 
 def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:

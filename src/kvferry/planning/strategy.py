@@ -102,22 +102,6 @@ class Costs:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
-    def of_lanes(self) -> Costs:
-        """Return the costs per unit of work if all lanes share the work."""
-        return replace(
-            self,
-            read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
-            read_byte_seconds=self.read_byte_seconds / self.lanes_byte_gain,
-            copy_call_seconds=self.copy_call_seconds / self.lanes_work_gain,
-            copy_run_seconds=self.copy_run_seconds / self.lanes_work_gain,
-            copy_byte_seconds=self.copy_byte_seconds / self.lanes_byte_gain,
-        )
-
-    @property
-    def host_byte_seconds(self) -> float:
-        """Cost of packing or unpacking a byte in seconds, if the packed side is in host memory."""
-        return max(self.copy_byte_seconds, _HOST_BYTE_SECONDS)
-
     @property
     def gap_bytes(self) -> int:
         """Length in bytes of the longest gap between two runs that is cheaper to read than to skip."""
@@ -148,27 +132,26 @@ class Work:
 
     def seconds(self, cells: int, costs: Costs) -> float:
         """Return the expected duration in seconds of a transfer of `cells` cells."""
-        c = costs
+        c, total = costs, cells * self.bytes
+        least = _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
-        here = c.of_lanes() if cells * self.bytes >= 2 * LANE_BYTES else c
-        read = cells * (
-            self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
-        )
-        scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
+        large = total >= 2 * LANE_BYTES
+        work_gain, byte_gain = (c.lanes_work_gain, c.lanes_byte_gain) if large else (1.0, 1.0)
+        work = self.descriptors * c.read_descriptor_seconds
+        byte = self.read_bytes * c.read_byte_seconds / byte_gain
+        if self.scatter_runs:
+            work += self.scatter_calls * c.copy_call_seconds + self.scatter_runs * c.copy_run_seconds
+            byte += self.bytes * max(c.copy_byte_seconds / byte_gain, least)
+        ours = cells * (work / work_gain + byte)
         if not self.gather_runs:
-            return read + scatter
-        segments = max(1.0, cells * self.bytes / segment_bytes(cells * self.bytes))
-        gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
-        ours = read + scatter + segments * c.read_descriptor_seconds
+            return ours
+        work = self.gather_calls * c.copy_call_seconds + self.gather_runs * c.copy_run_seconds
+        gather = cells * (work + self.bytes * max(c.copy_byte_seconds, least))
+        segments = max(1.0, total / segment_bytes(total))
+        ours += segments * c.read_descriptor_seconds
         # The first segment is gathered before anything can be read, so nothing hides it.
         hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
         return segments * c.ask_seconds + gather + ours - hidden
-
-    def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
-        if not runs:
-            return 0.0
-        byte_seconds = c.host_byte_seconds if self.shared else c.copy_byte_seconds
-        return cells * (calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * byte_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +209,8 @@ def transfer_methods(
     found = []
     size = route.cell_bytes
     if route.run_count <= MAX_RUNS:
-        found.append(TransferMethod(Strategy.DIRECT, Work(len(route.runs), size, bytes=size)))
+        runs = sum(kind.number for kind in route.run_kinds)
+        found.append(TransferMethod(Strategy.DIRECT, Work(runs, size, bytes=size)))
     if image := _fetch_image(route, costs.gap_bytes, region_starts):
         calls, runs = _copies(image.pool_copies)
         work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
@@ -262,11 +246,16 @@ def choose_method(
         strategy: strategy to which the choice is limited, if any method has it; None to choose among all
             methods.
     """
-    slow = costs.read_byte_seconds >= _SLOW_READS * costs.host_byte_seconds
-    usual = [i for i, method in enumerate(methods) if slow or method.strategy is not Strategy.SHARED]
-    wanted = [i for i, method in enumerate(methods) if method.strategy is strategy]
-    allowed = wanted or usual or range(len(methods))
-    return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))
+    slow = costs.read_byte_seconds >= _SLOW_READS * max(costs.copy_byte_seconds, _HOST_BYTE_SECONDS)
+    # Ranks: the given strategy, those that are considered here, and the rest, for lack of others.
+    best, choice = (3, 0.0), 0
+    for number, method in enumerate(methods):
+        rank = (
+            0 if method.strategy is strategy else 1 if slow or method.strategy is not Strategy.SHARED else 2
+        )
+        if rank <= best[0] and (cost := (rank, method.work.seconds(cells, costs))) < best:
+            best, choice = cost, number
+    return choice
 
 
 def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:

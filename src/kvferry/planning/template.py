@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from kvferry.common.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
 from kvferry.planning.cell_copy import CellCopy, differences, merge_cell_copies, plan_page_copy
-from kvferry.planning.descriptors import Descriptors, concatenate
+from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
 
 
@@ -59,6 +61,21 @@ def _at(factors: tuple[float, ...], head: int, heads: range) -> float:
     return factors[head - heads.start] if len(factors) > 1 else factors[0]
 
 
+class RunKind(NamedTuple):
+    """Runs of equal length in one cell of a route.
+
+    Attributes:
+        length: bytes of each run.
+        number: number of such runs per cell.
+        offsets: byte offset of each cell in its block, at the source and at the destination, int64. None if
+            such runs of consecutive cells cannot be contiguous on both sides, whatever the block ids.
+    """
+
+    length: int
+    number: int
+    offsets: tuple[Int64s, Int64s] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """A set of layers that are read together from one source rank.
@@ -86,7 +103,7 @@ class Route:
     dst_blocks: int
     cell_copies: tuple[CellCopy, ...]
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         """Bytes that are copied per cell, over all layers of the route."""
         return sum(copy.bytes for copy in self.copies)
@@ -105,6 +122,23 @@ class Route:
     def runs(self) -> Descriptors:
         """Descriptors of the runs of one cell, merged inside each `CellCopy` if contiguous on both sides."""
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
+
+    @cached_property
+    def run_kinds(self) -> tuple[RunKind, ...]:
+        """The `runs`, counted by their length and by the offsets of their cells."""
+        found = []
+        for one in self.cell_copies:
+            offsets = np.array(one.src_offsets, np.int64), np.array(one.dst_offsets, np.int64)
+            # Distances from a cell to the next one, in its own block or in the block behind it.
+            steps = [
+                {*np.diff(at).tolist(), stride + int(at[0] - at[-1])}
+                for at, stride in zip(offsets, (self.src_stride, self.dst_stride), strict=True)
+            ]
+            lengths, numbers = np.unique(one.descriptors.length, return_counts=True)
+            for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
+                touch = all(length in each for each in steps)
+                found.append(RunKind(length, number, offsets if touch else None))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
