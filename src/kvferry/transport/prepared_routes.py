@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,9 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
+from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherClient, GatherRoute
 from kvferry.transport.messages import RankCard
+from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import MappedArea, StagingArea
 
 # Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each.
@@ -183,6 +185,31 @@ class PreparedRoute:
         """The method that reads cells straight into blocks; None if the route has none."""
         first = self.methods[0]
         return first if first.method.strategy is Strategy.DIRECT else None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRank:
+    """A rank of a peer, with everything that is prepared to read from it.
+
+    Attributes:
+        agent: NIXL's name of the rank.
+        local, remote: NIXL's lists of this worker's and of the rank's memory: cells in blocks, and images in
+            the staging area. None if the rank supplies no KV.
+        local_words, remote_words: NIXL's lists of `LaneResources.words` and of the rank's words.
+        client: asks the rank to gather; None if no method needs it.
+        not_shared: why the rank's host memory is not mapped here; empty if it is.
+    """
+
+    card: RankCard
+    agent: str
+    routes: tuple[PreparedRoute, ...]
+    local: Any
+    remote: Any
+    local_words: Any
+    remote_words: Any
+    client: GatherClient | None
+    speed: ReadSpeed
+    not_shared: str
 
 
 class RoutePreparation:

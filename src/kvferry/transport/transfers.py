@@ -27,7 +27,7 @@ from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
-from kvferry.transport.read_plan import ReadOrder, ReadResult, Share
+from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,6 @@ class Transfers:
         """
         settings = settings or TransferSettings()
         self.words = words
-        self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
         # Of each order: how many lanes have not done their share of it, and the result of those that have.
         self._orders: dict[str, tuple[int, ReadResult | None]] = {}
@@ -185,7 +184,7 @@ class Transfers:
             else:
                 self._orders[order.key] = lanes, None
                 for number, one in enumerate(self._lanes):
-                    one.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
+                    one.submit(replace(order, share=(number + turn) % lanes, shares=lanes))
 
     def results(self) -> list[ReadResult]:
         done = []

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.load import Load, LoadFigures
+from kvferry.connector.load import Load
 from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, Report, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
@@ -35,6 +35,7 @@ from kvferry.planning.select import LoadSpan, partly_written_blocks
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
+from kvferry.transport.read_plan import LoadFigures
 
 logger = logging.getLogger(__name__)
 

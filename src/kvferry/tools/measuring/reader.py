@@ -27,7 +27,7 @@ from kvferry.transport.costs import TransferSettings
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts, RankCard
-from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
+from kvferry.transport.read_plan import LoadFigures, ReadOrder, ReadResult
 from kvferry.transport.transfers import Transfers
 
 # So long that a busy machine does not end a measurement.
@@ -215,11 +215,9 @@ class Reader:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
         return outcome.results[request.key], seconds
 
-    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
-        """Load a request's KV, and return the plan by which kvferry did it. Raises as `load`."""
-        result, _ = self.load(source, peer)
-        assert result.plan is not None  # noqa: S101 - the load has succeeded
-        return result.plan
+    def figures(self, source: SimulatedEngine, peer: int = 0) -> LoadFigures:
+        """Load a request's KV, and return how kvferry did it. Raises as `load`."""
+        return self.load(source, peer)[0].figures
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Make an engine grant a lease, claim it, and return its lease word."""
