@@ -254,7 +254,7 @@ class Lane:
         if isinstance(peer, str):
             self._deliver(ReadResult(order.key, peer, peer_lost=True))
             return None
-        if peer is None or peer.speed_pending:
+        if peer is None or (peer in self._measuring and peer.speed_pending):
             self._held.append(order)
             return None
         try:

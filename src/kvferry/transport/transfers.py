@@ -170,12 +170,13 @@ class Transfers:
     def submit(self, *orders: ReadOrder) -> None:
         """Queue all orders of a step. Each is for the whole of its span."""
         lanes = len(self._lanes)
-        tokens = [order.span.ends - order.span.begins for order in orders]
+        total = sum(order.span.ends - order.span.begins for order in orders)
         given = [0] * lanes
-        for order, size in zip(orders, tokens, strict=True):
+        for order in orders:
+            size = order.span.ends - order.span.begins
             # The first share changes its lane from order to order, because small routes are in it alone.
             turn = next(self._turns)
-            if size * lanes <= sum(tokens):
+            if size * lanes <= total:
                 # A small order goes as a whole to the lane that has the fewest tokens so far.
                 *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
                 given[lane] += size
