@@ -1,7 +1,6 @@
-"""Descriptors of one request as indices into prepared descriptor lists.
+"""Descriptors of one request as indices into lists that were prepared before any request.
 
-Before any request, a transport prepares one descriptor for every row (run of a cell) of a route, every cell
-of a block, and every block (`PreparedEntries`). A request is then one array of indices per side.
+A list has one descriptor for every row (run of a cell) of a route, every cell of a block, and every block.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class TransferCounts:
     """The size of one request's transfer over one route.
 
     Attributes:
-        bytes: bytes that the request needs, without gaps that are read and discarded.
-        pages: number of contiguous runs over all cells, before merging. Often, a run is a page.
-        descriptors: number of runs after those of consecutive cells are merged.
-        largest_run: length in bytes of the longest run after merging.
+        bytes: without gaps that are read and discarded.
+        pages: contiguous runs of all cells, often pages.
+        descriptors, largest_run: number of runs, and bytes of the longest, after merging those of
+            consecutive cells.
     """
 
     bytes: int
@@ -48,11 +47,8 @@ class TransferCounts:
 class PreparedEntries:
     """The entries of one transfer method in the prepared descriptor list of one side.
 
-    They form a contiguous range of the list, one for each combination of row, cell and block. For a staging
-    area, images take the place of blocks.
-
     Attributes:
-        base: index of the first entry in the list.
+        base: index of the first entry. The others follow it.
         blocks: number of blocks in the pool, or of images that fit into the staging area.
         cells: number of cells per block; 1 for images.
     """
@@ -62,16 +58,13 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the indices in the descriptor list for ``n`` cells, int32 of shape (rows · n,).
-
-        An index is ``base + (row * cells + number % cells) * blocks + id``.
+        """Return the indices ``base + (row * cells + number % cells) * blocks + id``, int32 of (rows · n,).
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
-            ids: id of the block, or index of the image, that holds each cell, of shape (n,).
-            number: index of each cell in the sequence, of shape (n,).
+            ids, number: block id or index of the image, and index in the sequence, of each of n cells.
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)

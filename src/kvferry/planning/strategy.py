@@ -10,8 +10,7 @@
   mapped, and the destination scatters it from there. The transport carries no KV.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
-seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
-of an AMD EPYC with NIXL over UCX on one host.
+seconds. The defaults are those of two cores of an AMD EPYC with NIXL over UCX on one host.
 """
 
 from __future__ import annotations
@@ -67,21 +66,19 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of transfer operations on a machine, for one lane.
+    """Costs of transfer operations on a machine, for one lane. ``kvferry doctor --calibrate`` measures them.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: cost of a READ per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking per call of the
-            copy operation (one per `StridedCopy` and cell), per contiguous run and per byte.
+        read_*: of a READ, per descriptor and per byte.
+        copy_*_seconds: of packing or unpacking, per call of the copy operation (one per `StridedCopy` and
+            cell), per contiguous run and per byte.
         ask_seconds: round-trip time of a request to the source to pack one segment.
         overlap: fraction of the shorter of two times (packing at the source, reading at the destination) that
-            is saved because both happen at once. It is 1 between two machines, and as low as 0 on one busy
-            machine.
-        lanes_work_gain: factor by which all lanes together are faster than one at the work per descriptor,
-            call and run; limited by CPU cores.
-        lanes_byte_gain: the same factor for the work per byte; limited by memory bandwidth.
+            is saved because both happen at once: 1 between two machines, as low as 0 on one busy machine.
+        lanes_work_gain, lanes_byte_gain: factors by which all lanes together are faster than one at the work
+            per descriptor, call and run (CPU cores), and at the work per byte (memory bandwidth).
         copy_engine_bytes: shortest run that a GPU's copy engine copies to or from host memory faster than a
-            kernel does. Not used where KV is in host memory.
+            kernel does.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -114,10 +111,10 @@ class Work:
     """The work of transferring one cell by one method.
 
     Attributes:
-        descriptors, read_bytes: number of descriptors, and number of bytes, of the READ.
-        gather_calls, gather_runs: number of calls of the source's copy operation, and of runs that it copies.
+        descriptors, read_bytes: of the READ.
+        gather_calls, gather_runs: calls of the source's copy operation, and runs that it copies.
         scatter_calls, scatter_runs: the same for the destination; 0 if it copies nothing.
-        bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
+        bytes: useful bytes of the cell. Each copy operation copies so many.
         shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
@@ -131,7 +128,7 @@ class Work:
     shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration in seconds of a transfer of `cells` cells."""
+        """Return the expected duration of a transfer of `cells` cells."""
         c, total = costs, cells * self.bytes
         least = _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
@@ -171,7 +168,7 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies by which the destination unpacks an image; None if it unpacks none."""
+        """Copies by which the destination unpacks an image, of whatever strategy; None if it unpacks none."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.pool_copies
         return self.landing
@@ -194,17 +191,14 @@ def transfer_methods(
     *,
     shared: bool = False,
 ) -> tuple[TransferMethod, ...]:
-    """Return all methods that can transfer the cells of a route.
+    """Return all methods that can transfer the cells of a route, without those with larger images.
 
     Args:
-        max_image_bytes: methods with larger images are left out.
-        region_starts: first address of each registered region of the source, which no read may cross; empty
-            if one region holds all pages.
+        region_starts: first address of each registered region of the source, which no read may cross.
         shared: True if the destination has mapped host memory of the source.
 
     Raises:
-        ConfigError: a cell has too many runs for a direct transfer, and cannot be packed into an image of at
-            most `max_image_bytes`.
+        ConfigError: no method is left.
     """
     found = []
     size = route.cell_bytes
@@ -239,27 +233,19 @@ def transfer_methods(
 def choose_method(
     methods: Sequence[TransferMethod], cells: int, costs: Costs, strategy: Strategy | None = None
 ) -> int:
-    """Return the index of the transfer method with the shortest expected duration.
-
-    Args:
-        methods: at least one.
-        strategy: strategy to which the choice is limited, if any method has it; None to choose among all
-            methods.
-    """
+    """Return the index of the method with the shortest expected duration, of `strategy` if any has it."""
     slow = costs.read_byte_seconds >= _SLOW_READS * max(costs.copy_byte_seconds, _HOST_BYTE_SECONDS)
     # Ranks: the given strategy, those that are considered here, and the rest, for lack of others.
     best, choice = (3, 0.0), 0
     for number, method in enumerate(methods):
-        rank = (
-            0 if method.strategy is strategy else 1 if slow or method.strategy is not Strategy.SHARED else 2
-        )
+        usual = slow or method.strategy is not Strategy.SHARED
+        rank = 0 if method.strategy is strategy else 1 if usual else 2
         if rank <= best[0] and (cost := (rank, method.work.seconds(cells, costs))) < best:
             best, choice = cost, number
     return choice
 
 
 def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of images that the destination reads from the source and then unpacks, if any."""
     image = fetch_image(route.cell_copies, gap_bytes, region_starts)
     # A read longer than the distance between blocks would read other blocks, which is never worth it.
     while image and gap_bytes and image.longest > route.src_stride:

@@ -34,31 +34,28 @@ def same_scales(a: Layer, b: Layer) -> bool:
     >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
     """
-    return all(_same(source, a, b) for source in {scale.source for scale in (*a.scales, *b.scales)})
-
-
-def _same(source: str, a: Layer, b: Layer) -> bool:
-    ours, theirs = _factors(a, source), _factors(b, source)
-    # A single factor holds for all heads of the layer, also for those that the other rank does not have.
-    if len(ours) == len(theirs) == 1:
-        return ours == theirs
-    heads_a, heads_b = _heads(a), _heads(b)
-    both = range(max(heads_a.start, heads_b.start), min(heads_a.stop, heads_b.stop))
-    return all(_at(ours, head, heads_a) == _at(theirs, head, heads_b) for head in both)
-
-
-def _factors(layer: Layer, source: str) -> tuple[float, ...]:
-    # A layer without a scale has scale 1.
-    return next((scale.factors for scale in layer.scales if scale.source == source), (1.0,))
-
-
-def _heads(layer: Layer) -> range:
-    axes = (field.axis("head") for field in layer.page.fields)
-    return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
-
-
-def _at(factors: tuple[float, ...], head: int, heads: range) -> float:
-    return factors[head - heads.start] if len(factors) > 1 else factors[0]
+    if not (a.scales or b.scales):
+        return True
+    sides = []
+    for layer in (a, b):
+        axes = [axis for field in layer.page.fields if (axis := field.axis("head"))]
+        heads = range(axes[0].start, axes[0].stop) if axes else range(1)
+        sides.append((heads, {scale.source: scale.factors for scale in layer.scales}))
+    (heads_a, scales_a), (heads_b, scales_b) = sides
+    low, high = max(heads_a.start, heads_b.start), min(heads_a.stop, heads_b.stop)
+    for source in scales_a.keys() | scales_b.keys():
+        # A layer without a scale has scale 1.
+        ours, theirs = scales_a.get(source, (1.0,)), scales_b.get(source, (1.0,))
+        # A single factor holds for all heads of the layer, also for those that the other rank does not have.
+        if len(ours) == len(theirs) == 1:
+            if ours != theirs:
+                return False
+            continue
+        for head in range(low, high):
+            one = ours[head - heads_a.start] if len(ours) > 1 else ours[0]
+            if one != (theirs[head - heads_b.start] if len(theirs) > 1 else theirs[0]):
+                return False
+    return True
 
 
 class RunKind(NamedTuple):
@@ -82,13 +79,12 @@ class Route:
 
     Attributes:
         src_group, dst_group: index of the layers' group, whose block table they use, on each side.
-        cell_tokens: number of tokens per cell; 0 for a snapshot.
-        src_cells, dst_cells: number of cells per block on each side.
-        src_stride, dst_stride: bytes from one block to the next on each side.
-        src_blocks, dst_blocks: number of blocks in the pool of each side.
-        cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, the
-            offset ``b * stride`` is added. If layers lie at equal distances, one loop covers all of them, so
-            a cross-layer cache needs only one strided copy.
+        cell_tokens: tokens per cell; 0 for a snapshot.
+        src_cells, dst_cells: cells per block.
+        src_stride, dst_stride: bytes from one block to the next.
+        src_blocks, dst_blocks: blocks in the pool.
+        cell_copies: copies of a cell of block 0, at absolute addresses. If layers lie at equal distances, one
+            loop covers all of them, so a cross-layer cache needs only one strided copy.
     """
 
     src_group: int
@@ -110,7 +106,10 @@ class Route:
 
     @property
     def copies(self) -> tuple[StridedCopy, ...]:
-        return tuple(copy for cell_copy in self.cell_copies for copy in cell_copy.copies)
+        found: list[StridedCopy] = []
+        for cell_copy in self.cell_copies:
+            found += cell_copy.copies
+        return tuple(found)
 
     @property
     def run_count(self) -> int:
@@ -120,7 +119,7 @@ class Route:
 
     @cached_property
     def runs(self) -> Descriptors:
-        """Descriptors of the runs of one cell, merged inside each `CellCopy` if contiguous on both sides."""
+        """Runs of one cell, merged inside each `CellCopy` if contiguous on both sides."""
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
     @cached_property
@@ -143,12 +142,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """All copies from one rank of the peer to this rank.
-
-    Attributes:
-        src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: empty if this rank reads nothing from that rank.
-    """
+    """All copies from one rank of the peer, (pp_rank, tp_rank), to this rank: none if it supplies nothing."""
 
     src_rank: tuple[int, int]
     routes: tuple[Route, ...]
@@ -164,14 +158,12 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """Compute the copies with which this rank reads from every rank of a peer.
+    """Compute the copies with which this rank reads from every rank of a peer, in the order of `srcs`.
 
-    The templates are in the order of `srcs`. Layers of a draft model that the peer cannot supply are left
-    out.
+    Layers of a draft model that the peer cannot supply are left out.
 
     Raises:
-        Incompatible: the peer cannot supply a layer of the model or a part of a layer. The error lists all
-            reasons.
+        Incompatible: the peer cannot supply a layer of the model or a part of a layer.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -214,12 +206,9 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
     """Return this rank's geometry, reduced to the draft model's layers that no rank of the peer supplies.
 
-    The caller must clear the blocks of these layers, because the blocks' old content may be NaN. A load
-    without these layers is still correct, because the model verifies every token that a draft model proposes.
-
-    Args:
-        templates: copies from every rank of the peer to this rank, from `build_templates`.
+    The caller must clear the blocks of these layers, because the blocks' old content may be NaN.
     """
+    # A load without them is correct: the model verifies every token that a draft model proposes.
     had = {name for template in templates for route in template.routes for name in route.layers}
     groups = (
         replace(group, layers=tuple(one for one in group.layers if one.draft and one.name not in had))
@@ -231,18 +220,14 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
 def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
     """Return the names of all layers of draft models that the peer cannot supply.
 
-    Raises:
-        Incompatible: the peer cannot supply a layer of the model itself.
+    Raise Incompatible if the peer cannot supply a layer of the model itself.
     """
     left = [absent_layers(build_templates(srcs, rank), rank) for rank in dsts]
     return sorted({layer.name for rank in left for group in rank.groups for layer in group.layers})
 
 
 class _Pages:
-    """Assigns numbers to page formats. Equal formats share a number.
-
-    All numbered formats must live as long as this object, because a format is recognised by its ``id()``.
-    """
+    """Assigns numbers to page formats, which must live as long as this object. Equal formats share one."""
 
     # A handshake compares the formats of every layer on every rank, and numbers are faster to compare.
     def __init__(self) -> None:
@@ -259,13 +244,9 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A source rank that holds a layer.
+    """A source rank, given by its index, that holds a layer in one of its groups.
 
-    Attributes:
-        index: index of the source rank.
-        group: index, on that rank, of the group that contains the layer.
-        choice_key: (index, kind, number of the page format). Layers whose holders have equal keys get the
-            same `_Choice`.
+    Layers whose holders have equal keys, (index, kind, number of the page format), get the same `_Choice`.
     """
 
     index: int
@@ -280,12 +261,9 @@ _ChoiceKey: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The source ranks that supply a layer.
+    """The source ranks that supply a layer, or the reasons why the peer cannot.
 
-    Attributes:
-        fields_by_holder: (index in the list of the layer's holders, names of the fields to read from it) of
-            each chosen rank.
-        differences: reasons why the peer cannot supply the layer; empty if it can.
+    `fields_by_holder` are (index in the list of the layer's holders, names of the fields to read from it).
     """
 
     fields_by_holder: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -304,12 +282,7 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the source ranks from which the fields of a layer are read.
-
-    Args:
-        kind: kind of the destination's group.
-        reader: tensor-parallel rank of the destination.
-    """
+    # `kind` is that of the destination's group, `reader` the tensor-parallel rank of the destination.
     if not holders:
         return _Choice(differences=("not in the peer's cache",))
     # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens
@@ -402,10 +375,7 @@ def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeom
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return messages about layers for which the peer may keep fewer tokens than this rank needs.
-
-    There is one message per pair of group labels (the peer's and this rank's).
-    """
+    """Return messages about layers for which the peer may keep fewer tokens than this rank needs."""
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)
     # If only this engine's hybrid KV cache manager is disabled, it treats sliding windows as full attention
