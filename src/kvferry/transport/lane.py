@@ -62,11 +62,8 @@ _LONGEST_WAIT = 1e-3
 MakeAgent: TypeAlias = Callable[..., Agent]
 
 
-class Connect(NamedTuple):
-    """A command to connect a peer, or to disconnect it if `cards` is None.
-
-    Orders after a connect wait until the peer is connected. Orders before a disconnect are still executed.
-    """
+class _Connect(NamedTuple):
+    """A command to connect a peer, or to disconnect it if `cards` is None."""
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -133,7 +130,7 @@ class Lane:
         self._on_result, self._validator = on_result, validator
         own_words = in_flight * MAX_SOURCES
         self._free_landings = list(range(0, own_words, MAX_SOURCES))
-        self._queue: deque[ReadOrder | Connect] = deque()
+        self._queue: deque[ReadOrder | _Connect] = deque()
         self._held: deque[ReadOrder] = deque()
         self._reads: list[_Read] = []
         self._measuring: list[ConnectedPeer] = []
@@ -159,8 +156,16 @@ class Lane:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def submit(self, command: ReadOrder | Connect) -> None:
-        self._queue.append(command)
+    def submit(self, order: ReadOrder) -> None:
+        self._queue.append(order)
+        self._wake.set()
+
+    def connect(self, peer: str, cards: tuple[RankCard, ...] | None) -> None:
+        """Connect a peer, or disconnect it if `cards` is None, after the orders submitted so far.
+
+        Orders that are submitted later wait until the peer is connected.
+        """
+        self._queue.append(_Connect(peer, cards))
         self._wake.set()
 
     def stop(self) -> None:
@@ -216,7 +221,7 @@ class Lane:
             # Held orders came before the queued ones, and go back in front of them in their order.
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
-        while self._queue and (self._free_landings or isinstance(self._queue[0], Connect)):
+        while self._queue and (self._free_landings or isinstance(self._queue[0], _Connect)):
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
@@ -322,7 +327,7 @@ class Lane:
             read.peer_lost |= packed.peer_lost
             if packed.finished:
                 read.plan.packed.remove(packed)
-        states = [agent.state(handle) for handle in read.handles]
+        states = list(map(agent.state, read.handles))
         if read.plan.packed or ReadState.IN_FLIGHT in states:
             return moved
         if ReadState.FAILED in states:

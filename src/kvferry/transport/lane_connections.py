@@ -17,27 +17,22 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.geometry import Region
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
 from kvferry.planning.strategy import Strategy, choose_method
-from kvferry.planning.template import Route, absent_layers, build_templates
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.metadata import WORD_BYTES
+from kvferry.planning.template import absent_layers, build_templates
+from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import PackedRead
-from kvferry.transport.prepared_routes import RoutePreparation, SourceRank, page_clearings
+from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
 from kvferry.transport.read_plan import LoadFigures, ReadOrder
-from kvferry.transport.read_speed import ReadSpeed
-from kvferry.transport.staging import LaneResources, MappedArea
+from kvferry.transport.staging import LaneResources
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +84,7 @@ class ConnectedPeer:
         # Each step adds what undoes it, so that a peer that cannot be connected leaves nothing behind.
         with ExitStack() as made:
             self.sources = tuple(
-                self._prepare(made, card, template.routes)
+                prepare_source(lane, card, template.routes, made)
                 for card, template in zip(cards, templates, strict=True)
             )
             self._made = made.pop_all()
@@ -154,7 +149,10 @@ class ConnectedPeer:
             pages += counts.pages
             descriptors += counts.descriptors
             largest = max(largest, counts.largest_run)
-        speeds = [source.speed.bytes_per_second for source in sources]
+        speed, not_shared = 0.0, ""
+        for source in sources:
+            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
+            not_shared = not_shared or source.not_shared
         return LoadFigures(
             bytes_by_group=tuple(sizes),
             strategies_by_group=tuple(map(tuple, strategies)),
@@ -163,8 +161,8 @@ class ConnectedPeer:
             descriptors=descriptors,
             run_bytes=largest,
             plan_seconds=time.perf_counter() - began,
-            read_bytes_per_second=min(filter(None, speeds), default=0.0),
-            not_shared=next(filter(None, [source.not_shared for source in sources]), ""),
+            read_bytes_per_second=speed,
+            not_shared=not_shared,
         )
 
     @property
@@ -191,40 +189,6 @@ class ConnectedPeer:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
 
-    def _prepare(self, made: ExitStack, card: RankCard, routes: Sequence[Route]) -> SourceRank:
-        """Prepare reads from one rank. Mutates `made`, the stack of callbacks that undo the preparation."""
-        lane, geometry, there = self._lane, self._lane.geometry, card.outgoing
-        shared, not_shared = _map(there, geometry.regions[0])
-        if shared is not None:
-            made.callback(shared.close)
-        preparation = RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
-        for route in routes:
-            preparation.add(route)
-        client = None
-        if preparation.gathers and there is not None:
-            client = GatherClient(
-                lane.context, there.host, there.port, preparation.gathers, lane.settings.keys
-            )
-            made.callback(client.close)
-        name = lane.agent.add_peer(card.agent)
-        made.callback(lane.agent.drop_peer, name)
-
-        def listed(owner: str | None, region: Region, rows: Int64s) -> Any:
-            handle = lane.agent.prepare(owner, region, rows)
-            made.callback(lane.agent.release_list, handle)
-            return handle
-
-        src, dst, memory = preparation.src, preparation.dst, card.geometry.regions[0]
-        local = listed(None, geometry.regions[0], dst.table()) if dst.entries else None
-        remote = listed(name, memory, src.table()) if src.entries else None
-        words = Region(card.words_address, card.words * WORD_BYTES)
-        local_words = listed(None, lane.words_region, _word_rows(lane.words_region))
-        remote_words = listed(name, words, _word_rows(words))
-        speed = ReadSpeed(lane, name, memory, lane.settings.timed_read_bytes if src.entries else 0)
-        made.callback(speed.close)
-        lists = local, remote, local_words, remote_words
-        return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
-
     def _check(self, order: ReadOrder) -> None:
         theirs, ours = len(self.sources[0].card.geometry.groups), len(self._lane.geometry.groups)
         if len(order.src_tables) != theirs or len(order.dst_tables) != ours:
@@ -234,20 +198,6 @@ class ConnectedPeer:
             )
         if not 0 <= order.lease.slot < self._leases:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
-
-
-def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
-    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible."""
-    if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
-        return None, "the peer offers no memory that engines of its machine can map; its log says why"
-    try:
-        return MappedArea(outgoing.file, like), ""
-    except TransferError as error:
-        return None, str(error)
-
-
-def _word_rows(region: Region) -> Int64s:
-    return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
 
 
 def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices:

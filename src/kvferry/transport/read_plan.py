@@ -69,23 +69,15 @@ def _cut(blocks: Int64s, part: int, parts: int) -> int:
 class LoadFigures:
     """Bytes, descriptors, and seconds of each stage, of a load from a peer or of a copy of chunks.
 
-    All values are 0 or empty for a load from tiers as a whole, whose parts are copies.
-
     Attributes:
-        bytes_by_group: number of bytes of KV that the request needs, per KV cache group, without gaps that
-            are read and discarded. Empty if no read was planned. For chunks, the groups are those of the
-            storage format.
-        strategies_by_group: names of the transfer strategies; empty for a group without bytes.
-        reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
-        pages: number of contiguous runs of bytes before merging adjacent runs.
-        descriptors: number of transfer descriptors: one for each run after merging.
-        run_bytes: size in bytes of the largest run after merging.
-        plan_seconds: seconds that the slowest worker took to plan the read.
-        transfer_seconds: seconds that the slowest worker took to transfer the bytes.
-        check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused
-            the blocks.
-        read_bytes_per_second: measured speed of READs from the peer, on the slowest worker; 0 if it was not
-            measured.
+        bytes_by_group: bytes of KV per KV cache group, without gaps that are read and discarded. Empty if no
+            read was planned. For chunks, the groups are those of the storage format.
+        strategies_by_group: names of the transfer strategies.
+        reads: more than 1 if the peer was still computing the KV when the load began.
+        pages: contiguous runs of bytes. Merged, they are `descriptors`, the largest of `run_bytes`.
+        plan_seconds, transfer_seconds, check_seconds: of the slowest lane and worker. The check is that the
+            peer had not reused the blocks.
+        read_bytes_per_second: measured speed of READs from the slowest rank; 0 if it was not measured.
         not_shared: why a worker cannot map host memory of the peer; empty if all do.
     """
 

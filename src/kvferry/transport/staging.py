@@ -38,12 +38,9 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A contiguous range of a staging area that holds the images of one segment.
+    """A range of units of a staging area that holds the images of one segment.
 
-    Attributes:
-        unit: index of the first unit of `UNIT_BYTES`.
-        position: index of the first image. Image ``i`` is at byte ``i * stride`` of the area, not of the
-            allocation.
+    `position` is the index of the first image. Image ``i`` is at byte ``i * stride`` of the area.
     """
 
     unit: int
@@ -55,12 +52,9 @@ class StagingArea:
     """Memory that holds images during a transfer, in `units` of `UNIT_BYTES`. Thread-safe."""
 
     def __init__(self, size: int, like: Region, memory: torch.Tensor | None = None) -> None:
-        """Allocate the memory.
+        """Allocate `size` bytes, rounded down to whole units, of the same kind of memory as `like`.
 
-        Args:
-            size: bytes, rounded down to whole units; 0 for an empty area.
-            like: region of the KV cache. The area gets the same kind of memory.
-            memory: memory to use, uint8 of shape (size,), which begins at a page; None to allocate it.
+        `memory` is used instead if given: uint8 of shape (size,), from the start of a page on.
         """
         self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
@@ -127,11 +121,9 @@ class OutgoingFile:
     """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
 
     def __init__(self, size: int, like: Region) -> None:
-        """Create and map the file. No memory is allocated until it is used, except by CUDA.
+        """Create and map the file, of whole units. No memory is allocated until it is used, except by CUDA.
 
-        Args:
-            size: multiple of `UNIT_BYTES`.
-            like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
+        If `like`, a region of the KV cache, is on a GPU, the memory is registered with CUDA.
         """
         self.file = SharedFile.create(size)
         try:

@@ -22,7 +22,7 @@ from kvferry.memory.shared_memory import request_huge_pages
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.lane import Connect, Lane, MakeAgent
+from kvferry.transport.lane import Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
@@ -160,12 +160,12 @@ class Transfers:
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Start to connect a peer on all lanes. Orders to read from it may be submitted at once."""
         for lane in self._lanes:
-            lane.submit(Connect(peer, tuple(cards)))
+            lane.connect(peer, tuple(cards))
 
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer when the reads from it have ended. Later orders to read from the peer fail."""
         for lane in self._lanes:
-            lane.submit(Connect(peer, None))
+            lane.connect(peer, None)
 
     def submit(self, *orders: ReadOrder) -> None:
         """Queue all orders of a step. Each is for the whole of its span."""

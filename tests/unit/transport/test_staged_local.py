@@ -23,7 +23,7 @@ from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
-from kvferry.transport.prepared_routes import RoutePreparation
+from kvferry.transport.prepared_routes import _RoutePreparation
 from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
@@ -682,7 +682,7 @@ def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, c
 def preparation(src, dst, families, outgoing=8 << 20, **limits):
     (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
     card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
-    made = RoutePreparation(ours, StagingArea(8 << 20, Region(0, 1)), card, Costs(), **limits)
+    made = _RoutePreparation(ours, StagingArea(8 << 20, Region(0, 1)), card, Costs(), **limits)
     (template,) = build_templates([theirs], ours)
     for route in template.routes:
         made.add(route)
