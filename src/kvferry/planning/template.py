@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.common.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.cell_copy import CellCopy, differences, merge_cell_copies, plan_page_copy
+from kvferry.planning.cell_copy import CellCopy, PageCopy, differences, merge_cell_copies, plan_page_copy
 from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
 
@@ -169,21 +169,24 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
     pages = _Pages()
     holders_of = _holders(srcs, pages)
     # Most layers of a model are alike, so the choice is cached.
-    chosen_for: dict[_ChoiceKey, _Choice] = {}
+    chosen_for: dict[_ChoiceKey, tuple[_Choice, tuple[str, ...]]] = {}
     routes: list[dict[_RouteKey, list[_Pair]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
         for layer in group.layers:
             holders = holders_of[layer.identity]
             choice_key = (group.kind, pages.number(layer.page), tuple(h.choice_key for h in holders))
             if choice_key not in chosen_for:
-                chosen_for[choice_key] = _choose(holders, group.kind, layer, dst.tp_rank)
-            choice = chosen_for[choice_key]
-            if choice.fields_by_holder and not all(same_scales(holder.layer, layer) for holder in holders):
-                choice = _Choice(differences=(_OTHER_SCALES,))
+                try:
+                    chosen_for[choice_key] = _choose(holders, group.kind, layer, dst.tp_rank), ()
+                except Incompatible as error:
+                    chosen_for[choice_key] = (), error.differences
+            chosen, reasons = chosen_for[choice_key]
+            if chosen and not all(same_scales(holder.layer, layer) for holder in holders):
+                chosen, reasons = (), (_OTHER_SCALES,)
             # A peer without the draft model is still a good source; `absent_layers` reports the layers.
-            for text in choice.differences if not layer.draft else ():
+            for text in reasons if not layer.draft else ():
                 found[text].append(layer.name)
-            for number, fields in choice.fields_by_holder:
+            for number, fields in chosen:
                 holder = holders[number]
                 theirs = holder.layer
                 # A route has one cell size and one stride per side. Page formats may differ inside a route.
@@ -259,15 +262,8 @@ class _Holder:
 _ChoiceKey: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The source ranks that supply a layer, or the reasons why the peer cannot.
-
-    `fields_by_holder` are (index in the list of the layer's holders, names of the fields to read from it).
-    """
-
-    fields_by_holder: tuple[tuple[int, frozenset[str]], ...] = ()
-    differences: tuple[str, ...] = ()
+# Of each rank that supplies a layer: index in the list of the layer's holders, names of the fields to read.
+_Choice: TypeAlias = tuple[tuple[int, frozenset[str]], ...]
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
@@ -282,44 +278,41 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    # `kind` is that of the destination's group, `reader` the tensor-parallel rank of the destination.
+    """Choose the ranks from which the destination's rank `reader` reads a layer, or raise Incompatible."""
     if not holders:
-        return _Choice(differences=("not in the peer's cache",))
+        raise Incompatible(["not in the peer's cache"])
     # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens
     # that they need.
     if GroupKind.STATE in (kind, holders[0].kind) and kind is not holders[0].kind:
-        return _Choice(differences=(f"{holders[0].kind} there, {kind} here",))
-    pages = dict.fromkeys(holder.layer.page for holder in holders)
-    if found := dict.fromkeys(text for page in pages for text in differences(page, layer.page)):
-        return _Choice(differences=tuple(found))
+        raise Incompatible([f"{holders[0].kind} there, {kind} here"])
+    found = dict[str, None]()
+    for page in dict.fromkeys(holder.layer.page for holder in holders):
+        found.update(dict.fromkeys(differences(page, layer.page)))
+    if found:
+        raise Incompatible(list(found))
     fields_of: dict[int, set[str]] = defaultdict(set)
-    number_of = {holder.index: number for number, holder in enumerate(holders)}
-    try:
-        for field in layer.page.fields:
-            for index in _cover(holders, field, reader):
-                fields_of[number_of[index]].add(field.name)
-    except Incompatible as error:
-        return _Choice(differences=error.differences)
-    return _Choice(tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items())))
+    for field in layer.page.fields:
+        for number in _cover(holders, field, reader):
+            fields_of[number].add(field.name)
+    return tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items()))
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
-    """Return the source ranks that together hold the destination's part of a field, without overlap.
+    """Return the indices of holders that together hold the destination's part of a field, without overlap.
 
-    Raises:
-        Incompatible: some part is missing, the peer's ranks hold overlapping parts, or the ranks of both
-            sides divide the field along different axes.
+    Raise Incompatible if some part is missing, the holders' parts overlap, or the ranks of both sides divide
+    the field along different axes.
     """
-    others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
-    sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
+    others = [other for h in holders for other in h.layer.page.fields if other.name == field.name]
+    sharded = {name for f in (field, *others) for name, _, _ in f.held}
     if len(sharded) > 1:
         raise Incompatible(
             [f"field {field.name!r}: sharded along {' and '.join(sorted(sharded))}, not one axis"]
         )
     along = sharded.pop() if sharded else ""
     ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, other in others.items():
-        ranges[_range(other, along)].append(index)
+    for number, other in enumerate(others):
+        ranges[_range(other, along)].append(number)
     reached, high = _range(field, along)
     chosen: list[int] = []
     for (start, stop), copies in sorted(ranges.items()):
@@ -346,11 +339,15 @@ def _range(field: Field, along: str) -> tuple[int, int]:
 def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeometry, pages: _Pages) -> Route:
     src_group, dst_group, fields, *_ = key
     # Most layers are alike, so a copy is planned once per pair of page formats and shifted to each layer.
-    by_formats: dict[tuple[int, int], list[_Pair]] = defaultdict(list)
+    planned, parts = dict[tuple[int, int], PageCopy](), list[CellCopy]()
     for theirs, ours in layers:
-        by_formats[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
-    found = [(plan_page_copy(of[0][0].page, of[0][1].page, fields), of) for of in by_formats.values()]
-    page_copy, (first_src, first_dst) = found[0][0], layers[0]
+        formats = pages.number(theirs.page), pages.number(ours.page)
+        if formats not in planned:
+            planned[formats] = plan_page_copy(theirs.page, ours.page, fields)
+        for one in planned[formats].cell_copies:
+            copies = tuple(copy.at(theirs.address, ours.address) for copy in one.copies)
+            parts.append(CellCopy(one.src_offsets, one.dst_offsets, copies))
+    page_copy, (first_src, first_dst) = next(iter(planned.values())), layers[0]
     return Route(
         src_group=src_group,
         dst_group=dst_group,
@@ -362,15 +359,7 @@ def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeom
         dst_stride=first_dst.block_stride,
         src_blocks=src.num_blocks,
         dst_blocks=dst.num_blocks,
-        cell_copies=merge_cell_copies(
-            CellCopy(
-                one.src_offsets,
-                one.dst_offsets,
-                tuple(copy.at(a.address, b.address) for a, b in of for copy in one.copies),
-            )
-            for each, of in found
-            for one in each.cell_copies
-        ),
+        cell_copies=merge_cell_copies(parts),
     )
 
 
