@@ -88,8 +88,7 @@ def cells_to_store(
         available: prompt tokens whose content the blocks hold, from the start of a cell on. Cells without any
             of them are not copied. Unused for a snapshot.
 
-    Raises:
-        TransferError: a block is missing, null or not in its pool; or `available` begins inside a cell.
+    Raise TransferError if a block is missing, null or not in its pool, or `available` begins inside a cell.
     """
     if not route.cell_tokens:
         # Any load that is not empty transfers the one snapshot.
@@ -125,12 +124,11 @@ def cells_to_load(
 ) -> list[Cells]:
     """Return the cells to copy from a buffer of loaded chunks into blocks, per range of consecutive chunks.
 
+    Raise TransferError as `select_cells`, for the whole load.
+
     Args:
         span: tokens of the whole load.
         numbers: chunks in the buffer, ascending, maybe a part of those of the load; one for a snapshot.
-
-    Raises:
-        TransferError: as of `select_cells`, for the whole load.
     """
     if not route.cell_tokens:
         return [select_cells(route, group, span, np.ones(1, np.int64), table)]

@@ -93,7 +93,7 @@ class MissingChunk:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Coverage:
-    """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
+    """The usable prefixes of a prompt, and the chunks that are missing for longer ones.
 
     Attributes:
         tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups, chunks).
@@ -217,14 +217,11 @@ def widest_group(groups: Sequence[GroupPattern]) -> int:
 def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
     """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
-    Args:
-        groups: attention patterns of all groups of the model.
-        tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            chunks). In a state group, the tier of the snapshot at the end of the chunk. A tier also holds the
-            tail if it holds a longer chunk that begins with the same tokens.
+    `tier_numbers` has the fastest tier that holds each chunk, or `NO_TIER`: int64 of shape (groups, chunks).
+    In a state group, that is the tier of the snapshot at the end of the chunk. A tier also holds the tail if
+    it holds a longer chunk that begins with the same tokens.
 
-    Raises:
-        TransferError: `tier_numbers` has another shape or dtype, or `groups` is empty.
+    Raise TransferError if `tier_numbers` has another shape or dtype, or `groups` is empty.
 
     >>> from kvferry.geometry import Attention
     >>> full, state = Attention(GroupKind.FULL), Attention(GroupKind.STATE)
@@ -279,9 +276,7 @@ def chunks_to_load(
         tokens: length of the prefix. It must be the end of a chunk, unless `part` ends earlier.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
 
-    Raises:
-        TransferError: the prefix ends inside a chunk, or the tokens to load end after `chunked.tokens` or
-            after `longest_usable_prefix`.
+    Raise TransferError if the tokens to load end inside a chunk, or after `longest_usable_prefix`.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)

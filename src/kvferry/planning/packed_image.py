@@ -176,9 +176,7 @@ def _image_strides(
 ) -> Sequence[int] | None:
     """Return the stride that each loop has in an image; None if a loop has no constant stride there.
 
-    Args:
-        outer: from `_source_runs`.
-        offsets: byte offset of each of these runs in the image, int64, with one axis per loop in `outer`.
+    `offsets` are those of the runs in the image, int64, with an axis per loop in `outer` (`_source_runs`).
     """
     first = int(offsets.flat[0])
     steps = [int(offsets.take(1, axis).flat[0]) - first for axis in range(offsets.ndim)]

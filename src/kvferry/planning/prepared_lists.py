@@ -30,11 +30,8 @@ class DescriptorIndices:
 class TransferCounts:
     """The size of one request's transfer over one route.
 
-    Attributes:
-        bytes: without gaps that are read and discarded.
-        pages: contiguous runs of all cells, often pages.
-        descriptors, largest_run: number of runs, and bytes of the longest, after merging those of
-            consecutive cells.
+    Gaps that are read and discarded do not count. `pages` are contiguous runs of cells, often pages. Merged
+    over consecutive cells they are `descriptors`, the longest of `largest_run` bytes.
     """
 
     bytes: int

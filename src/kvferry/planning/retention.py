@@ -55,10 +55,7 @@ def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int,
     >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_prefix_ends(10240, 256, 0))]
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
-    Args:
-        number: index of the chunk in the prompt.
-        every: expected prefixes end at multiples of this many tokens, a multiple of `chunk_tokens`.
-        ends: further ends of expected prefixes.
+    Expected prefixes end at multiples of `every` tokens, a multiple of `chunk_tokens`, and at `ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -90,8 +87,7 @@ def needed_chunks(
     >>> found[0], sorted(found[1])
     (None, [14, 15, 18, 19, 20])
 
-    Args:
-        ends: tokens of the likely prefixes. The longest one is the longest that the request has stored.
+    The longest of `ends` is the longest prefix that the request has stored.
     """
     kinds = [group.kind for group in groups]
     # With recurrent state, the snapshots decide where a prefix can end. Without full attention, chunks in the

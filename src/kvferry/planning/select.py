@@ -158,11 +158,9 @@ def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells that a request transfers for one route, in ascending order of position.
+    """The cells that a request transfers for one route, in ascending order of position: int64 of shape (n,).
 
-    Attributes:
-        src_block, dst_block: id of each cell's block on each side, int64 of shape (n,).
-        number: index of each cell in the sequence, int64 of shape (n,). Its place in a block follows from it.
+    `number` is the index of each cell in the sequence. Its place in a block follows from it.
     """
 
     src_block: Int64s
@@ -274,7 +272,7 @@ def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
 
 
 def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
-    """Return the ids of those `blocks_needed` that hold no tokens before the load, null blocks excluded."""
+    """Return those `blocks_needed`, without null blocks, that hold no tokens before the load."""
     ids = blocks_needed(group, span, table)
     if group.kind is not GroupKind.STATE:  # the block of a snapshot is written as a whole
         first = needed_tokens(group, span)[0] // group.block_tokens
@@ -306,7 +304,7 @@ def writable_blocks(group: BlockPattern, span: LoadSpan) -> slice:
 
 
 def max_writable_blocks(group: BlockPattern, span: LoadSpan) -> int:
-    """Return the maximum number of blocks of a group that a load may write, null blocks excluded.
+    """Return the largest number of blocks of a group that a load may write.
 
     >>> from kvferry.geometry import Group
     >>> full, window = Group(GroupKind.FULL, 16, 0, ()), Group(GroupKind.SLIDING, 16, 20, ())
@@ -333,8 +331,7 @@ def next_part(
     Args:
         done: position up to which earlier parts have been read; at first `span.begins`.
         ready: number of tokens whose KV the source has; `whole` if these are all that it offers.
-        alignment_tokens: two parts may meet at multiples of this, a multiple of the block sizes of the
-            destination's groups that attend to all tokens; 0 without such a group.
+        alignment_tokens: two parts may meet at multiples of this; 0 if no group attends to all tokens.
 
     >>> span = LoadSpan(local_tokens=16, total=100, prompt=101)
     >>> next_part(span, 16, 70, alignment_tokens=16, whole=False).part

@@ -110,10 +110,9 @@ class Costs:
 class Work:
     """The work of transferring one cell by one method.
 
+    The source gathers and the destination scatters: calls of the copy operation, and runs that it copies.
+
     Attributes:
-        descriptors, read_bytes: of the READ.
-        gather_calls, gather_runs: calls of the source's copy operation, and runs that it copies.
-        scatter_calls, scatter_runs: the same for the destination; 0 if it copies nothing.
         bytes: useful bytes of the cell. Each copy operation copies so many.
         shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
@@ -157,8 +156,7 @@ class TransferMethod:
 
     Attributes:
         image: layout of images; None for the direct strategy.
-        landing: copies by which the destination unpacks an image that the source has packed. None if no image
-            is packed, or if READs put its bytes straight into blocks.
+        landing: copies by which the destination unpacks what the source has packed; None if it does not.
     """
 
     strategy: Strategy
