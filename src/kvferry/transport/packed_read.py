@@ -31,7 +31,7 @@ from kvferry.transport.agent import ReadState
 from kvferry.transport.gather_client import GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute, SourceRank
-from kvferry.transport.staging import Allocation, LaneResources, MappedArea, StagingArea
+from kvferry.transport.staging import Allocation, LaneResources, StagingArea
 
 AHEAD = 4  # maximum number of segments of a route that are in progress at a time
 
@@ -280,7 +280,7 @@ class PackedRead:
             self._scatter(segment, self._lane.landing, segment.allocation.position)
         self._remove_segment(segment)
 
-    def _scatter(self, segment: _Segment, area: StagingArea | MappedArea, first: int) -> None:
+    def _scatter(self, segment: _Segment, area: StagingArea, first: int) -> None:
         copies, cells = self.method.scatter, segment.cells
         assert copies is not None  # noqa: S101 - only a method that scatters has images to unpack
         copies.scatter(cells.dst_block, cells.number, area.images(self.method.stride), first)

@@ -40,7 +40,7 @@ from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, Gathe
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata import WORD_BYTES
 from kvferry.transport.read_speed import ReadSpeed
-from kvferry.transport.staging import LaneResources, MappedArea, StagingArea
+from kvferry.transport.staging import LaneResources, SharedArea, StagingArea
 
 # Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each.
 MAX_DESCRIPTORS = 1 << 26
@@ -127,7 +127,7 @@ class PreparedMethod:
     dst: PreparedEntries
     announced_route: int = -1
     scatter: StagingCopies | None = None
-    shared: MappedArea | None = None
+    shared: SharedArea | None = None
 
     @property
     def stride(self) -> int:
@@ -230,7 +230,7 @@ class _RoutePreparation:
         costs: Costs,
         max_descriptors: int = MAX_DESCRIPTORS,
         max_strided_copies: int = MAX_STRIDED_COPIES,
-        shared: MappedArea | None = None,
+        shared: SharedArea | None = None,
     ) -> None:
         """Create empty lists.
 
@@ -369,12 +369,12 @@ def prepare_source(
     return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
 
 
-def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
+def _map(outgoing: Outgoing | None, like: Region) -> tuple[SharedArea | None, str]:
     """Map the outgoing file of a peer's rank; return None and the reason if that is not possible."""
     if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
         return None, "the peer offers no memory that engines of its machine can map; its log says why"
     try:
-        return MappedArea(outgoing.file, like), ""
+        return SharedArea.map(outgoing.file, like), ""
     except TransferError as error:
         return None, str(error)
 

@@ -55,7 +55,7 @@ class _ExportedMemory:
         # Before registration, because the words move to a new array.
         first_word = words.add(outgoing.units)
         if shared is not None:
-            words.add(shared.area.units)
+            words.add(shared.units)
         for region in geometry.regions:
             request_huge_pages(region, touched=True)
         areas = [outgoing.region] if size else []
@@ -65,11 +65,12 @@ class _ExportedMemory:
         self._gatherer: GatherServer | None = None
         offered = None
         if size:
-            area, file = (None, None) if shared is None else (shared.area, shared.file)
-            self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=area)
+            self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=shared)
             host, port, region = settings.advertise_host, self._gatherer.port, outgoing.region
             own_words = len(words.array) - first_word
-            offered = Outgoing(host, port, region.address, region.length, own_words, file)
+            offered = Outgoing(
+                host, port, region.address, region.length, own_words, shared.file if shared else None
+            )
         self.card = RankCard(
             geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
