@@ -53,7 +53,11 @@ from kvferry.transport.messages import (
     Request as Request,
     compare_facts as compare_facts,
 )
-from kvferry.transport.read_plan import ReadOrder as ReadOrder, ReadPlan as ReadPlan, ReadResult as ReadResult
+from kvferry.transport.read_plan import (
+    LoadFigures as LoadFigures,
+    ReadOrder as ReadOrder,
+    ReadResult as ReadResult,
+)
 from kvferry.transport.redeem import (
     Grant as Grant,
     PromptContent as PromptContent,

@@ -31,7 +31,7 @@ from kvferry.connector.events import (
     StoreBegan,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe import socket_directory
 from kvferry.observe.trace_server import (
     MAX_QUESTION_BYTES,
@@ -44,6 +44,7 @@ from kvferry.observe.trace_server import (
 from kvferry.observe.traces import RequestTrace, TraceBuffer
 from kvferry.tools.cli.main import app
 from kvferry.tools.explain.client import ask_engines
+from kvferry.transport.read_plan import LoadFigures
 from support.command_line import run_kvferry
 from support.load_events import load_began, load_ended
 from support.waiting import wait_for

@@ -89,8 +89,8 @@ def reads(device: str = "cpu") -> None:
             _print_result(
                 descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
             )
-        plan = reader.plan(src)
-        _print_result(strategy="+".join(plan.strategies_by_group[0]), not_shared=plan.not_shared)
+        found = reader.figures(src)
+        _print_result(strategy="+".join(found.strategies_by_group[0]), not_shared=found.not_shared)
 
 
 def connector() -> None:

@@ -74,9 +74,8 @@ class RawReads:
             )
         )
         self._reader.acknowledge("same descriptors", self._number)
-        (rank,) = plan.ranks
-        assert rank.direct is not None  # noqa: S101 - the strategy is pinned
-        return PreparedLists(rank.source.local, rank.source.remote, rank.direct, plan.counts.bytes)
+        ((rank, indices),) = plan.direct
+        return PreparedLists(rank.local, rank.remote, indices, sum(plan.figures.bytes_by_group))
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
         """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.

@@ -22,11 +22,11 @@ from kvferry.transport import (
     Facts,
     LeaseWord,
     LeaseWords,
+    LoadFigures,
     PeerInfo,
     Pending,
     RankCard,
     ReadOrder,
-    ReadPlan,
     ReadResult,
     Transfers,
     TransferSettings,
@@ -219,11 +219,9 @@ class Reader:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
         return outcome.results[request.key], seconds
 
-    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
-        """Load a request's KV, and return the plan by which kvferry did it. Raises as `load`."""
-        result, _ = self.load(source, peer)
-        assert result.plan is not None  # noqa: S101 - the load has succeeded
-        return result.plan
+    def figures(self, source: SimulatedEngine, peer: int = 0) -> LoadFigures:
+        """Load a request's KV, and return how kvferry did it. Raises as `load`."""
+        return self.load(source, peer)[0].figures
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Make an engine grant a lease, claim it, and return its lease word."""

@@ -1,9 +1,8 @@
 """The memory layout of every rank, from the cache of a model and the settings of an engine.
 
-This is what an engine would allocate, computed without it: to plan transfers ahead, and to allocate a cache.
-All groups of a rank share the same memory, because a block id belongs to one group at a time. This memory is
-divided into *slots*: layer ``j`` of every group lies in slot ``j``. If pages differ in size, a slot has the
-size of the largest page.
+This is what an engine would allocate, computed without it. All groups of a rank share the same memory,
+because a block id belongs to one group at a time. This memory is divided into *slots*: layer ``j`` of every
+group lies in slot ``j``, which has the size of the largest page.
 
     B outermost    block 0 [slot 0 | slot 1 | ...]  block 1 [slot 0 | slot 1 | ...]  ...
     L outermost    slot 0 [block 0 | block 1 | ...]  slot 1 [block 0 | block 1 | ...]  ...

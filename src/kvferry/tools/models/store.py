@@ -14,8 +14,7 @@ class StoredField:
     """One cached tensor of a layer, over all ranks: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
 
     Attributes:
-        heads: number of elements of the axis that tensor parallelism shards (KV heads, state heads or
-            channels); 0 if every rank holds the whole field.
+        heads: length of the axis that tensor parallelism shards; 0 if every rank holds the whole field.
         inner: (name, count) of the other axes except the token axis, innermost last.
     """
 
@@ -38,11 +37,9 @@ class StoredField:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The KV cache of one layer.
+    """The KV cache of one layer: its fields per token, or per snapshot.
 
     Attributes:
-        attention_span: as in `Attention`.
-        fields: those stored per token; for STATE, those of one snapshot.
         block_tokens: 0 if the engine determines it.
         state_tokens: number of tokens that share one stored entry.
     """
@@ -75,10 +72,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The KV cache of a model, with an entry for each cache of each layer, in the model's order.
-
-    `query_heads` is a multiple of the tensor-parallel size; 0 if unknown.
-    """
+    """The caches of a model's layers, in order. `query_heads` is a multiple of the TP size; 0 if unknown."""
 
     name: str
     layers: tuple[LayerCache, ...]

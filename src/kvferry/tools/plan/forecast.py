@@ -143,9 +143,8 @@ class TransferEstimate:
         self.descriptors += counted.descriptors
         self.bytes += counted.bytes
         self.full_bytes = (self.full_bytes or 0) + count_transfer(route, full).bytes
-        for cell_copy in route.cell_copies:
-            for length, count in cell_copy.lengths:
-                self.runs[length] += length * count * len(cells)
+        for kind in route.run_kinds:
+            self.runs[kind.length] += kind.length * kind.number * len(cells)
         if not len(cells):
             return
         method = pricing.method(route, len(cells))

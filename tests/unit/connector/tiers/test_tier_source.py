@@ -9,7 +9,7 @@ from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bidding, GroupBytes, LoadFigures
+from kvferry.connector.load import Bidding, GroupBytes
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
@@ -22,6 +22,7 @@ from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS, GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
 from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load
