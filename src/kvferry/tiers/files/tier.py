@@ -264,9 +264,9 @@ class FileTier(StorageTier):
         return f"{self._root}/{chunk_name(self._namespace, key)}"
 
     def _on_evicted(self, path: str) -> None:
-        folder, name = os.path.split(path)
-        key = key_of(name)
-        if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
+        key = key_of(os.path.basename(path))
+        # A file in another folder may have the key of a chunk that is still here.
+        if key is not None and path == self._path_of(key):
             self._listed.discard(key)
 
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
