@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.compose import Composition

@@ -63,7 +63,7 @@ def _round(keys: Sequence[bytes], new: Sequence[bytes], prompts: Sequence[Prompt
     _insert(host, keys)
     inserted = time.perf_counter() - began
     cache = ChunkCache(host, _no_memory, _GROUPS)
-    numbers = cache.reading.tier_numbers
+    numbers = cache.tier_numbers
     tokens = len(prompts[0].keys)
     began = time.perf_counter()
     for number in range(_LOOK_UPS):

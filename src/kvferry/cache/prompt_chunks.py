@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.cache.reading import WantedChunk
+from kvferry.cache.chunk_cache import WantedChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
@@ -156,7 +156,7 @@ class PromptChunks:
         Args:
             tokens: number of tokens of the request to look up, which `keys` must cover.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: as `Reading.tier_numbers`.
+            tier_numbers: as `ChunkCache.tier_numbers`.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """

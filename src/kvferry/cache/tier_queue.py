@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,24 +36,12 @@ REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class WriteEnded:
-    """The result of a write. The caller may change the memory of the chunk again."""
+class Ended:
+    """The result of a read or a write. The operation does not use the memory of the chunk any more."""
 
     key: bytes
-    what: PutOutcome
+    what: GetOutcome | PutOutcome  # of a read or a write
     seconds: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """The result of a read. The memory that it filled does not change any more."""
-
-    key: bytes
-    what: GetOutcome
-    seconds: float = field(default=0.0, compare=False)
-
-
-Done: TypeAlias = WriteEnded | ReadEnded
 
 
 class Threads(Protocol):
@@ -76,7 +64,7 @@ class _Operations:
         self.count = 0
         self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
-        self._ended: deque[Done] = deque()
+        self._ended: deque[Ended] = deque()
 
     def begin(self) -> None:
         # Time without operations is no time without progress.
@@ -84,12 +72,14 @@ class _Operations:
             self._progress_at = self._clock()
         self.count += 1
 
-    def end(self, what: Done) -> None:
+    def end(self, what: Ended) -> None:
         self._ended.append(what)
         self._progress_at = self._clock()
 
-    def done(self) -> list[Done]:
-        found = [self._ended.popleft() for _ in range(len(self._ended))]
+    def done(self) -> list[Ended]:
+        found: list[Ended] = []
+        while self._ended:
+            found.append(self._ended.popleft())
         self.count -= len(found)
         return found
 
@@ -157,7 +147,7 @@ class TierQueue:
         # Apart from each other: a mount may hang for writes only.
         self.reads, self.writes = _Operations(clock, stuck_seconds), _Operations(clock, stuck_seconds)
         # A few more than threads, so that these never wait for the engine's next step. The rest stays in the
-        # queue of `Writing`, where a chunk that host memory evicts costs no write.
+        # queue of `SlowTier`, where a chunk that host memory evicts costs no write.
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
@@ -191,7 +181,7 @@ class TierQueue:
         """Mark chunks of a prompt, the first one first, as used. The refresh thread tells the tier later."""
         self._uses.append(keys)
 
-    def done(self) -> list[Done]:
+    def done(self) -> list[Ended]:
         return [*self.reads.done(), *self.writes.done()]
 
     def close(self, patience_seconds: float) -> None:
@@ -221,7 +211,7 @@ class TierQueue:
         except Exception:
             logger.exception("%s tier: fetch of %s", self.name, key.hex())
             what = GetOutcome.IO_ERROR
-        self.reads.end(ReadEnded(key, what, self._clock() - began))
+        self.reads.end(Ended(key, what, self._clock() - began))
 
     def _write(self, key: bytes, group: ChunkGroup, body: memoryview, *, cold: bool) -> None:
         began = self._clock()
@@ -233,7 +223,7 @@ class TierQueue:
         # Before the usage is read, which may take long on a mount.
         seconds = self._clock() - began
         self._read_usage()
-        self.writes.end(WriteEnded(key, what, seconds))
+        self.writes.end(Ended(key, what, seconds))
 
     def _read_usage(self) -> None:
         try:

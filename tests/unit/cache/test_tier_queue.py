@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.cache.tier_queue import STUCK_SECONDS, ReadEnded, TierQueue, WriteEnded
+from kvferry.cache.tier_queue import STUCK_SECONDS, Ended, TierQueue
 from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
@@ -39,7 +39,7 @@ def heard(queue, count):
     found = []
     wait_for(lambda: found.extend(queue.done()) or len(found) >= count)
     assert len(found) == count
-    return sorted(found, key=lambda done: (isinstance(done, ReadEnded), done.key))
+    return sorted(found, key=lambda done: (isinstance(done.what, GetOutcome), done.key))
 
 
 def test_chunks_go_to_files_and_come_back(tmp_path):
@@ -66,7 +66,7 @@ def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
     path = file_of(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     queue.read(KEY, GROUP, whole_pages(len(body(1))))
-    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.CORRUPT)]
+    assert heard(queue, 1) == [Ended(KEY, GetOutcome.CORRUPT)]
     assert not queue.known([KEY])[0]
     queue.close(5)
 
@@ -77,7 +77,7 @@ def test_exception_of_a_tier_is_an_io_error(caplog):
     queue.write(KEY, GROUP, memoryview(bytearray(1)))
     answer(queue, "read", KEY, RuntimeError)
     answer(queue, "write", KEY, RuntimeError)
-    assert queue.done() == [ReadEnded(KEY, GetOutcome.IO_ERROR), WriteEnded(KEY, PutOutcome.IO_ERROR)]
+    assert queue.done() == [Ended(KEY, GetOutcome.IO_ERROR), Ended(KEY, PutOutcome.IO_ERROR)]
     assert [record.getMessage() for record in caplog.records] == [
         f"file tier: {what} of {KEY.hex()}" for what in ("fetch", "store")
     ]
@@ -164,7 +164,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     assert not tier.closed, "an operation is under way"
     assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()
-    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.ABSENT)]
+    assert heard(queue, 1) == [Ended(KEY, GetOutcome.ABSENT)]
 
 
 def test_closing_writes_what_was_given_and_closes_the_tier():

@@ -26,9 +26,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, TransferTimes
 from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
-from kvferry.cache.reading import TransferTimes
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
 from kvferry.connector.tiers.store_orders import StoreOrders
@@ -62,7 +61,7 @@ class TierEvents:
         cache, host, stores = self._cache, self._cache.host, self._stores
         # Called in every engine step: the fingerprint takes about a microsecond, and all counts take much
         # longer. It is taken before them, so that the next call sees concurrent changes.
-        usages = [one.slow_tier.queue.usage for one in cache.writing]
+        usages = [one.queue.usage for one in cache.slow_tiers]
         fingerprint = (cache.events, stores.dropped.total(), *usages)
         if fingerprint == self._last_fingerprint and not copies:
             return
@@ -83,8 +82,8 @@ class TierEvents:
                 fetch_seconds=tuple(copies),
             )
         )
-        for writing in cache.writing:
-            queue = writing.slow_tier.queue
+        for slow in cache.slow_tiers:
+            queue = slow.queue
             name, stats = queue.name, queue.tier.stats
             dropped = {str(put): n for put, n in stats.dropped.items()}
             self._emit_since_last(
@@ -93,13 +92,13 @@ class TierEvents:
                     name,
                     used=queue.usage.used,
                     capacity=queue.usage.capacity,
-                    owed=len(writing),
+                    owed=len(slow),
                     fetched=counts.fetched[name],
                     stored=sum(stats.puts.values()) - sum(dropped.values()),
                     stored_bytes=stats.stored_bytes,
                     evicted=stats.evicted,
                     missed=tuple((str(miss), n) for (tier, miss), n in counts.missed.items() if tier == name),
-                    dropped=(*dropped.items(), ("left host memory before its turn", writing.lost)),
+                    dropped=(*dropped.items(), ("left host memory before its turn", slow.lost)),
                     fetch_seconds=tuple(times.reads.get(name, ())),
                     store_seconds=tuple(times.writes.get(name, ())),
                 )

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, PinnedChunks
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
@@ -114,7 +114,7 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._pinned = PinnedChunks(host, sizes)
+        self._pinned = PinnedChunks(host)
         self._bits = {host.keys.bit: HOST, **{one.queue.tier.keys.bit: one.queue.name for one in behind}}
         self._block_events = composition.block_events(table, self._bits)
         self._prompts = Prompts(
@@ -279,7 +279,7 @@ class Tiering:
     @property
     def owed_chunks(self) -> int:
         """Number of chunks that are still to be copied to host memory, or to be written to slow tiers."""
-        return self._stores.chunks + sum(map(len, self._cache.writing))
+        return self._stores.chunks + sum(map(len, self._cache.slow_tiers))
 
     def shutdown(self) -> None:
         """Write queued chunks to storage for at most `_CLOSING_SECONDS`, then free the arena."""

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
+from kvferry.cache.tier_queue import Ended, TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
@@ -206,8 +206,8 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
     return time.perf_counter() - started
 
 
-def _check(name: str, done: Done) -> None:
+def _check(name: str, done: Ended) -> None:
     # A store that found the chunk there has not written it, and its time means nothing.
-    expected = GetOutcome.HIT if isinstance(done, ReadEnded) else PutOutcome.STORED
+    expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
     if done.what is not expected:
         raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

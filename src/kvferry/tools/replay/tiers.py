@@ -1,8 +1,8 @@
 """The simulated tiers of one engine: host memory and the storage behind it.
 
-The rules are those of the serving code: every chunk passes through host memory (`cache.reading`), new chunks
-are written to all slow tiers (`cache.writing`), and a chunk that was read from one slow tier is written to
-the faster ones.
+The rules are those of the serving code (`cache.chunk_cache`): every chunk passes through host memory, new
+chunks are written to all slow tiers, and a chunk that was read from one slow tier is written to the faster
+ones.
 
 Copies, reads and writes end within the step that begins them. In an engine they may end later, and then a
 request does not yet find a chunk, or a held chunk is ranked as the latest used at another time. The order of

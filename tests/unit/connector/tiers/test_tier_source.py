@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
@@ -104,8 +103,7 @@ def moved(engine, order):
 def holds(engine):
     """Slots of host memory that are held, but for those that are being written to a tier."""
     engine.host.check_integrity()
-    held = len(engine.host._slots._reads) + len(engine.host._slots._fills)
-    return held - sum(queue.writes.count for queue in engine.queues)
+    return engine.host.holds - sum(queue.writes.count for queue in engine.queues)
 
 
 def ends(parts):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier, TransferTimes, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier, TransferTimes, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
@@ -68,11 +67,11 @@ def test_stores_are_reported_for_host_memory_and_later_for_the_slow_tier():
 def test_reads_and_their_failures_are_reported_once():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.keys.add(KEPT)
-    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)
