@@ -279,15 +279,17 @@ class UsageReader:
     def _same_name_namespace(self) -> str:
         """Return the digest, in hex, of another namespace of a model of this name; empty if there is none."""
         try:
-            folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
+            folders = sorted(os.listdir(self._root))
         except OSError:
             return self._last.same_name_namespace
-        # Notes never change, so each is read once.
-        names = {
-            name: self._names.get(name) or self._model_name(name) for name in folders if name != self._ours
-        }
-        self._names = names
-        return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
+        for folder in folders:
+            if len(folder) != len(self._ours) or folder == self._ours:
+                continue
+            # Notes never change, so each is read once.
+            name = self._names[folder] = self._names.get(folder) or self._model_name(folder)
+            if name and name == self._name:
+                return folder
+        return ""
 
     def _model_name(self, digest: str) -> str:
         try:

@@ -22,12 +22,12 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical.derive import content_alignment
 from kvferry.planning.retention import (
     MAX_CHUNKS_PER_ORDER,
-    keeps_chunk,
+    chunks_to_store,
     keeps_snapshot,
     last_prefix_ends,
     needed_chunks,
 )
-from kvferry.planning.select import first_attended
+from kvferry.planning.select import first_attended, first_needed_token
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.lookup import SimulatedTier, Wanted
 from kvferry.tools.replay.settings import ServedModel
@@ -292,15 +292,11 @@ def _storable_chunks(
     looked = max(int(first_attended(one, found)), 0) // block * block
     alignment = content_alignment(one, size)
 
-    def needed(number: int) -> int:  # the first token of a chunk that its content depends on
-        low = number * size
-        attended = int(first_attended(one, low + size - 1))
-        return max(low, attended // alignment * alignment)
+    def needed(number: int) -> int:
+        return first_needed_token(one, number * size, (number + 1) * size, alignment)
 
     in_blocks = chunks[bisect_left(chunks, looked, key=needed) if found else 0 :]
-    if every == size:
-        return in_blocks
-    return [number for number in in_blocks if keeps_chunk(one, number, size, every, ends)]
+    return chunks_to_store(one, in_blocks, size, every, ends)
 
 
 def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dict[bytes, int]:
