@@ -21,8 +21,7 @@ from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys
 from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS

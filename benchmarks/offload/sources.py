@@ -37,7 +37,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import HOST, PEER, tier_name
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier

@@ -27,7 +27,7 @@ from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import TIERS, GetOutcome, PutOutcome
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
 from kvferry.tools.bench.storage_chunks import bench_namespace

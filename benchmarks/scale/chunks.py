@@ -32,7 +32,7 @@ from kvferry.keys.chunk import KEY_BYTES, ChunkKeys
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 
 _PROMPT_CHUNKS, _LOOK_UPS, _REPLACED = 128, 256, 20_000

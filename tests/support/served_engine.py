@@ -21,7 +21,7 @@ from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ServedModel

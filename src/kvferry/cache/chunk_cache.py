@@ -31,7 +31,7 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import MAX_TIERS, Tags, tags_of
+from kvferry.tiers.index import MAX_TIERS, Tags, tags_of
 from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
 
 # Share of host memory in use above which write-back starts to write.

@@ -21,7 +21,7 @@ from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan, attends_to_all
-from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
+from kvferry.tiers.index import TAG_BYTES, Tags, tags_of
 
 _LAST = np.uint64(8 * (TAG_BYTES - 1))
 _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)

@@ -15,7 +15,7 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.models import attention, model
 from support.stores import NAMESPACE

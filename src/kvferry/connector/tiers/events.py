@@ -32,7 +32,7 @@ from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.tiers.host.settings import HostDropReason
-from kvferry.tiers.index.key_table import KeyTable, tag_of
+from kvferry.tiers.index import KeyTable, tag_of
 from kvferry.tiers.names import HOST
 
 MOST_CHUNKS = 1 << 14

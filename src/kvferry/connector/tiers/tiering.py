@@ -39,7 +39,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable, Tags
+from kvferry.tiers.index import KeyTable, Tags
 from kvferry.tiers.names import HOST, tier_name
 from kvferry.tiers.storage_tier import StorageSettings
 

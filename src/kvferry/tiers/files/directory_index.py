@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import Lock
 
 from kvferry.tiers.files.chunk_file import check_folders
-from kvferry.tiers.index.tier_keys import PARTS, ListedKeys
+from kvferry.tiers.index import PARTS, ListedKeys
 from kvferry.tiers.paths import BUCKET, keys_of
 
 # Two changes within the granularity of file times give a folder the same time. So a folder that changed less

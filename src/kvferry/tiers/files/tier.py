@@ -45,8 +45,7 @@ from kvferry.tiers.files.opening import (
 from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import chunk_name, default_directory, find_same_directory, key_of
 from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, StoreUsage

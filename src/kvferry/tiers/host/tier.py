@@ -46,8 +46,7 @@ from kvferry.common.errors import GeometryError
 from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
 from kvferry.tiers.host.slabs import Slabs
-from kvferry.tiers.index.key_table import KeyTable, tags_of
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys, tags_of
 
 # Direct I/O needs slots at page boundaries.
 _PAGE_BYTES = 4096

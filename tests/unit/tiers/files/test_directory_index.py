@@ -8,8 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import ListedKeys, TierKeys, tags_of
 from kvferry.tiers.paths import key_of, keys_of
 from support.chunk_files import key
 from support.stores import NAMESPACE, file_of, keep, open_store

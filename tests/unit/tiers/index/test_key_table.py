@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, TagRows, tags_of
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import MAX_TIERS, KeyTable, TagRows, TierKeys, tags_of
 from support.examples import examples
 
 # Few beginnings and many groups: keys that share a row, and what one chunk's groups have in common.

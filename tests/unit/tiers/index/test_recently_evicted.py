@@ -6,8 +6,7 @@ from hashlib import blake2b
 
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.tier_keys import ListedKeys, RecentlyEvicted, TierKeys
+from kvferry.tiers.index import ListedKeys, RecentlyEvicted, TierKeys, tags_of
 from support.chunk_files import key
 from support.examples import examples
 from support.stores import FILE_BYTES, Clock, file_of, keep, open_store
