@@ -101,8 +101,7 @@ class PromptChunks:
         # A cached prefix may end with a tail unless a group has recurrent state.
         self._has_tail = all(group.kind is not GroupKind.STATE for group in groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
-        self._of_any = tags_of(())
-        self._of_any = self._new_tags()
+        self._of_any = tags_of(())  # tags of the whole chunks that were looked up, without a group
 
     def key(self, group: int, number: int) -> bytes:
         """Return the key of a whole chunk in a group, by its index in the prompt."""
@@ -184,11 +183,9 @@ class PromptChunks:
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
         size = self.keys.chunk_tokens
         for number, group in sorted(each):
-            last = min((number + 1) * size, chunked.tokens)
             state = self._groups[group].kind is GroupKind.STATE
-            whole = last == (number + 1) * size
-            key = self.key(group, number) if whole else self.tail(group, last)
-            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else last - number * size)
+            key, tokens = self.key_of(chunked, group, number), min(size, chunked.tokens - number * size)
+            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else tokens)
             yield WantedChunk(group, number, chunk.key, chunk.tokens)
 
     def _end_inside(
@@ -237,12 +234,9 @@ class PromptChunks:
         """Return the tags of a prompt's chunks in all groups: uint64 of shape (groups, chunks)."""
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
-            self._of_any = np.concatenate((self._of_any, self._new_tags()))
+            new = self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
+            self._of_any = np.concatenate((self._of_any, new))
         tags = self._of_any[:whole]
         if rest:
             tags = np.concatenate((tags, tags_of([self.keys.at(chunked.tokens)]) & _BUT_LAST))
         return tags | self._numbers
-
-    def _new_tags(self) -> Tags:
-        """Return the tags of the whole chunks that `keys` has gained, without a group: uint64 (chunks,)."""
-        return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST

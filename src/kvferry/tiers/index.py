@@ -86,7 +86,7 @@ class TagRows:
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
         self._words = self._table.reshape(-1).data
-        self._mask = np.uint64(count - 1)
+        self._last_row, self._mask = count - 1, np.uint64(count - 1)
         self.overflow: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class TagRows:
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
         """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
-        first = (row_of(tag) & len(self) - 1) * _ROW
+        first = (row_of(tag) & self._last_row) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
@@ -217,7 +217,7 @@ class KeyTable:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
             # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
-            if row_of(tag) & len(self._rows) - 1 < self._moved:
+            if self._moved and row_of(tag) & len(self._rows) - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
             # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
             # all rows to move.
