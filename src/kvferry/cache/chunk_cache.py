@@ -213,7 +213,7 @@ class ChunkCache:
         why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT:
             for queue in self._queues:
-                if queue.tier.keys.recently_evicted(key):
+                if key in queue.tier.keys.recently_evicted:
                     return HostMissReason.EVICTED
         return why
 
@@ -358,7 +358,7 @@ class ChunkCache:
             slow.lost += 1
             return
         slow.held[key] = slot
-        slow.queue.write(key, group, self._memory_at(slot.offset, slot.size), cold=cold)
+        slow.queue.writes.start(key, group, self._memory_at(slot.offset, slot.size), cold=cold)
 
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps `KeyTable.tier_bits` to the number of the fastest allowed tier among them.
@@ -422,7 +422,7 @@ class ChunkCache:
     def _read(self, incoming: _Incoming) -> None:
         slot = incoming.slot
         into = self._memory_at(slot.offset, slot.size)
-        self._queues[incoming.source].read(slot.key, incoming.group, into)
+        self._queues[incoming.source].reads.start(slot.key, incoming.group, into)
 
     def _on_read_ended(self, key: bytes, what: GetOutcome) -> None:
         """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier."""

@@ -293,10 +293,10 @@ class TierKeys:
     >>> key = bytes(31) + b"a"
     >>> keys = TierKeys()
     >>> keys.add(key)
-    >>> keys.contains(tags_of([key, bytes(32)])), keys.recently_evicted(key)
+    >>> keys.contains(tags_of([key, bytes(32)])), key in keys.recently_evicted
     (array([ True, False]), False)
     >>> keys.discard(key)
-    >>> keys.contains(tags_of([key])), keys.recently_evicted(key)
+    >>> keys.contains(tags_of([key])), key in keys.recently_evicted
     (array([False]), True)
 
     Args:
@@ -304,12 +304,13 @@ class TierKeys:
 
     Attributes:
         bit: bit of the tier in the result of `KeyTable.tier_bits`.
+        recently_evicted: keys of chunks that left the tier recently. They may have come back.
     """
 
     def __init__(self, table: KeyTable | None = None) -> None:
         self.table = KeyTable() if table is None else table
         self.bit = self.table.add_tier()
-        self._evicted = RecentlyEvicted()
+        self.recently_evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
         """Return the number of keys, in a time proportional to the size of the table."""
@@ -320,22 +321,18 @@ class TierKeys:
         found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
         return found
 
-    def recently_evicted(self, key: bytes) -> bool:
-        """Return whether a chunk left the tier recently. It may have come back."""
-        return key in self._evicted
-
     def add(self, key: bytes) -> None:
         self.table.update(tag_of(key), add=self.bit)
 
     def discard(self, key: bytes) -> None:
         """Remove a key, and remember it as recently evicted. Do nothing if the tier does not have it."""
         if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
-            self._evicted.add(key)
+            self.recently_evicted.add(key)
 
     def clear(self) -> None:
         """Remove all keys, and forget evicted ones. The time is proportional to the size of the table."""
         self.table.clear(self.bit)
-        self._evicted = RecentlyEvicted()
+        self.recently_evicted = RecentlyEvicted()
 
 
 class ListedKeys:

@@ -93,13 +93,13 @@ def learned(engine: Any) -> tuple[float, int]:
 def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
     for queue in parts.queues(engine, of):
-        inner = queue.tier.get
+        inner = queue.reads._call
 
         def slower(*args: Any, inner: Any = inner) -> Any:
             time.sleep(seconds)
             return inner(*args)
 
-        queue.tier.get = slower
+        queue.reads._call = slower
 
 
 def wait_for_ledgers(engine: Any, seconds: float) -> None:

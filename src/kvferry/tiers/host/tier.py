@@ -235,7 +235,7 @@ class HostTier:
         """Return why a chunk cannot be read from this tier, without counting a miss."""
         if key in self._filling:
             return HostMissReason.FILLING
-        return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT
+        return HostMissReason.EVICTED if key in self.keys.recently_evicted else HostMissReason.ABSENT
 
     def check_integrity(self) -> None:
         """Check that slots, policy and keys have the same chunks, or raise AssertionError: O(chunks)."""

@@ -104,7 +104,9 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
     """Store the first `count` chunks, `depth` at a time, and return the seconds until all are stored."""
-    return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
+    return _run_all(
+        queue, count, depth, lambda n: queue.writes.start(chunks.keys[n], chunks.group, chunks[n])
+    )
 
 
 def random_pages(size: int) -> memoryview:
@@ -127,7 +129,9 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
 
     def move() -> float:
         into.clear(count)
-        seconds = _run_all(queue, count, depth, lambda n: queue.read(into.keys[n], into.group, into[n]))
+        seconds = _run_all(
+            queue, count, depth, lambda n: queue.reads.start(into.keys[n], into.group, into[n])
+        )
         if any(into[number] != chunks[number] for number in range(count)):
             raise TransferError(
                 f"{queue.name} tier: a chunk came with other bytes than were stored: please report this"

@@ -61,7 +61,7 @@ def test_change_while_a_folder_is_read_is_not_lost(tmp_path):
     listed = ListedKeys(keys)
     DirectoryIndex(str(tmp_path), NAMESPACE.digest, listed, pause=meanwhile).refresh()
     assert list(keys.contains(tags_of([here, gone, come, bytes([8]) * 32]))) == [True, False, True, True]
-    assert keys.recently_evicted(gone)
+    assert gone in keys.recently_evicted
 
 
 def test_a_chunk_in_the_folder_of_another_first_byte_is_not_known(tmp_path):
