@@ -147,6 +147,7 @@ class ChunkCache:
 
     Attributes:
         tiers: names of host memory and of the slow tiers, by tier number.
+        bits: their bits in the key table, by tier number.
         incoming: chunks that are being read, by key.
         events: counter that increases whenever the values in `counts` may have changed.
 
@@ -169,6 +170,7 @@ class ChunkCache:
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
         self.tiers = (HOST, *(queue.name for queue in self._queues))
+        self.bits = (host.keys.bit, *(queue.tier.keys.bit for queue in self._queues))
         # The description of a snapshot of each group, and those of chunks of other lengths, of which there
         # are few.
         self._formats = [chunk_group(group, 0) for group in groups]
@@ -368,10 +370,9 @@ class ChunkCache:
         if allowed not in self._fastest_tier_tables:
             marks = np.arange(1 << MAX_TIERS)
             found = self._fastest_tier_tables[allowed] = np.full(len(marks), NO_TIER)
-            bits = [self.host.keys.bit, *(queue.tier.keys.bit for queue in self._queues)]
-            for number in reversed(range(len(bits))):
+            for number in reversed(range(len(self.bits))):
                 if allowed[number]:
-                    found[(marks & bits[number]) != 0] = number
+                    found[(marks & self.bits[number]) != 0] = number
         return self._fastest_tier_tables[allowed]
 
     def _incoming_tiers(self, tags: Tags, without: frozenset[str]) -> TierNumbers:

@@ -27,12 +27,6 @@ _LAST = np.uint64(8 * (TAG_BYTES - 1))
 _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
-def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a group, from the key of its tokens and the group's index below 256."""
-    # 248 bits of digest are left, and one mapping or directory can hold the chunks of all groups.
-    return key[:-1] + bytes((group,))
-
-
 class BegunChunk(NamedTuple):
     """A stored chunk that is found by its beginnings: its key and number of tokens."""
 
@@ -105,11 +99,13 @@ class PromptChunks:
 
     def key(self, group: int, number: int) -> bytes:
         """Return the key of a whole chunk in a group, by its index in the prompt."""
-        return _group_key(self.keys.chunk(number), group)
+        return self.tail(group, (number + 1) * self.keys.chunk_tokens)
 
     def tail(self, group: int, tokens: int) -> bytes:
         """Return the key of the last chunk of the prefix of `tokens` tokens, which may be whole or a tail."""
-        return _group_key(self.keys.at(tokens), group)
+        # The last byte is the index of the group, below 256. 248 bits of digest are left, and one mapping or
+        # directory can hold the chunks of all groups.
+        return self.keys.at(tokens)[:-1] + bytes((group,))
 
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
@@ -139,8 +135,7 @@ class PromptChunks:
         return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
-        return self.key(group, number) if whole else self.tail(group, chunked.tokens)
+        return self.tail(group, min((number + 1) * chunked.chunk_tokens, chunked.tokens))
 
     def look_up(
         self,
@@ -228,7 +223,7 @@ class PromptChunks:
             of_any.insert(whole, (whole, self.keys.at(prompt)))
         for number, key in of_any:
             for group in range(len(self._groups)):
-                yield number, group, _group_key(key, group)
+                yield number, group, key[:-1] + bytes((group,))
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
         """Return the tags of a prompt's chunks in all groups: uint64 of shape (groups, chunks)."""

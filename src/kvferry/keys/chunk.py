@@ -133,9 +133,6 @@ class ChunkKeys:
         """Return the same keys as `chunks` as an array: uint8 of shape (chunks, KEY_BYTES)."""
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
 
-    def chunk(self, number: int) -> bytes:
-        return self._keys[number + 1]
-
     def at(self, tokens: int) -> bytes:
         """Return the key of the last chunk, maybe a tail, of the request's first `tokens` tokens."""
         if not 0 < tokens <= len(self):

@@ -76,21 +76,20 @@ class TagRows:
     A slot whose bits are all 0 is free, whatever tag is in it.
 
     Attributes:
+        rows: number of rows, a power of 2.
         overflow: tier bits of each tag that did not fit into its row.
     """
 
     def __init__(self, count: int) -> None:
-        # `count` is a power of 2. One row more, to begin at a cache line: a look-up of a row then causes one
+        # One row more, to begin at a cache line: a look-up of a row then causes one
         # cache miss.
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
         self._words = self._table.reshape(-1).data
-        self._last_row, self._mask = count - 1, np.uint64(count - 1)
+        self.rows = count
+        self._mask = np.uint64(count - 1)
         self.overflow: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
@@ -106,7 +105,7 @@ class TagRows:
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
         """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
-        first = (row_of(tag) & self._last_row) * _ROW
+        first = (row_of(tag) & self.rows - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
@@ -136,7 +135,7 @@ class TagRows:
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
         """Copy rows `first` to `last` (excluded) from a table of half as many rows, without overflow."""
-        half = len(smaller)
+        half = smaller.rows
         old = smaller._table[first:last]
         # A row of the smaller table becomes two rows here. One bit of the hash says which of them a tag goes
         # to.
@@ -217,11 +216,11 @@ class KeyTable:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
             # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
-            if self._moved and row_of(tag) & len(self._rows) - 1 < self._moved:
+            if self._moved and row_of(tag) & self._rows.rows - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
             # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
             # all rows to move.
-            if add and self._count > _TAGS_PER_ROW * len(self._rows):
+            if add and self._count > _TAGS_PER_ROW * self._rows.rows:
                 self._grow()
             if self._watch is not None and before != after and tag in self._watch.tags:
                 self._watch.changed.append(tag)
@@ -249,10 +248,10 @@ class KeyTable:
     def _grow(self) -> None:
         """Move the next few rows to a table of twice the size, which finally replaces this one."""
         if self._next is self._rows:
-            self._next = TagRows(2 * len(self._rows))
+            self._next = TagRows(2 * self._rows.rows)
         self._next.copy_rows(self._rows, self._moved, self._moved + self._rows_per_step)
         self._moved += self._rows_per_step
-        if self._moved >= len(self._rows):
+        if self._moved >= self._rows.rows:
             for tag, bits in self._rows.overflow.items():
                 self._next.update(tag, keep=0, add=bits)
             self._rows, self._moved = self._next, 0

@@ -115,7 +115,7 @@ class Tiering:
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(host)
-        self._bits = {host.keys.bit: HOST, **{one.queue.tier.keys.bit: one.queue.name for one in behind}}
+        self._bits = dict(zip(self._cache.bits, self._cache.tiers, strict=True))
         self._block_events = composition.block_events(table, self._bits)
         self._prompts = Prompts(
             canonical,
