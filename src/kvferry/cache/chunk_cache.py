@@ -118,10 +118,13 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class TransferTimes:
-    """Seconds that each successful read and write took, by name of the tier."""
+    """Seconds that each successful transfer of chunks took."""
 
+    # Of reads and writes in storage, by name of the tier.
     reads: dict[str, list[float]] = field(default_factory=dict)
     writes: dict[str, list[float]] = field(default_factory=dict)
+    # Of copies from host memory to KV blocks, by the slowest rank.
+    copies: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -150,6 +153,7 @@ class ChunkCache:
         bits: their bits in the key table, by tier number.
         incoming: chunks that are being read, by key.
         events: counter that increases whenever the values in `counts` may have changed.
+        times: seconds of transfers since the last event about tiers, which replaces the object.
 
     Raises:
         ValueError: the tiers do not share one key table.
@@ -166,7 +170,7 @@ class ChunkCache:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
         self.host, self.slow_tiers = host, tuple(slow_tiers)
-        self.counts, self.events, self._times = CacheCounts(), 0, TransferTimes()
+        self.counts, self.events, self.times = CacheCounts(), 0, TransferTimes()
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
         self.tiers = (HOST, *(queue.name for queue in self._queues))
@@ -303,11 +307,11 @@ class ChunkCache:
                 self.events += 1
                 if isinstance(done.what, GetOutcome):
                     if done.what is GetOutcome.HIT:
-                        self._times.reads.setdefault(name, []).append(done.seconds)
+                        self.times.reads.setdefault(name, []).append(done.seconds)
                     self._on_read_ended(done.key, done.what)
                 else:
                     if done.what is PutOutcome.STORED:
-                        self._times.writes.setdefault(name, []).append(done.seconds)
+                        self.times.writes.setdefault(name, []).append(done.seconds)
                     self.host.close(slow.held.pop(done.key))
         # After all results: freed slots make room for more chunks of waiting loads.
         if self.fetches:
@@ -318,10 +322,6 @@ class ChunkCache:
         for slow in self.slow_tiers:
             while slow.queued and self._may_write(slow) and slow.queue.can_write:
                 self._write_next(slow)
-
-    def take_times(self) -> TransferTimes:
-        times, self._times = self._times, TransferTimes()
-        return times
 
     def clear(self) -> None:
         """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""

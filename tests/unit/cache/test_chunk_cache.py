@@ -615,7 +615,7 @@ def test_a_tier_takes_only_so_many_stores_at_once():
         assert made.cache.busy, "steps go on until its end is heard of"
         made.answer(0, "write", key, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
-    assert len(made.cache.take_times().writes["file"]) == 5
+    assert len(made.cache.times.writes["file"]) == 5
 
 
 def hung(*kept):

@@ -51,21 +51,16 @@ class TierEvents:
         self._last_fingerprint: tuple[object, ...] = ()
 
     @log_errors
-    def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
-        """Emit a `TierChanged` event for every tier if any tier has changed since the last call.
-
-        Args:
-            times: seconds of reads and writes of chunks in storage since the last call.
-            copies: seconds of copies from host memory to KV blocks since the last call.
-        """
-        cache, host, stores = self._cache, self._cache.host, self._stores
+    def emit_changes(self) -> None:
+        """Emit a `TierChanged` event for every tier if any tier has changed since the last call."""
+        cache, host, stores, times = self._cache, self._cache.host, self._stores, self._cache.times
         # Called in every engine step: the fingerprint takes about a microsecond, and all counts take much
         # longer. It is taken before them, so that the next call sees concurrent changes.
         usages = [one.queue.usage for one in cache.slow_tiers]
         fingerprint = (cache.events, stores.dropped.total(), *usages)
-        if fingerprint == self._last_fingerprint and not copies:
+        if fingerprint == self._last_fingerprint and not times.copies:
             return
-        self._last_fingerprint = fingerprint
+        self._last_fingerprint, cache.times = fingerprint, TransferTimes()
         counters, counts = host.counters, cache.counts
         dropped = {str(why): n for why, n in counters.dropped.items() if why is not HostDropReason.PRESENT}
         self._emit_since_last(
@@ -79,7 +74,7 @@ class TierEvents:
                 stored_bytes=counters.stored_bytes,
                 evicted=counters.evicted,
                 dropped=(*dropped.items(), *stores.dropped.items()),
-                fetch_seconds=tuple(copies),
+                fetch_seconds=tuple(times.copies),
             )
         )
         for slow in cache.slow_tiers:

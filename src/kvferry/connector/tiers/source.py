@@ -195,7 +195,6 @@ class TierSource:
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
         self._feeds: list[_ChunkFeed] = []
-        self._copy_seconds: list[float] = []
 
     @property
     def busy(self) -> bool:
@@ -318,11 +317,6 @@ class TierSource:
         # begins at a multiple of the alignment.
         return self._alignments
 
-    def take_copy_seconds(self) -> list[float]:
-        """Return, and clear, the seconds that the slowest rank took to copy each part of a load."""
-        taken, self._copy_seconds = self._copy_seconds, []
-        return taken
-
     def settled(self, request_id: str) -> None:
         """Do nothing: the tiers keep no lease."""
 
@@ -338,7 +332,7 @@ class TierSource:
                     for slot in reversed(part.slots):
                         self._cache.host.close(slot)
                     assert part.report is not None
-                    self._copy_seconds.append(part.report.figures.transfer_seconds)
+                    self._cache.times.copies.append(part.report.figures.transfer_seconds)
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""

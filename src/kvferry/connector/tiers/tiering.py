@@ -193,7 +193,7 @@ class Tiering:
 
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
-        self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
+        self._events.emit_changes()
         if self._block_events is not None:
             self._block_events.emit_changes()
 

@@ -203,13 +203,6 @@ def store_chunks(
     """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
-    if model.has_one_row:
-        # All chunks of the request, with the prompt's incomplete last one.
-        tail = prompt.tokens % size > 0
-        unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
-        if tiers.store_at_once([Run(0, used[: keys.computed_tokens // size + tail], unchanged)]):
-            tiers.mark_used(used)
-            return
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
     storable = [
@@ -230,7 +223,7 @@ def store_chunks(
         cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
         unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
     # The steps of a prompt usually leave what a single step would, and one is much faster.
-    at_once = not (cold or unneeded or model.has_one_row)
+    at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
             tiers.store(runs_of(begin, end), cold)
