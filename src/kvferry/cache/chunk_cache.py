@@ -104,7 +104,7 @@ class SlowTier:
 
 
 @dataclass(slots=True)
-class CacheCounts:
+class _CacheCounts:
     """Counts of chunks of a tiered cache since its start."""
 
     # Chunks that ranks have copied, or failed to copy, to host memory.
@@ -170,7 +170,7 @@ class ChunkCache:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
         self.host, self.slow_tiers = host, tuple(slow_tiers)
-        self.counts, self.events, self.times = CacheCounts(), 0, TransferTimes()
+        self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
         self.tiers = (HOST, *(queue.name for queue in self._queues))

@@ -44,7 +44,7 @@ class Ended:
     seconds: float = field(default=0.0, compare=False)
 
 
-class Threads(Protocol):
+class _Threads(Protocol):
     """Threads that run the jobs of one queue."""
 
     def put(self, job: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class _Operations:
         call: Callable[..., GetOutcome | PutOutcome],
         kind: str,
         failed: GetOutcome | PutOutcome,
-        threads: Threads,
+        threads: _Threads,
         clock: Callable[[], float],
         stuck_seconds: float,
         after: Callable[[], None] = lambda: None,
@@ -172,7 +172,7 @@ class TierQueue:
         *,
         refresh_seconds: float | None = REFRESH_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
-        start_threads: Callable[[int, str], Threads] | None = None,
+        start_threads: Callable[[int, str], _Threads] | None = None,
     ) -> None:
         self.name, self.tier, self.usage = name, tier, StoreUsage()
         self._clock, self._usage_lock, self._refresh_seconds = clock, threading.Lock(), refresh_seconds

@@ -166,7 +166,7 @@ def _rows_of(tags: Tags) -> Tags:
 
 
 @dataclass(slots=True)
-class TableWatch:
+class _TableWatch:
     """The chunks whose tiers have changed. Any thread adds to it; the watcher takes from it."""
 
     tags: Container[int]  # tags of the watched chunks. The watcher may change them at any time.
@@ -193,7 +193,7 @@ class KeyTable:
         self._moved = 0  # number of rows that have been moved to `_next` while the table grows
         self._count = self._tiers = 0
         self._lock = Lock()
-        self._watch: TableWatch | None = None
+        self._watch: _TableWatch | None = None
 
     def __len__(self) -> int:
         """Return the number of chunks that at least one tier has."""
@@ -235,9 +235,9 @@ class KeyTable:
             if self._watch is not None:
                 self._watch.cleared = True
 
-    def watch(self, tags: Container[int]) -> TableWatch:
+    def watch(self, tags: Container[int]) -> _TableWatch:
         """Record which chunks tiers gain or lose. A table has one watch, and a later one replaces it."""
-        self._watch = TableWatch(tags)
+        self._watch = _TableWatch(tags)
         return self._watch
 
     def count(self, bit: int) -> int:
