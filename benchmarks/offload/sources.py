@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.compose import Composition
@@ -36,7 +35,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import HOST, PEER, tier_name
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
