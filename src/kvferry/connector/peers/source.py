@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvferry.common.errors import Incompatible, NotYetNamed, ProtocolError, Unnameable
@@ -38,6 +38,25 @@ logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 600.0
 """Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of a peer's engine from which requests of this engine may read.
+
+    Attributes:
+        alignments: alignment in tokens of loaded content, for each KV cache group.
+        part_tokens: alignment in tokens of the positions at which two parts of a load may meet; 0 if a load
+            has only one part.
+        used: monotonic seconds of the last request that asked for its KV.
+        connected: True if the workers are connected to it, or will be with the next step.
+    """
+
+    alignments: tuple[int, ...]
+    part_tokens: int
+    used: float = 0.0
+    connected: bool = False
+
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
@@ -85,9 +104,8 @@ class PeerSource:
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
-        self._used: dict[str, float] = {}  # time of each peer's last use, the one unused for longest first
+        self._runs: dict[str, _Run] = {}  # by name of the peer, the one unused for longest first
         self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
-        self._alignments: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV."""
@@ -172,20 +190,20 @@ class PeerSource:
     def begin(self, load: Load, request: Request) -> PeerFeed:
         """Have the workers connect to the peer if they are not connected, and read from it part by part."""
         pull = self._pulls[load.request_id]
-        if pull.info is not None:
-            self._use(pull.peer, pull.info)
-        _, alignment_tokens = self._alignments_with(pull)
+        known = None if pull.info is None else self._connect(pull.peer, pull.info)
         return PeerFeed(
             load,
             pull,
             self._claims,
-            alignment_tokens=alignment_tokens,
+            alignment_tokens=self._alignment_tokens if known is None else known.part_tokens,
             labels=self._labels,
             on_failed=self._on_failed,
         )
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        return self._alignments_with(self._pulls[request_id])[0]
+        pull = self._pulls[request_id]
+        # Until the handshake has ended, nothing is known of the peer's blocks.
+        return (1,) * len(self._labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease.
@@ -223,7 +241,8 @@ class PeerSource:
     def reconnect(self) -> None:
         """Have the workers connect to each peer again at its next load, because the workers are new."""
         self._new.clear()
-        self._used.clear()
+        for run in self._runs.values():
+            run.connected = False
 
     def give_up_oldest_claim(self, why: str) -> None:
         """Exclude the peer of the request that has waited longest, if any request waits."""
@@ -260,17 +279,14 @@ class PeerSource:
         self._claims.waited_seconds = 0.0
         for address, peer in self._new_peers():
             facts = peer.facts
-            self._use(peer_name(facts.engine_id, address, facts.incarnation), peer)
+            self._connect(peer_name(facts.engine_id, address, facts.incarnation), peer)
             self._met[address] = facts.incarnation
         orders.connects, self._new = self._new, {}
         oldest = self._clock() - UNUSED_SECONDS
-        if self._used and next(iter(self._used.values())) < oldest:
+        if self._runs and next(iter(self._runs.values())).used < oldest:
             reading = {pull.peer for pull in self._pulls.values() if pull.loading}
-            unused = [name for name, at in self._used.items() if at < oldest and name not in reading]
-            for name in unused:
-                del self._used[name]
-                self._alignments.pop(name, None)
-            orders.disconnects = unused
+            unused = [name for name, run in self._runs.items() if run.used < oldest and name not in reading]
+            orders.disconnects = [name for name in unused if self._runs.pop(name).connected]
 
     def _redeem(self, pull: Pull) -> None:
         """Send a request's ticket to its peer, or exclude the peer if the offer does not fit the prompt.
@@ -399,28 +415,22 @@ class PeerSource:
             if peer is not None and peer.facts.incarnation != self._met.get(address):
                 yield address, peer
 
-    def _use(self, name: str, peer: PeerInfo) -> None:
-        """Record that a peer is used, and have the workers connect to it if they are not connected."""
-        if name not in self._used:
-            self._new[name] = peer.ranks
-        # The peer moves to the end of the dictionary, which is in the order of last use.
-        self._used.pop(name, None)
-        self._used[name] = self._clock()
+    def _connect(self, name: str, peer: PeerInfo) -> _Run:
+        """Return the record of a peer, to which the workers connect if they are not connected."""
+        run = self._run(name, peer)
+        if not run.connected:
+            run.connected, self._new[name] = True, peer.ranks
+        return run
 
-    def _alignments_with(self, pull: Pull) -> tuple[tuple[int, ...], int]:
-        """Return how the blocks of a peer meet those of this engine, as far as the handshake tells.
-
-        Returns:
-            (alignment in tokens of loaded content for each KV cache group; alignment in tokens of the
-            positions at which two parts of a load may meet, 0 if the load has only one part).
-        """
-        if pull.info is None:
-            return (1,) * len(self._labels), self._alignment_tokens
-        if pull.peer not in self._alignments:
-            theirs = [card.geometry for card in pull.info.ranks]
-            alignments, in_parts = block_alignments(theirs, self._ranks)
-            self._alignments[pull.peer] = alignments, self._alignment_tokens if in_parts else 0
-        return self._alignments[pull.peer]
+    def _run(self, name: str, peer: PeerInfo) -> _Run:
+        """Return the record of a peer, which is used now."""
+        run = self._runs.pop(name, None)
+        if run is None:
+            alignments, in_parts = block_alignments([card.geometry for card in peer.ranks], self._ranks)
+            run = _Run(alignments, self._alignment_tokens if in_parts else 0)
+        # The dictionary is in the order of last use.
+        self._runs[name], run.used = run, self._clock()
+        return run
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:

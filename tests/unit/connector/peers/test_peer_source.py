@@ -533,6 +533,20 @@ def test_workers_disconnect_only_the_unused_peer():
     assert engine.step().disconnects == [PEER]
 
 
+def test_runs_of_a_peer_that_no_load_reads_from_are_forgotten():
+    engine = with_peer()
+    for incarnation in range(11, 14):
+        engine.client.answer = PeerInfo(facts("engine", incarnation), cards())
+        engine.client.redeemed = structs.replace(GRANTED, incarnation=incarnation)
+        one = engine.arrive(offered(f"a{incarnation}"))
+        assert engine.source.ask(one, 0).bids
+        assert engine.source.alignments(one.request_id) == (16,)
+    assert len(engine.source._runs) == 3
+    engine.clock.now += UNUSED_SECONDS + 1
+    assert engine.step().disconnects == [], "the workers have never met them"
+    assert len(engine.source._runs) == 0
+
+
 TURN = (40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, []))
 
 
