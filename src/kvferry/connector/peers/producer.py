@@ -127,7 +127,6 @@ class Producer:
             book=self._book,
             names=names,
             wanted=self._wanted,
-            events=events,
             seconds=config.turn_seconds,
             share=config.turn_share,
             index=channel.turns,
@@ -141,6 +140,7 @@ class Producer:
         self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, Request] = {}  # requests whose KV will be offered
+        self._granted: dict[str, LeaseGranted] = {}  # by lease
         self._offered: dict[str, _Offered] = {}  # by lease
         self._lease_of_sample: dict[str, str] = {}  # by the id that the samples share
         self._lease_named: dict[str, str] = {}  # by the router's name
@@ -210,7 +210,7 @@ class Producer:
     def step_done(self, number: int) -> None:
         """Let other engines read the tokens of the steps up to `number`, whose output has been taken."""
         for request in self._streams.step_done(number):
-            self._say_granted(request, request.num_prompt_tokens)
+            self._say_granted(self._granted_to(request, request.num_prompt_tokens))
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
@@ -224,7 +224,7 @@ class Producer:
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
             if not (self._stopped or self._paused):
-                self.turns.finished(request, block_ids)
+                self._say_granted(self.turns.finished(request, block_ids))
             return False, None
         if name in self._streams and not request.is_complete:
             # Its blocks are free from now on. The workers raise the word before a step writes them.
@@ -274,7 +274,7 @@ class Producer:
             # The content is computed first, so that a prompt without a name leaves no lease behind.
             content = content_of(request, tokens, self._adapters)
             word = self._book.grant(name)
-            self._say_granted(request, tokens)
+            self._say_granted(self._granted_to(request, tokens))
             grant = Grant.of(word.slot, word.generation, tables)
             # Without a stream, the engine adds the number of cached tokens to the offer.
             cached_tokens = None if stream is None else stream.cached_tokens
@@ -299,8 +299,13 @@ class Producer:
             self._lease_of_sample[one.prompt] = name
         return one.params
 
-    def _say_granted(self, request: Request, tokens: int) -> None:
-        self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
+    def _granted_to(self, request: Request, tokens: int) -> LeaseGranted:
+        return LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds)
+
+    def _say_granted(self, granted: LeaseGranted | None) -> None:
+        if granted is not None:
+            self._granted[granted.request_id] = granted
+            self._events.emit(granted)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Process the messages of other engines, and tell the workers which leases to end.
@@ -386,7 +391,8 @@ class Producer:
                     self._unwanted.pop(one.router_name, None)
                 if one.prompt is not None:
                     self._lease_of_sample.pop(one.prompt, None)
-            self._events.emit(LeaseEnded(name, self._clock(), expired, withdrawn))
+            granted, now = self._granted.pop(name), self._clock()
+            self._events.emit(LeaseEnded(name, now, granted=granted, expired=expired, withdrawn=withdrawn))
         return leases
 
     def sent(self, request_ids: set[str]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvferry.common.errors import TransferError
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
-from kvferry.connector.events import EventStream, LeaseGranted
+from kvferry.connector.events import LeaseGranted
 from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import GroupKind
@@ -64,7 +64,6 @@ class TurnKeeper:
         book: LeaseBook,
         names: TurnNames,
         wanted: BlocksWanted,
-        events: EventStream,
         seconds: float,
         share: float,
         index: TurnIndex,
@@ -80,7 +79,7 @@ class TurnKeeper:
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
         self._engine, self._clock = engine, clock
-        self._book, self._names, self._wanted, self._events = book, names, wanted, events
+        self._book, self._names, self._wanted = book, names, wanted
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
@@ -105,27 +104,30 @@ class TurnKeeper:
         """
         return self._pins.late_blocks() > 0
 
-    def finished(self, request: Request, block_ids: BlockIds) -> None:
+    def finished(self, request: Request, block_ids: BlockIds) -> LeaseGranted | None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
         Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
         cache group, up to the last computed token.
+
+        Returns:
+            The lease of the turn; None if it is not kept.
         """
         if not self._seconds:
-            return
+            return None
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
         if content is None or not content.keys:
-            return
+            return None
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
         blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
         if least is None or len(blocks) > self._most:
-            return
+            return None
         try:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
-            return
+            return None
         turn = _Turn(
             key=request.request_id,
             holder="turns",
@@ -147,7 +149,7 @@ class TurnKeeper:
         self._pins.begin(turn)
         self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
         self._turns[turn.key] = turn
-        self._events.emit(LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True))
+        return LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True)
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
