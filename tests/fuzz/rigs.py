@@ -120,9 +120,9 @@ def redeem(client: ControlClient, port: int) -> Redeemed:
 
     def answered() -> Redeemed | None:
         client.look_up((HOST, port))
-        number = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
-        answer = wait_for(lambda: None if isinstance(a := client.redemption(number), Pending) else a)
-        client.end_redemption(number)
+        asked = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
+        answer = wait_for(lambda: None if isinstance(a := client.answer(asked), Pending) else a)
+        client.end(asked)
         assert isinstance(answer, Redeemed) or "no answer" in answer.reason, answer
         return answer if isinstance(answer, Redeemed) else None
 

@@ -98,18 +98,20 @@ class NearClient:
 
     def forget(self, address: Address) -> None: ...
 
-    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
-        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
-        self._ask(address, message)
-        return message.number
+    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> Any:
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        if one.users == 1:
+            self._ask(address, one.message)
+        return one
 
-    def redemption(self, number: int, wait_seconds: float = 0.0) -> Any:
+    def answer(self, one: Any, wait_seconds: float = 0.0) -> Any:
         for address, message in self._redemptions.due():
             self._ask(address, message)
-        return self._redemptions.answer(number)
+        return self._redemptions.answer(one)
 
-    def end_redemption(self, number: int) -> bool:
-        return self._redemptions.end(number)
+    def end(self, one: Any) -> None:
+        if self._redemptions.end(one):
+            self.release(one.address, one.message.ticket)
 
     def _ask(self, address: Address, message: Any) -> None:
         server = self._network.servers[address[1]]

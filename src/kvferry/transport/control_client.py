@@ -45,7 +45,7 @@ from kvferry.transport.messages import (
     decode_numbered,
 )
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
-from kvferry.transport.redemptions import Redemptions
+from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.security import Keys
 from kvferry.transport.sockets import SOCKETS, ControlSocket, DelayMonitor, SocketPoller
@@ -162,26 +162,28 @@ class ControlClient:
 
     def redeem(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
-    ) -> int:
-        """Ask a producer to redeem a ticket, as `Redemptions.begin`; return the number of the redemption."""
+    ) -> Redemption:
+        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`)."""
         self._questions.note_ticket(address)
-        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
-        self._queue_command(address, message)
-        return message.number
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        if one.users == 1:
+            self._queue_command(address, one.message)
+        return one
 
-    def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
+    def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the producer's last grant; Unusable if it refused or is silent; otherwise Pending."""
-        answer = self._redemptions.answer(number, wait_seconds)
-        if (silent := self._redemptions.silent_producer(number)) is not None:
+        answer = self._redemptions.answer(one, wait_seconds)
+        if one.asked:
             if isinstance(answer, Unusable):
-                self.forget(silent)  # so that the next `look_up` finds out whether it has restarted
-            elif isinstance(status := self._handshakes.status(silent), Unusable) and status.gone:
+                self.forget(one.address)  # so that the next `look_up` finds out whether it has restarted
+            elif isinstance(status := self._handshakes.status(one.address), Unusable) and status.gone:
                 return status  # who cannot be reached need not be waited for
         return answer
 
-    def end_redemption(self, number: int) -> bool:
-        """Forget a redemption. Return False if the producer refused the ticket; else `release` the lease."""
-        return self._redemptions.end(number)
+    def end(self, one: Redemption) -> None:
+        """End a request's claim, and release the lease if it was the ticket's last claim."""
+        if self._redemptions.end(one):
+            self.release(one.address, one.message.ticket)
 
     def hold(self, address: Address, ticket: bytes) -> None:
         """Send heartbeats for the lease on an earlier turn until `release`."""

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.connector.events import SourceRefused
-from kvferry.connector.peers.claims import Standstill
+from kvferry.connector.peers.peering import Standstill
 from support.clock import Clock
 from support.examples import examples
 from support.mesh import MeshEngine, Network, network

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import structs
 
+from kvferry.common.errors import Incompatible
+from kvferry.common.units import counted
 from kvferry.connector.compose import Composition, peers_allowed
 from kvferry.connector.content import TurnNames
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.messages import StepOrders, WorkerInfo
-from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import check_readable
+from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -22,8 +24,14 @@ from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.security import Keys
 
+logger = logging.getLogger(__name__)
+
 # Leases without a step after which an engine keeps none alive. A step of a slow engine can outlast one.
 _STUCK_LEASES = 4
+
+# A look takes time in proportion to the number of requests, so it is not taken in every step.
+LAPSE_SECONDS = 1.0
+"""Seconds between two looks at the engine, and between two claims given up during one standstill."""
 
 
 class Peering:
@@ -81,7 +89,7 @@ class Peering:
         self.stepped_at = clock()
         self.client = ControlClient(
             structs.replace(ours, keeps_turns=self.producer.keeps_turns),
-            lambda theirs: check_readable(theirs, ranks),
+            lambda theirs: _check_readable(theirs, ranks),
             keys=keys,
             peers=peers,
             handshake_seconds=config.handshake_seconds,
@@ -180,6 +188,60 @@ class Peering:
         """Close the control channel, and end its threads."""
         self.client.close()
         self.server.close()
+
+
+class Standstill:
+    """Decides when a claim on another engine's lease must be given up. Only the engine's thread calls it.
+
+    Two engines that offer KV to each other can wait for each other for ever, each full of leases that
+    requests at the other one claim. One engine can wait for itself in the same way, and more than two in a
+    circle. At least one engine of every such circle must let go of a claim. Each one does: the request with
+    the oldest claim gives it up and takes what is left, another source or computing.
+
+    Attributes:
+        reason: why a claim is given up, as text for people.
+    """
+
+    def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:
+        """Begin to watch an engine, which gives up a claim if no request gets blocks for so long."""
+        self._patience_seconds, self._clock = patience_seconds, clock
+        self._admitted, self._look, self._due = 0, 0.0, 0.0
+        self.reason = (
+            f"no request has got blocks for {patience_seconds:g} s (patience_seconds), and this engine keeps "
+            "blocks for others, so the claim is given up"
+        )
+
+    def claim_lapses(self, admitted: int, leases_block: Callable[[], bool]) -> bool:
+        """Return whether one claim must be given up now. Call this once per engine step."""
+        now = self._clock()
+        if now < self._look:
+            return False
+        self._look = now + LAPSE_SECONDS
+        # While requests still get blocks, the others only wait for their turn. An engine without leases waits
+        # for its own running requests, which end.
+        if admitted != self._admitted or not leases_block():
+            self._admitted, self._due = admitted, now + self._patience_seconds
+        return now >= self._due
+
+
+def _check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
+    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
+
+    Raises:
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
+            (a shorter attention window). The message names every difference.
+    """
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    # Without the KV of draft layers answers stay right: only fewer drafts are accepted.
+    if absent:
+        logger.warning(
+            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", counted(len(absent), "layer"), absent[0],
+        )  # fmt: skip
 
 
 def _runs(ranks: Sequence[RankCard]) -> list[int]:

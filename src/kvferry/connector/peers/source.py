@@ -1,43 +1,106 @@
 """The source that loads KV from other engines, and the peers that the workers are connected to for it.
 
-The source has a `Pull` (`connector.peers.claims`) for each request that a peer may serve. A peer is excluded
-if it refuses the ticket, cannot be reached (`gone`) or has not answered in time. Until then its bid is
-*promised*, and the request waits for it (`choosing`).
+There is one `Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of its
+conversation (a *turn* is the KV of a finished request):
+
+    TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
+       └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
+
+The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
+request queues. The claim ends once: when the request's loads have succeeded, when the engine computes the
+prompt instead, or when this peer is excluded: because it refuses the ticket, cannot be reached (`gone`) or
+has not answered in time. Until then its bid is *promised*, and the request waits for it (`choosing`).
+
+A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
+on with each further grant (`_PeerFeed`).
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvferry.common.errors import Incompatible, NotYetNamed, ProtocolError, Unnameable
+from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bid, Bidding, Load, PlaceTokens
-from kvferry.connector.messages import Report, StepOrders
-from kvferry.connector.peers.claims import Claims, PeerFeed, Pull, peer_name
+from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
+from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import Answer, common_alignment
 from kvferry.connector.transfer import RunningLoad, TransferBook, may_hold
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.planning.select import block_alignments
-from kvferry.planning.template import absent_layer_names, window_mismatches
+from kvferry.planning.select import block_alignments, next_part
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Redeemed
+from kvferry.transport.redemptions import Redemption
 
-logger = logging.getLogger(__name__)
+STEP_WAIT_SECONDS = 0.0005
+"""Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
+A nearby peer that is already connected answers within this time, so the prompt need not wait for the next
+step. No later step waits, so a slow producer does not delay the requests that run."""
+
+IDLE_STEP_WAIT_SECONDS = 0.002
+"""Maximum seconds that a step waits if the engine computes nothing. This delays no running request."""
 
 UNUSED_SECONDS = 600.0
 """Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
+
+
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the run of the engine if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Pull:
+    """The KV at one peer that one request may read, and the state of the exchange with this peer.
+
+    Attributes:
+        peer: name of the peer (`peer_name`), with the run of its engine once that is known.
+        tokens: number of offered tokens, from the start of the prompt.
+        bidding: excluded sources of the request, and its remaining attempts to load KV.
+        began: monotonic seconds at which the request arrived, or at which its ticket was sent.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for a turn.
+        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
+        redemption: the claim on the ticket's lease; None before, and for a turn.
+        granted: last answer with block tables and lease; None until there is one. For a turn, there is one
+            from the start.
+        info: description of the peer when it was last asked; None if the handshake was not complete.
+        settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
+        loading: the load under way from this peer, the newest if an earlier one is still awaited; else None.
+        bid: last bid for the request; None if there was none.
+    """
+
+    request: Request
+    peer: str
+    address: Address
+    engine_id: str
+    ticket: bytes
+    tokens: int
+    bidding: Bidding
+    began: float
+    cached_tokens: int | None = None
+    foreseen: bool = False
+    redemption: Redemption | None = None
+    granted: Redeemed | None = None
+    info: PeerInfo | None = None
+    settled: bool = False
+    gone: bool = False
+    loading: _PeerFeed | None = None
+    bid: Bid | None = None
 
 
 @dataclass(slots=True)
@@ -94,13 +157,13 @@ class PeerSource:
         self._client, self._loads, self._refusals = client, loads, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._adapters, self._clock = adapters, clock
-        self._ranks, self._labels = ranks, ranks[0].labels
+        self._ranks, self.labels = ranks, ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._turns, self._asking = turns, dict[str, Bidding]()
         self._pulls: dict[str, Pull] = {}
-        self._claims = Claims(client, idle, clock)
+        self._idle, self._waited_seconds = idle, 0.0
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
@@ -187,23 +250,18 @@ class PeerSource:
         held.pop(TIERS, None)
         return may_hold(bid.source, blocks, held, self._most_held)
 
-    def begin(self, load: Load, request: Request) -> PeerFeed:
+    def begin(self, load: Load, request: Request) -> _PeerFeed:
         """Have the workers connect to the peer if they are not connected, and read from it part by part."""
         pull = self._pulls[load.request_id]
         known = None if pull.info is None else self._connect(pull.peer, pull.info)
-        return PeerFeed(
-            load,
-            pull,
-            self._claims,
-            alignment_tokens=self._alignment_tokens if known is None else known.part_tokens,
-            labels=self._labels,
-            on_failed=self._on_failed,
-        )
+        alignment_tokens = self._alignment_tokens if known is None else known.part_tokens
+        pull.loading = feed = _PeerFeed(self, load, pull, alignment_tokens)
+        return feed
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         pull = self._pulls[request_id]
         # Until the handshake has ended, nothing is known of the peer's blocks.
-        return (1,) * len(self._labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
+        return (1,) * len(self.labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
 
     def settled(self, request_id: str) -> None:
         """End a request's claim on a peer's lease.
@@ -219,7 +277,13 @@ class PeerSource:
                 self._refusals.say(
                     request_id, pull.peer, "it had not answered when the request went on without it"
                 )
-            self._claims.end(pull)
+            pull.settled = True
+            if pull.redemption is not None:
+                if pull.foreseen:  # the answer may have come while another source loaded the KV
+                    self._answer(pull, pull.redemption)
+                self._client.end(pull.redemption)
+            elif pull.granted is not None:  # a kept turn
+                self._client.release(pull.address, pull.ticket)
         # The engine sets its own number at each admission, so this is repeated after each of them.
         if pull.cached_tokens is not None:
             pull.request.report_cached_tokens(pull.cached_tokens)
@@ -268,15 +332,14 @@ class PeerSource:
     @property
     def has_work(self) -> bool:
         """Whether `hand_over` has more to do than to disconnect unused peers."""
-        # A claim may have used up this step's time to wait for answers.
-        return bool(self._new) or len(self._claims) > 0
+        return bool(self._new) or self._waited_seconds > 0
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
 
         From now on this step's questions to peers may wait again.
         """
-        self._claims.waited_seconds = 0.0
+        self._waited_seconds = 0.0
         for address, peer in self._new_peers():
             facts = peer.facts
             self._connect(peer_name(facts.engine_id, address, facts.incarnation), peer)
@@ -310,7 +373,10 @@ class PeerSource:
             return
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
         if not isinstance(self._client.look_up(pull.address), Unusable):
-            self._claims.begin(pull, content)
+            pull.redemption = self._client.redeem(
+                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen
+            )
+            pull.began = self._clock()
 
     def _hear_of_turns(self, request: Request, local_tokens: int) -> Bid | None:
         """Create a `Pull` if a peer keeps an earlier turn of the conversation.
@@ -342,7 +408,7 @@ class PeerSource:
         return None
 
     def _bid(self, pull: Pull, local_tokens: int) -> Bid | None:
-        if not pull.settled and pull.granted is None and pull.content is None:
+        if not pull.settled and pull.granted is None and pull.redemption is None:
             self._redeem(pull)
         tokens = pull.tokens - local_tokens
         if pull.settled or tokens <= 0:
@@ -364,7 +430,7 @@ class PeerSource:
         granted = pull.granted
         peer = self._client.look_up(pull.address, None if granted is None else granted.incarnation)
         if isinstance(peer, PeerInfo):
-            if (unusable := self._claims.update(pull)) is not None:
+            if (unusable := self.update(pull)) is not None:
                 return unusable
             # The answer may name another run of the peer than the handshake that was looked up before.
             if granted is None and pull.granted is not None:
@@ -395,7 +461,42 @@ class PeerSource:
             )
         return None
 
-    def _on_failed(self, pull: Pull, report: Report) -> None:
+    def update(self, pull: Pull) -> Unusable | None:
+        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
+
+        Wait a moment if there is no answer yet (`STEP_WAIT_SECONDS`). Answers cover more and more tokens
+        while the producer computes the prompt. Mutates `pull`.
+        """
+        if pull.settled:
+            why = pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            return Unusable(why, pull.gone)
+        before = pull.granted
+        if pull.redemption is None or (before is not None and before.tokens >= pull.tokens):
+            return None
+        answer = self._answer(pull, pull.redemption)
+        if isinstance(answer, Redeemed):
+            if before is None:
+                pull.peer = peer_name(pull.engine_id, pull.address, answer.incarnation)
+            # Further answers extend one lease. Blocks of another may hold other KV than parts already read.
+            elif answer.grant.word(answer.incarnation) != before.grant.word(before.incarnation):
+                return Unusable("the peer has replaced the lease while its blocks were read")
+            if before is None or answer.tokens >= before.tokens:
+                pull.granted = answer
+        return answer if isinstance(answer, Unusable) else None
+
+    def _answer(self, pull: Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
+        """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
+        now = self._clock()
+        most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
+        if not self._idle():
+            most = STEP_WAIT_SECONDS - max(self._waited_seconds, now - pull.began)
+        answer = self._client.answer(redemption, max(0.0, most))
+        self._waited_seconds += self._clock() - now
+        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
+            pull.cached_tokens = answer.cached_tokens
+        return answer
+
+    def on_failed(self, pull: Pull, report: Report) -> None:
         """Exclude the peer of a load that has failed."""
         if report.peer_lost or report.late:
             # The peer may be gone or restarted: its next request begins with a new handshake.
@@ -433,25 +534,72 @@ class PeerSource:
         return run
 
 
+class _PeerFeed:
+    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
+
+    origin = PEER
+
+    def __init__(self, source: PeerSource, load: Load, pull: Pull, alignment_tokens: int) -> None:
+        """Create the feed of a load that begins now. The peer has granted a lease."""
+        self._source, self._load, self._pull = source, load, pull
+        self._alignment_tokens = alignment_tokens
+        self._done, self._parts, self._ready = load.span.begins, 0, 0
+        self._dropped = False
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        load, pull = self._load, self._pull
+        unusable = (
+            Unusable("no request waits for it any more") if self._dropped else self._source.update(pull)
+        )
+        if unusable is not None:
+            return [LoadPart(load.key, None, failure=unusable.reason)]
+        assert pull.granted is not None
+        news, self._ready = pull.granted.tokens > self._ready, pull.granted.tokens
+        span = next_part(
+            load.span,
+            self._done,
+            self._ready,
+            alignment_tokens=self._alignment_tokens,
+            whole=self._ready >= pull.tokens,
+        )
+        if span is None:
+            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
+            # be read yet.
+            return [LoadPart(load.key, None)] if news else []
+        self._done, self._parts = span.ends, self._parts + 1
+        order = ReadOrder(
+            key=f"{load.key}.{self._parts}",
+            peer=pull.peer,
+            span=span,
+            src_tables=pull.granted.grant.block_ids,
+            dst_tables=load.tables,
+            lease=pull.granted.grant.word(pull.granted.incarnation),
+        )
+        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
+
+    def drop(self) -> None:
+        # The workers cannot cancel reads in flight.
+        self._dropped = True
+        self._leave()
+
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        figures = report.figures
+        each = zip(self._source.labels, figures.strategies_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, "+".join(names), size) for label, names, size in each if size)
+
+    def miss(self, report: Report) -> MissReason:
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        self._leave()
+        if wanted and report.failure is not None:
+            self._source.on_failed(self._pull, report)
+
+    def _leave(self) -> None:
+        # After a failure the request may have begun another load, which goes on.
+        if self._pull.loading is self:
+            self._pull.loading = None
+
+
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
     return replace(bid, parts=(PlaceTokens(PEER, tokens),)) if bid is not None and tokens > 0 else None
-
-
-def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
-    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
-
-    Raises:
-        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
-            (a shorter attention window). The message names every difference.
-    """
-    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
-    absent = absent_layer_names(peer, here)
-    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
-        raise Incompatible(list(dict.fromkeys(found)))
-    # Without the KV of draft layers answers stay right: only fewer drafts are accepted.
-    if absent:
-        logger.warning(
-            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
-            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
-            "matters", counted(len(absent), "layer"), absent[0],
-        )  # fmt: skip

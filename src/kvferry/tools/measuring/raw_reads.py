@@ -73,7 +73,7 @@ class RawReads:
                 lease=lease,
             )
         )
-        self._reader.acknowledge("same descriptors", self._number)
+        self._reader.acknowledge("same descriptors")
         (rank,) = plan.ranks
         assert rank.direct is not None  # noqa: S101 - the strategy is pinned
         return PreparedLists(rank.source.local, rank.source.remote, rank.direct, plan.counts.bytes)

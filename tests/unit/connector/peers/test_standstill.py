@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.peers.claims import LAPSE_SECONDS, Standstill
+from kvferry.connector.peers.peering import LAPSE_SECONDS, Standstill
 from support.clock import Clock
 
 PATIENCE = 10.0
