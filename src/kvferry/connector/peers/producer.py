@@ -226,7 +226,8 @@ class Producer:
             if not (self._stopped or self._paused):
                 self._say_granted(self.turns.finished(request, block_ids))
             return False, None
-        if name in self._streams and not request.is_complete:
+        stopped = self._stopped or self._sleeps
+        if name in self._streams and (stopped or not request.is_complete):
             # Its blocks are free from now on. The workers raise the word before a step writes them.
             self._end(self._book.end([name]), withdrawn=True)
         stream = self._streams.finished(name)
@@ -240,7 +241,6 @@ class Producer:
         if shared is not None:
             return False, self._offered[shared].params
         tokens = request.num_prompt_tokens - self._unsettled
-        stopped = self._stopped or self._sleeps
         # The readers of a stream that is over have failed or left, and no other has a claim.
         if tokens < 1 or stopped or (stream is not None and stream.over):
             return False, write_nothing(stopped=stopped)
