@@ -25,7 +25,7 @@ from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.tools.measuring.rounds import Spread, percentile
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Pending
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
@@ -176,7 +176,7 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     cache = ModelCache("bench", (LayerCache(GroupKind.FULL, 0, rows),))
     (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
     facts = Facts("bench-producer", _RUN, "kvferry bench", {})
-    server = ControlServer(_HOST, 0, ProducerCard(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
+    server = ControlServer(_HOST, 0, PeerInfo(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
     table = list(range(1, 1 + -(-tokens // _BLOCK_TOKENS)))
     for number, ticket in enumerate(tickets):
         server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))

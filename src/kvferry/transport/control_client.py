@@ -48,7 +48,7 @@ from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.security import Keys
-from kvferry.transport.sockets import SOCKETS, ControlSocket, DelayMonitor, SocketPoller
+from kvferry.transport.sockets import SOCKETS, ControlSocket, SocketPoller, warn_if_late
 from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
@@ -229,13 +229,16 @@ class ControlClient:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        delay = DelayMonitor("control channel, asking")
         self._next_beat = self._clock() + self._heartbeat_seconds
         self._meet()
         stop = False
         while not stop:
-            heard = self._poller.wait(delay.before_wait(self._wait_seconds()))
-            delay.after_wait()
+            # At most a second, so that delays are noticed.
+            soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
+            seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
+            due = time.monotonic() + seconds
+            heard = self._poller.wait(seconds)
+            warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
                 self._run_once(heard)
@@ -260,16 +263,10 @@ class ControlClient:
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
             self._send_heartbeats()
-        self._handshakes.refuse_silent()
-        for address in self._handshakes.pop_refused():
+        for address in self._handshakes.refuse_silent():
             # The heartbeats for leases that are held still need the socket.
             if (peer := self._peers.get(address)) is not None and not peer.held:
                 self._close(address)
-
-    def _wait_seconds(self) -> float:
-        """Return the seconds until the next deadline, at most 1, so that `DelayMonitor` notices delays."""
-        soonest = min([self._next_beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
-        return min(1.0, max(0.0, soonest - self._clock()) + 0.001)
 
     def _meet(self) -> None:
         for address in self._meets:

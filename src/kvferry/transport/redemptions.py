@@ -14,6 +14,7 @@ same ticket but different prompts each redeem it, because the producer compares 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Redemption:
         users: number of this engine's requests that use it.
         asked: True while a reply to `message` is missing.
         granted: True once the producer has accepted the ticket, even if it has ended the lease since.
-        again: time of the next request while the redemption is growing.
+        again: time of the next request; infinite while a reply is missing, and if it is not growing.
         answer: last reply that granted or refused.
     """
 
@@ -58,15 +59,8 @@ class Redemption:
     asked: bool = True
     sent: bool = False
     granted: bool = False
-    again: float = 0.0
+    again: float = math.inf
     answer: Redeemed | NotRedeemed | None = None
-
-    @property
-    def grows(self) -> bool:
-        """True if the producer may cover more tokens in a later reply."""
-        if self.answer is None:
-            return self.foreseen
-        return isinstance(self.answer, Redeemed) and self.answer.tokens < self.message.tokens
 
 
 @dataclass(slots=True)
@@ -83,7 +77,11 @@ class _Ticket:
 
 
 class Redemptions:
-    """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them."""
+    """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them.
+
+    Attributes:
+        soonest: time of the next request that becomes due, as of the last call of `due`; may be infinite.
+    """
 
     def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
@@ -91,6 +89,7 @@ class Redemptions:
         self._asked: dict[int, Redemption] = {}
         self._tickets: dict[tuple[Address, bytes], _Ticket] = {}
         self._heard = threading.Condition()
+        self.soonest = math.inf
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
@@ -160,8 +159,14 @@ class Redemptions:
                 answer.unknown and one.foreseen and one.answer is None
             ):
                 one.answer = answer
-            pause = min(max((now - one.news) * _PAUSE_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)
-            one.asked, one.again = False, now + pause
+            if isinstance(one.answer, Redeemed):
+                grows = one.answer.tokens < one.message.tokens
+            else:
+                grows = one.answer is None and one.foreseen
+            if grows:
+                pause = (now - one.news) * _PAUSE_SHARE
+                one.again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+            one.asked = False
             one.granted |= not isinstance(answer, NotRedeemed)
             self._heard.notify_all()
         return None if isinstance(answer, NotRedeemed) else one.message.ticket
@@ -184,17 +189,14 @@ class Redemptions:
 
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because there may be more tokens. Their timeouts begin."""
-        now = self._clock()
-        found = [one for one in self._paused() if one.again <= now]
-        for one in found:
-            known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
-            one.message = structs.replace(one.message, known_tokens=known)
-            one.deadline, one.asked, one.sent = now + self._patience_seconds, True, False
-        return [(one.address, one.message) for one in found]
-
-    @property
-    def deadlines(self) -> list[float]:
-        return [one.again for one in self._paused()]
-
-    def _paused(self) -> list[Redemption]:
-        return [one for one in list(self._asked.values()) if not one.asked and one.grows]
+        now, found = self._clock(), list[tuple[Address, Redeem]]()
+        self.soonest = math.inf
+        for one in list(self._asked.values()):
+            if one.again <= now:
+                known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
+                one.message = structs.replace(one.message, known_tokens=known)
+                one.deadline, one.again = now + self._patience_seconds, math.inf
+                one.asked, one.sent = True, False
+                found.append((one.address, one.message))
+            self.soonest = min(self.soonest, one.again)
+        return found

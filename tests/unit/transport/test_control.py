@@ -20,7 +20,6 @@ from kvferry.transport.control_server import (
     ControlServer,
     LeasesClaimed,
     LeasesReleased,
-    ProducerCard,
 )
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import (
@@ -72,7 +71,7 @@ class Ends:
         self._stack, self.heard = stack, list[bytes]()
 
     def server(self, of=None, port=0, keys=KEYS, peers=ANY_PEER) -> ControlServer:
-        server = ControlServer(HOST, port, ProducerCard(of or facts(), cards()), keys, peers)
+        server = ControlServer(HOST, port, PeerInfo(of or facts(), cards()), keys, peers)
         self._stack.callback(server.close)
         return server
 
@@ -774,7 +773,7 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ConfigError,
             match=rf"cannot listen on {HOST} port {port}: Address already in use; set another port, or 0",
         ):
-            ControlServer(HOST, port, ProducerCard(facts(), cards()), KEYS)
+            ControlServer(HOST, port, PeerInfo(facts(), cards()), KEYS)
 
 
 def test_an_answer_that_is_too_long_is_not_taken(ends, monkeypatch):
@@ -804,7 +803,7 @@ def test_made_up_addresses_do_not_open_sockets_without_end(ends):
 
 def test_an_address_of_another_machine_is_a_host_to_change():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
-        ControlServer("203.0.113.1", 7, ProducerCard(facts(), cards()), KEYS)
+        ControlServer("203.0.113.1", 7, PeerInfo(facts(), cards()), KEYS)
 
 
 def test_the_socket_to_a_refused_address_is_closed_without_waiting_for_a_heartbeat(ends):
@@ -845,7 +844,7 @@ def test_ipv6_loopback_works_too(ends):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = ControlServer("::1", 0, ProducerCard(facts(), cards()), KEYS)
+    server = ControlServer("::1", 0, PeerInfo(facts(), cards()), KEYS)
     client = ends.client()
     answer = status(client, server.port, host="::1")
     server.close()

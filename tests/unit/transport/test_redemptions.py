@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -68,17 +69,17 @@ def test_a_producer_that_computes_is_asked_again_until_it_has_all_tokens(redempt
     redemptions.handle_reply(HERE, all_of_it := Redeemed(claim.message.number, 1, GRANT, 4))
     assert redemptions.answer(claim) == all_of_it
     clock.now += 1.0
-    assert (redemptions.due(), redemptions.deadlines) == ([], [])
+    assert (redemptions.due(), redemptions.soonest) == ([], math.inf)
 
 
 def test_the_longer_nothing_is_new_the_rarer_a_producer_is_asked(redemptions, clock):
     claim, _ = growing(redemptions, clock)
     pauses = []
     for _ in range(200):
-        (again,) = redemptions.deadlines
-        pauses.append(again - clock.now)
-        clock.now = again
-        redemptions.due()
+        assert redemptions.due() == []
+        pauses.append(redemptions.soonest - clock.now)
+        clock.now = redemptions.soonest
+        assert len(redemptions.due()) == 1
         redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1))
     assert pauses[0] == pytest.approx(SHORTEST_PAUSE)
     assert pauses == pytest.approx(sorted(pauses))

@@ -19,7 +19,8 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.security import Keys
@@ -71,7 +72,7 @@ class Peering:
         incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
-        self.server = server = ControlServer(config.host, port, ProducerCard(ours, ranks), keys, peers)
+        self.server = server = ControlServer(config.host, port, PeerInfo(ours, ranks), keys, peers)
         self.producer = Producer(
             engine,
             config,
@@ -102,7 +103,7 @@ class Peering:
         self.source = composition.peer_source(
             self.client, geometries, lambda: server.keepers, self._names, meets
         )
-        self._standstill, self._clock = Standstill(config.patience_seconds, clock), clock
+        self._standstill, self._clock = _Standstill(config.patience_seconds, clock), clock
         self._copies_prompts, self._tables = config.host_buffer, engine.tables
 
     @property
@@ -190,7 +191,7 @@ class Peering:
         self.server.close()
 
 
-class Standstill:
+class _Standstill:
     """Decides when a claim on another engine's lease must be given up. Only the engine's thread calls it.
 
     Two engines that offer KV to each other can wait for each other for ever, each full of leases that

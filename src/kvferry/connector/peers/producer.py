@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
@@ -51,11 +51,10 @@ from kvferry.connector.peers.offer import (
 from kvferry.connector.peers.turns import TurnKeeper
 from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK, attends_to_all
-from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook, LeaseWord
-from kvferry.transport.redeem import Grant, TicketBook, new_ticket
-from kvferry.transport.turns import TurnIndex
+from kvferry.transport.redeem import Grant, new_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +121,6 @@ def _readable_step_tokens(engine: EngineFacts) -> int:
     return engine.step_tokens if final and not unsafe else 0
 
 
-class Channel(Protocol):
-    """What the producer uses of its end of the control channel."""
-
-    port: int
-    tickets: TicketBook
-    turns: TurnIndex
-
-
 class Producer:
     """Offers the KV of finished prompts, and pins their blocks under leases.
 
@@ -149,7 +140,7 @@ class Producer:
         events: EventStream,
         names: TurnNames,
         adapters: Adapters,
-        channel: Channel,
+        channel: ControlServer,
         pool: BlockPool,
         workers: int,
         clock: Callable[[], float] = time.monotonic,

@@ -1,7 +1,7 @@
 """The source that loads KV from other engines, and the peers that the workers are connected to for it.
 
-There is one `Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of its
-conversation (a *turn* is the KV of a finished request):
+There is one `_Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of
+its conversation (a *turn* is the KV of a finished request):
 
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
        └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
@@ -63,7 +63,7 @@ def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pull:
+class _Pull:
     """The KV at one peer that one request may read, and the state of the exchange with this peer.
 
     Attributes:
@@ -162,7 +162,7 @@ class PeerSource:
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._turns, self._asking = turns, dict[str, Bidding]()
-        self._pulls: dict[str, Pull] = {}
+        self._pulls: dict[str, _Pull] = {}
         self._idle, self._waited_seconds = idle, 0.0
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
@@ -193,7 +193,7 @@ class PeerSource:
         if tokens < 1:
             return False
         address = offer.remote_host, offer.remote_port
-        pull = self._pulls[name] = Pull(
+        pull = self._pulls[name] = _Pull(
             request=request,
             peer=peer_name(offer.remote_engine_id, address, None),
             address=address,
@@ -351,7 +351,7 @@ class PeerSource:
             unused = [name for name, run in self._runs.items() if run.used < oldest and name not in reading]
             orders.disconnects = [name for name in unused if self._runs.pop(name).connected]
 
-    def _redeem(self, pull: Pull) -> None:
+    def _redeem(self, pull: _Pull) -> None:
         """Send a request's ticket to its peer, or exclude the peer if the offer does not fit the prompt.
 
         Do nothing while the digest of the request's LoRA adapter is computed.
@@ -379,7 +379,7 @@ class PeerSource:
             pull.began = self._clock()
 
     def _hear_of_turns(self, request: Request, local_tokens: int) -> Bid | None:
-        """Create a `Pull` if a peer keeps an earlier turn of the conversation.
+        """Create a `_Pull` if a peer keeps an earlier turn of the conversation.
 
         Return a placeholder bid for all tokens while answers are missing, else None.
         """
@@ -393,7 +393,7 @@ class PeerSource:
         bidding = self._asking.pop(name)
         if found is not None:
             tokens, address, kept = found
-            self._pulls[name] = Pull(
+            self._pulls[name] = _Pull(
                 request=request,
                 peer=peer_name(kept.engine_id, address, kept.incarnation),
                 address=address,
@@ -407,7 +407,7 @@ class PeerSource:
             self._client.hold(address, kept.ticket)
         return None
 
-    def _bid(self, pull: Pull, local_tokens: int) -> Bid | None:
+    def _bid(self, pull: _Pull, local_tokens: int) -> Bid | None:
         if not pull.settled and pull.granted is None and pull.redemption is None:
             self._redeem(pull)
         tokens = pull.tokens - local_tokens
@@ -421,7 +421,7 @@ class PeerSource:
         growing = pull.foreseen if looking or pull.granted is None else pull.granted.tokens < pull.tokens
         return Bid(pull.peer, (PlaceTokens(PEER, tokens),), looking, promised=looking, growing=growing)
 
-    def _ask_peer(self, pull: Pull) -> Unusable | bool:
+    def _ask_peer(self, pull: _Pull) -> Unusable | bool:
         """Take in the peer's answers to the handshake and to the ticket. Mutates `pull`.
 
         Return True if an answer is missing, False if the peer has granted a lease that can be read now, and
@@ -443,7 +443,7 @@ class PeerSource:
         why = self._refusal(pull, pull.info, pull.granted)
         return False if why is None else Unusable(why)
 
-    def _refusal(self, pull: Pull, peer: PeerInfo, granted: Redeemed) -> str | None:
+    def _refusal(self, pull: _Pull, peer: PeerInfo, granted: Redeemed) -> str | None:
         """Return why the KV that a peer has granted cannot be read; None if it can."""
         if peer.facts.engine_id != pull.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {pull.engine_id}"
@@ -461,7 +461,7 @@ class PeerSource:
             )
         return None
 
-    def update(self, pull: Pull) -> Unusable | None:
+    def update(self, pull: _Pull) -> Unusable | None:
         """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
 
         Wait a moment if there is no answer yet (`STEP_WAIT_SECONDS`). Answers cover more and more tokens
@@ -484,7 +484,7 @@ class PeerSource:
                 pull.granted = answer
         return answer if isinstance(answer, Unusable) else None
 
-    def _answer(self, pull: Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
+    def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
         """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
         now = self._clock()
         most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
@@ -496,14 +496,14 @@ class PeerSource:
             pull.cached_tokens = answer.cached_tokens
         return answer
 
-    def on_failed(self, pull: Pull, report: Report) -> None:
+    def on_failed(self, pull: _Pull, report: Report) -> None:
         """Exclude the peer of a load that has failed."""
         if report.peer_lost or report.late:
             # The peer may be gone or restarted: its next request begins with a new handshake.
             self._client.forget(pull.address)
         self._exclude(pull, report.failure or "")
 
-    def _exclude(self, pull: Pull, reason: str) -> None:
+    def _exclude(self, pull: _Pull, reason: str) -> None:
         if pull.bidding.exclude(pull.peer, reason):
             self._refusals.say(pull.request.request_id, pull.peer, reason)
         pull.bid = None
@@ -539,7 +539,7 @@ class _PeerFeed:
 
     origin = PEER
 
-    def __init__(self, source: PeerSource, load: Load, pull: Pull, alignment_tokens: int) -> None:
+    def __init__(self, source: PeerSource, load: Load, pull: _Pull, alignment_tokens: int) -> None:
         """Create the feed of a load that begins now. The peer has granted a lease."""
         self._source, self._load, self._pull = source, load, pull
         self._alignment_tokens = alignment_tokens

@@ -17,8 +17,9 @@ from typing import Any, Self, TypeVar
 
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.tools.measuring.simulated import SimulatedEngine, fill_blocks
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
+from kvferry.transport.control_server import ControlServer, LeasesClaimed
 from kvferry.transport.costs import TransferSettings
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import Grant, PromptContent, new_ticket
@@ -258,7 +259,7 @@ class _ServedEngine:
         self._book = LeaseBook(incarnation, _LEASE_SLOTS, _LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
         cards = tuple(thread.card for thread in self._threads)
-        self._server = ControlServer(_HOST, 0, ProducerCard(facts, cards), keys)
+        self._server = ControlServer(_HOST, 0, PeerInfo(facts, cards), keys)
         self.address = (_HOST, self._server.port)
 
     @property
