@@ -203,9 +203,19 @@ class ControlServer:
         sender, data = self._listener.receive()
         message = decode_request(data)
         if isinstance(message, Redeem):
-            self._redeem(sender, message)
-        elif isinstance(message, Heartbeat | Release):
-            self._handle_lease_message(sender, message)
+            answer = self.tickets.redeem(message)
+            if isinstance(answer, Redeemed):
+                claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
+                self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
+            self._listener.send(sender, encode(answer))
+        elif isinstance(message, Heartbeat):
+            leases = self.tickets.claimed(message.consumer, message.tickets)
+            if leases := leases + self.turns.leases(message.tickets):
+                self.events.put(sender, LeasesClaimed(leases))
+        elif isinstance(message, Release):
+            # Each ticket is released at most once, so the number of leases limits these events.
+            if leases := self.tickets.release(message.consumer, message.tickets):
+                self.events.put(sender, LeasesReleased(leases), force=True)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         else:
@@ -227,19 +237,3 @@ class ControlServer:
         who = shown(peer.engine_id)
         why = shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS)
         self._log.say(who, f"engine {who} cannot read from this one: {why}")
-
-    def _redeem(self, sender: bytes, message: Redeem) -> None:
-        answer = self.tickets.redeem(message)
-        if isinstance(answer, Redeemed):
-            claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
-            self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
-        self._listener.send(sender, encode(answer))
-
-    def _handle_lease_message(self, sender: bytes, message: Heartbeat | Release) -> None:
-        if isinstance(message, Heartbeat):
-            claimed = self.tickets.claimed(message.consumer, message.tickets)
-            if leases := claimed + self.turns.leases(message.tickets):
-                self.events.put(sender, LeasesClaimed(leases))
-        elif leases := self.tickets.release(message.consumer, message.tickets):
-            # Each ticket is released at most once, so the number of leases limits these events.
-            self.events.put(sender, LeasesReleased(leases), force=True)

@@ -47,6 +47,7 @@ class Redemption:
         asked: True while a reply to `message` is missing.
         granted: True once the producer has accepted the ticket, even if it has ended the lease since.
         again: time of the next request; infinite while a reply is missing, and if it is not growing.
+        answered: set once there is an `answer`.
         answer: last reply that granted or refused.
     """
 
@@ -60,6 +61,7 @@ class Redemption:
     sent: bool = False
     granted: bool = False
     again: float = math.inf
+    answered: threading.Event = field(default_factory=threading.Event)
     answer: Redeemed | NotRedeemed | None = None
 
 
@@ -88,7 +90,6 @@ class Redemptions:
         self._numbers = count()
         self._asked: dict[int, Redemption] = {}
         self._tickets: dict[tuple[Address, bytes], _Ticket] = {}
-        self._heard = threading.Condition()
         self.soonest = math.inf
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -115,8 +116,7 @@ class Redemptions:
     def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the last grant; Unusable after a refusal or without a reply in time; otherwise Pending."""
         if one.answer is None and wait_seconds > 0:
-            with self._heard:
-                self._heard.wait_for(lambda: one.answer is not None, wait_seconds)
+            one.answered.wait(wait_seconds)
         if isinstance(one.answer, NotRedeemed):
             return Unusable(one.answer.reason)
         if one.asked and self._clock() >= one.deadline:
@@ -150,25 +150,23 @@ class Redemptions:
         one = self._asked.get(answer.number)
         if one is None or one.address != address or not one.asked:
             return None
-        with self._heard:
-            now = self._clock()
-            if isinstance(answer, Redeemed):
-                one.answer, one.news = answer, now
-            # The producer does not know a foreseen ticket yet: the redemption stays growing.
-            elif isinstance(answer, NotRedeemed) and not (
-                answer.unknown and one.foreseen and one.answer is None
-            ):
-                one.answer = answer
-            if isinstance(one.answer, Redeemed):
-                grows = one.answer.tokens < one.message.tokens
-            else:
-                grows = one.answer is None and one.foreseen
-            if grows:
-                pause = (now - one.news) * _PAUSE_SHARE
-                one.again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
-            one.asked = False
-            one.granted |= not isinstance(answer, NotRedeemed)
-            self._heard.notify_all()
+        now = self._clock()
+        if isinstance(answer, Redeemed):
+            one.answer, one.news = answer, now
+        # The producer does not know a foreseen ticket yet: the redemption stays growing.
+        elif isinstance(answer, NotRedeemed) and not (answer.unknown and one.foreseen and one.answer is None):
+            one.answer = answer
+        if isinstance(one.answer, Redeemed):
+            grows = one.answer.tokens < one.message.tokens
+        else:
+            grows = one.answer is None and one.foreseen
+        if grows:
+            pause = (now - one.news) * _PAUSE_SHARE
+            one.again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+        one.asked = False
+        one.granted |= not isinstance(answer, NotRedeemed)
+        if one.answer is not None:
+            one.answered.set()
         return None if isinstance(answer, NotRedeemed) else one.message.ticket
 
     def unanswered(self, address: Address) -> list[Redeem]:

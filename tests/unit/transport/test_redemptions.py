@@ -138,7 +138,7 @@ def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
     claim, woken = begun(redemptions), []
     good = Redeemed(claim.message.number, 1, GRANT, 4)
 
-    class Heard(threading.Condition):
+    class Heard(threading.Event):
         """The answer comes while somebody waits."""
 
         def wait(self, timeout: float | None = None) -> bool:
@@ -146,7 +146,7 @@ def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
             woken.append(super().wait(timeout))
             return woken[-1]
 
-    redemptions._heard = Heard()
+    claim.answered = Heard()
     assert redemptions.answer(claim, 30.0) == good
     assert woken == [True]
 
