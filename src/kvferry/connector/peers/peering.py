@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from msgspec import structs
 
@@ -59,8 +58,6 @@ class Peering:
         """Start both ends of the control channel.
 
         Args:
-            keys: secret keys of the channel.
-            ranks: descriptions of all ranks of this engine, for peers.
             facts: function that takes the engine's incarnation, and returns the facts that peers compare.
             wake: function that makes the engine run a step soon.
 
@@ -152,10 +149,6 @@ class Peering:
                 tokens, whole = request.num_prompt_tokens, block_ids(request.request_id)
                 orders.saves.append((self._tables(whole, tokens), tokens))
 
-    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Offer or keep the KV of a finished request (`Producer.finished`)."""
-        return self.producer.finished(request, block_ids)
-
     def drain(self, why: str) -> None:
         """Offer no KV and read none from now on. Leases and loads under way go on."""
         self.producer.drain()
@@ -192,15 +185,11 @@ class Peering:
 
 
 class _Standstill:
-    """Decides when a claim on another engine's lease must be given up. Only the engine's thread calls it.
+    """Decides when a claim on another engine's lease must be given up.
 
-    Two engines that offer KV to each other can wait for each other for ever, each full of leases that
-    requests at the other one claim. One engine can wait for itself in the same way, and more than two in a
-    circle. At least one engine of every such circle must let go of a claim. Each one does: the request with
-    the oldest claim gives it up and takes what is left, another source or computing.
-
-    Attributes:
-        reason: why a claim is given up, as text for people.
+    A request keeps its claim, and so blocks of the producer, while it waits for blocks of its own engine. So
+    engines that offer KV to each other can wait for each other for ever, one for itself, or several in a
+    circle. Each of them lets go: the request with the oldest claim gives it up and takes what is left.
     """
 
     def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:

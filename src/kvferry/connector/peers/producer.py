@@ -122,9 +122,7 @@ def _readable_step_tokens(engine: EngineFacts) -> int:
 
 
 class Producer:
-    """Offers the KV of finished prompts, and pins their blocks under leases.
-
-    Only the engine's thread calls it.
+    """Offers the KV of prompts. Only the engine's thread calls it.
 
     Attributes:
         turns: keeps finished requests for their conversations' next turns, if configured.
@@ -146,13 +144,7 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
         lease_slots: int = LEASE_SLOTS,
     ) -> None:
-        """Create a producer without leases.
-
-        Args:
-            workers: number of workers, all of which must confirm the end of a lease.
-            clock: returns monotonic seconds.
-            lease_slots: maximum number of leases at a time.
-        """
+        """Create a producer without leases. All `workers` must confirm the end of a lease."""
         self._engine, self._adapters, self._clock = engine, adapters, clock
         # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
@@ -238,7 +230,7 @@ class Producer:
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return the requests whose prompt the coming step completes and whose KV will be offered to a peer.
+        """Return the requests to be offered whose prompts the coming step completes.
 
         `scheduled` has the number of tokens that the step computes, by request id.
         """
@@ -250,12 +242,9 @@ class Producer:
         ]
 
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes. Call this after `take_events`.
+        """Remember the tokens that the coming step computes. Call this after `take_events`, if `has_work`.
 
-        It may be left out for steps that are scheduled while `has_work` is false.
-
-        Args:
-            number: number of the step, ascending in the order of scheduling.
+        `number` is that of the step, ascending in the order of scheduling.
         """
         computed = []
         for name, one in self._prompts.items():
@@ -406,10 +395,7 @@ class Producer:
             self._events.emit(granted)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Process the messages of other engines, and tell the workers which leases to end.
-
-        Empties `events` and adds to `orders`.
-        """
+        """Take the messages of other engines, and add to `orders` which leases the workers end."""
         if not (events or self._withdrawn or len(self._book)):
             return
         while events:

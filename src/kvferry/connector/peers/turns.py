@@ -41,8 +41,7 @@ class _Turn(Transfer):
     It is late from the end of its lease until all workers have confirmed the end: peers may still read.
 
     Attributes:
-        content: digests by which peers find the turn.
-        kept: reply to a peer that asks for this content.
+        kept: reply to a peer that asks for the content.
         steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
@@ -52,10 +51,7 @@ class _Turn(Transfer):
 
 
 class TurnKeeper:
-    """Keeps the blocks of finished requests for the next turn of their conversation.
-
-    Only the engine's thread calls it.
-    """
+    """Keeps the blocks of finished requests. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -74,7 +70,6 @@ class TurnKeeper:
         """Create a keeper without turns.
 
         Args:
-            workers: number of workers, all of which must confirm the end of a lease.
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
@@ -98,20 +93,13 @@ class TurnKeeper:
 
     @property
     def holds_blocks(self) -> bool:
-        """True if a turn's lease has ended, but not all workers have confirmed that.
-
-        Its blocks will soon be free, so that the engine should wait and not preempt.
-        """
+        """True if blocks of ended turns will soon be free, so that the engine should wait and not preempt."""
         return self._pins.late_blocks() > 0
 
     def finished(self, request: Request, block_ids: BlockIds) -> LeaseGranted | None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
-        cache group, up to the last computed token.
-
-        Returns:
-            The lease of the turn; None if it is not kept.
+        Withdraw the earlier turns that the request continues. Return the lease; None if none is kept.
         """
         if not self._seconds:
             return None
@@ -154,9 +142,7 @@ class TurnKeeper:
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
 
-        Returns:
-            Names of the leases that must end: of turns that were withdrawn, that a longer turn continues, or
-            whose blocks are needed.
+        Return the leases that must end, of turns that are withdrawn, continued, or in the way.
         """
         for lease, turn in self._turns.items():
             turn.steps -= 1
@@ -173,10 +159,7 @@ class TurnKeeper:
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the turn whose lease has ended. A lease of another kind is ignored.
-
-        Its blocks stay pinned until `on_words_raised`.
-        """
+        """Withdraw the turn of an ended lease, if any. Its blocks stay pinned until `on_words_raised`."""
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
             turn.late = True
@@ -186,10 +169,10 @@ class TurnKeeper:
         self._pins.end(lease, self._workers)
 
     def _leases_to_end_early(self, over: Collection[str]) -> list[str]:
-        """Return the names of the leases that must end early, the oldest first.
+        """Return the leases that must end early, the oldest first. Those in `over` end anyway.
 
-        They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
-        waiting request needs, or than the share `_FREE` of the pool. Leases in `over` end anyway.
+        Turns may pin a share of the pool. They must leave the share `_FREE` of it, and the blocks that the
+        largest waiting request needs.
         """
         held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
         if not held:
@@ -215,10 +198,7 @@ class TurnKeeper:
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none.
-
-        Shorter prefixes need KV that the engine has freed already.
-        """
+        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none."""
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):
             if group.kind is GroupKind.STATE:
@@ -246,10 +226,7 @@ class TurnFinder:
         self._asked: dict[str, tuple[int, TurnContent]] = {}
 
     def ask(self, request: Request) -> bool:
-        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked.
-
-        `found` returns the result.
-        """
+        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked."""
         keepers = self._keepers()
         # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
@@ -261,13 +238,10 @@ class TurnFinder:
         return True
 
     def found(self, request: Request) -> tuple[int, Address, KeptTurn] | Pending | None:
-        """Return the turn that shares the most tokens with a request's prompt; None if there is none.
+        """Return the turn that shares the most tokens with a prompt; None if no peer has one.
 
-        Return Pending while peers have not answered. Call it only if `ask` returned True.
-
-        Returns:
-            (number of usable tokens, from the start of the prompt; address of the peer's control channel; the
-            peer's answer, with the block tables and the lease).
+        Call it only after `ask`. It returns Pending while peers have not answered, and then (number of usable
+        tokens, from the start of the prompt; peer's address; its answer, with block tables and lease).
         """
         number, content = self._asked[request.request_id]
         answers = self._client.turns(number)
