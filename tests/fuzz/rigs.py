@@ -122,7 +122,7 @@ def redeem(client: ControlClient, port: int) -> Redeemed:
         client.look_up((HOST, port))
         asked = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
         answer = wait_for(lambda: None if isinstance(a := client.answer(asked), Pending) else a)
-        client.end(asked)
+        client._redemptions.end(asked)  # without a release, so that the lease is kept alive
         assert isinstance(answer, Redeemed) or "no answer" in answer.reason, answer
         return answer if isinstance(answer, Redeemed) else None
 
