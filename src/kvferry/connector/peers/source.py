@@ -30,7 +30,7 @@ from kvferry.connector.events import MissReason, Refusals, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.peers.turns import TurnFinder, TurnSearch
 from kvferry.connector.source import Answer, common_alignment
 from kvferry.connector.transfer import RunningLoad, TransferBook, may_hold
 from kvferry.geometry import GroupKind, RankGeometry
@@ -148,11 +148,8 @@ class PeerSource:
         """Create the source. It has no requests yet.
 
         Args:
-            timeout_seconds: maximum wait for the digest of a request's LoRA adapter, which is sent with the
-                ticket. Then the peer is excluded.
-            most_held: maximum number of blocks that loads from all peers together may pin, including loads
-                past their deadline.
-            clock: returns monotonic seconds.
+            timeout_seconds: maximum wait for the digest of a request's LoRA adapter. Then the peer is excluded.
+            most_held: maximum number of blocks that loads from all peers may pin, also past their deadline.
         """
         self._client, self._loads, self._refusals = client, loads, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
@@ -161,7 +158,7 @@ class PeerSource:
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._turns, self._asking = turns, dict[str, Bidding]()
+        self._turns, self._asking = turns, dict[str, tuple[Bidding, TurnSearch]]()
         self._pulls: dict[str, _Pull] = {}
         self._idle, self._waited_seconds = idle, 0.0
         self._meets, self._met = tuple(meets), dict[Address, int]()
@@ -183,9 +180,9 @@ class PeerSource:
             self._refusals.say(name, "its offer", str(error))
             return False
         if offer is None:
-            if self._stopped or not self._turns.ask(request):
+            if self._stopped or (search := self._turns.ask(request)) is None:
                 return False
-            self._asking[name] = bidding
+            self._asking[name] = bidding, search
             return True
         if request.was_rejected:
             return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
@@ -220,8 +217,7 @@ class PeerSource:
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what a peer offers after the first `local_tokens` tokens.
 
-        Until the peer has answered, the bid is an upper bound, marked as `looking`. With a ticket, which says
-        the number of tokens, it is marked as `promised` as well.
+        Until the peer has answered, the bid is `looking`, and with a ticket also `promised`.
         """
         name = request.request_id
         bid = self._hear_of_turns(request, local_tokens) if name in self._asking else None
@@ -268,8 +264,7 @@ class PeerSource:
 
         The request's answer then reports as cached what the caches of the peer had, if that is known.
         """
-        if self._asking.pop(request_id, None) is not None:
-            self._turns.drop(request_id)
+        self._drop_search(request_id)
         if (pull := self._pulls.get(request_id)) is None:
             return
         if not pull.settled:
@@ -289,15 +284,17 @@ class PeerSource:
             pull.request.report_cached_tokens(pull.cached_tokens)
 
     def finished(self, request_id: str) -> None:
-        self._turns.drop(request_id)
-        self._asking.pop(request_id, None)
+        self._drop_search(request_id)
         self._pulls.pop(request_id, None)
+
+    def _drop_search(self, request_id: str) -> None:
+        if (asking := self._asking.pop(request_id, None)) is not None:
+            self._turns.drop(asking[1])
 
     def start_anew(self) -> None:
         """Exclude all peers that have offered KV, because it was computed before the cache was reset."""
-        for name in self._asking:
-            self._turns.drop(name)
-        self._asking.clear()
+        for name in list(self._asking):
+            self._drop_search(name)
         for pull in self._pulls.values():
             if not pull.settled:
                 self._exclude(pull, "the cache was reset")
@@ -387,10 +384,11 @@ class PeerSource:
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if most <= 0:
             return None
-        found = self._turns.found(request)
+        bidding, search = self._asking[name]
+        found = self._turns.found(request, search)
         if isinstance(found, Pending):
             return _shorter(_LOOKING, most)
-        bidding = self._asking.pop(name)
+        del self._asking[name]
         if found is not None:
             tokens, address, kept = found
             self._pulls[name] = _Pull(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.common.errors import TransferError
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
@@ -215,6 +216,10 @@ class TurnKeeper:
         return least if least <= tokens else None
 
 
+# The number of a question to peers, and the content of the prompt that is asked for.
+TurnSearch: TypeAlias = tuple[int, TurnContent]
+
+
 class TurnFinder:
     """Asks peers for earlier turns of conversations. Only the engine's thread calls it."""
 
@@ -223,31 +228,28 @@ class TurnFinder:
     ) -> None:
         """Create a finder. `keepers` returns the incarnation of each peer that keeps turns, by address."""
         self._client, self._keepers, self._names = client, keepers, names
-        self._asked: dict[str, tuple[int, TurnContent]] = {}
 
-    def ask(self, request: Request) -> bool:
-        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked."""
+    def ask(self, request: Request) -> TurnSearch | None:
+        """Ask peers for an earlier turn of a request's conversation; return None if none can be asked."""
         keepers = self._keepers()
         # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
-            return False
+            return None
         content = self._names.content(request, request.num_tokens)
         if content is None or (number := self._client.ask_turn(keepers, content)) is None:
-            return False
-        self._asked[request.request_id] = number, content
-        return True
+            return None
+        return number, content
 
-    def found(self, request: Request) -> tuple[int, Address, KeptTurn] | Pending | None:
+    def found(self, request: Request, search: TurnSearch) -> tuple[int, Address, KeptTurn] | Pending | None:
         """Return the turn that shares the most tokens with a prompt; None if no peer has one.
 
-        Call it only after `ask`. It returns Pending while peers have not answered, and then (number of usable
-        tokens, from the start of the prompt; peer's address; its answer, with block tables and lease).
+        It returns Pending while peers have not answered, and then ends the search. A turn is (number of
+        usable tokens, from the start of the prompt; peer's address; its answer, with tables and lease).
         """
-        number, content = self._asked[request.request_id]
+        number, content = search
         answers = self._client.turns(number)
         if answers is None:
             return Pending()
-        del self._asked[request.request_id]
         best = None
         for address, kept in answers:
             # The engine always computes the last token of a prompt, to sample from it.
@@ -256,8 +258,6 @@ class TurnFinder:
                 best = tokens, address, kept
         return best
 
-    def drop(self, request_id: str) -> None:
-        """Forget a request, and ignore answers that are still to come."""
-        number, _ = self._asked.pop(request_id, (None, None))
-        if number is not None:
-            self._client.drop_question(number)
+    def drop(self, search: TurnSearch) -> None:
+        """Ignore answers that are still to come."""
+        self._client.drop_question(search[0])

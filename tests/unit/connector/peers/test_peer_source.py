@@ -100,17 +100,19 @@ class Turns:
         self.answer, self.asked = answer, set()
 
     def ask(self, one):
-        if self.answer is not None:
-            self.asked.add(one.request_id)
-        return self.answer is not None
+        if self.answer is None:
+            return None
+        self.asked.add(one.request_id)
+        return one.request_id
 
-    def found(self, one):
+    def found(self, one, search):
+        assert search == one.request_id
         if not isinstance(self.answer, Pending):
             self.asked.discard(one.request_id)
         return self.answer or None
 
-    def drop(self, name):
-        self.asked.discard(name)
+    def drop(self, search):
+        self.asked.remove(search)
 
 
 def offered(name="a", of="theirs", **changes):
