@@ -45,8 +45,7 @@ from kvferry.transport.redemptions import Redemption
 
 STEP_WAIT_SECONDS = 0.0005
 """Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
-A nearby peer that is already connected answers within this time, so the prompt need not wait for the next
-step. No later step waits, so a slow producer does not delay the requests that run."""
+A nearby peer answers within this time. No later step waits, so a slow producer delays no running request."""
 
 IDLE_STEP_WAIT_SECONDS = 0.002
 """Maximum seconds that a step waits if the engine computes nothing. This delays no running request."""
@@ -148,7 +147,7 @@ class PeerSource:
         """Create the source. It has no requests yet.
 
         Args:
-            timeout_seconds: maximum wait for the digest of a request's LoRA adapter. Then the peer is excluded.
+            timeout_seconds: maximum wait for the digest of a LoRA adapter. Then the peer is excluded.
             most_held: maximum number of blocks that loads from all peers may pin, also past their deadline.
         """
         self._client, self._loads, self._refusals = client, loads, refusals
@@ -172,7 +171,7 @@ class PeerSource:
         return len(self._pulls)
 
     def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Redeem the request's ticket; without one, ask all peers that keep turns of conversations."""
+        """Redeem the request's ticket; without one, ask the peers that keep turns of conversations."""
         name = request.request_id
         try:
             offer = read_offer(request.kv_transfer_params)
@@ -260,10 +259,7 @@ class PeerSource:
         return (1,) * len(self.labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
 
     def settled(self, request_id: str) -> None:
-        """End a request's claim on a peer's lease.
-
-        The request's answer then reports as cached what the caches of the peer had, if that is known.
-        """
+        """End a request's claim on a peer's lease, and have it report what the peer's caches had, if known."""
         self._drop_search(request_id)
         if (pull := self._pulls.get(request_id)) is None:
             return
