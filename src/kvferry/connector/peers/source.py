@@ -259,7 +259,7 @@ class PeerSource:
         return (1,) * len(self.labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
 
     def settled(self, request_id: str) -> None:
-        """End a request's claim on a peer's lease, and have it report what the peer's caches had, if known."""
+        """End a request's claim on a peer's lease. It then reports what the peer's caches had, if known."""
         self._drop_search(request_id)
         if (pull := self._pulls.get(request_id)) is None:
             return
