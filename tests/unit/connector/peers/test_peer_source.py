@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bid, Bidding, GroupBytes, LoadFigures, PlaceTokens
+from kvferry.connector.load import Bid, Bidding, GroupBytes, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import (
@@ -27,6 +27,7 @@ from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.read_plan import LoadFigures
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
 from kvferry.transport.redemptions import Redemptions
 from support.block_pool import request
