@@ -16,7 +16,13 @@ from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index.key_table import MAX_TIERS
 from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_tier import StorageSettings
-from kvferry.transport.addresses import check_host, is_every_address, parse_allowed_peers, parse_port_range
+from kvferry.transport.addresses import (
+    AllowedPeers,
+    check_host,
+    is_every_address,
+    parse_allowed_peers,
+    parse_port_range,
+)
 
 TierSettings: TypeAlias = HostSettings | StorageSettings
 
@@ -260,6 +266,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if this engine exchanges KV with other engines."""
         return not self.tiers if self.transfer is None else self.transfer
 
+    def allowed_peers(self) -> AllowedPeers:
+        """Return the machines whose engines may exchange KV with this engine.
+
+        Raises:
+            ConfigError: `peers` has a malformed entry, no entry, or too many entries.
+        """
+        return parse_allowed_peers(self.peers, self.host, self.advertise_host)
+
 
 def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
     """Parse and check the settings of the connector.
@@ -290,7 +304,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
         check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
     if config.host_buffer:
         check_host_buffer(config)
-    parse_allowed_peers(config.peers, config.host, config.advertise_host)
+    config.allowed_peers()
     parse_port_range(config.ports)
     return config
 

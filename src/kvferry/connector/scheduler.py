@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
-from kvferry.connector.compose import (
-    Composition,
-    check_one_machine,
-    check_rank_keys,
-    scheduler_keys,
-)
+from kvferry.connector.admission import Admission
+from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import AdminConfig, ConnectorConfig, read_tiers
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
@@ -28,18 +25,26 @@ from kvferry.connector.engine import (
 )
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.peering import Peering
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
-from kvferry.connector.speeds import Speeds, StepTimes
-from kvferry.connector.stale_kv import StaleKV
+from kvferry.connector.speeds import AnswerTimes, Speeds, StepTimes
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.connector.transfer import RunningLoad, TransferBook
+from kvferry.connector.worker.loads import CHANGED, MOVED
+from kvferry.tiers.names import PEER
+from kvferry.tiers.paths import boot_id
+from kvferry.transport.addresses import is_loopback
 from kvferry.transport.messages import Facts
-from kvferry.transport.security import Keys, admin_token
+from kvferry.transport.security import Keys, admin_token, key_location, read_keys
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which a step looks at all parts, for what depends on time alone.
 _LOOK_SECONDS = 1.0
+
+_RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
 class SchedulerHalf:
@@ -96,49 +101,81 @@ class SchedulerHalf:
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
+        ranks = [worker.geometry for worker in workers]
+        cards = tuple(worker.card for worker in workers if worker.card is not None)
         self._engine, self.events = engine, events
-        speeds = Speeds(clock)
-        self._steps = StepTimes(speeds, clock)
-        self._peering: Peering | None = None
-        self._tiering: Tiering | None = None
-        self._calls: AdminCalls | None = None
-        self._admin: AdminServer | None = None
         self._draining = self._paused = self._sleep_resets = False
+        self._changed = self._moved = False  # the weights of a worker, the KV cache of a worker
         self._epoch, self._look_at = 0, 0.0
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._quiet_orders = StepOrders(computes=True, quiet=True)
-        geometries = [worker.geometry for worker in workers]
-        composition = Composition(
-            engine,
-            config,
-            pool=pool,
-            groups=geometries[0].groups,
-            workers=len(workers),
-            events=events,
-            adapters=adapters,
-            refusals=Refusals(events),
-            speeds=speeds,
-            idle=lambda: self._steps.idle and not engine.lockstep,
-            prefix_cache=prefix_cache,
-            describe_blocks=describe_blocks,
-            clock=clock,
-        )
-        self.parts = composition.parts
+
+        # What the sources of KV and the admission share.
+        refusals, speeds = Refusals(events), Speeds(clock)
+        self._steps = StepTimes(speeds, clock)
+        loads = TransferBook[RunningLoad](len(workers), pool)
+        self.parts = PartBlocks(ranks[0].groups, pool, config.whole_blocks)
+
+        # The sources. Of equally good offers, that of the first one is taken.
         sources: list[Source] = []
-        ranks = tuple(worker.card for worker in workers if worker.card is not None)
-        if ranks and keys is not None:
+        weights = {PEER: config.load_weight}
+        self._peering: Peering | None = None
+        if cards and keys is not None:
             check_rank_keys(keys, workers)
-            self._peering = Peering(composition, keys, ranks, facts=facts, wake=wake, clock=clock)
+            self._peering = Peering(
+                engine,
+                config,
+                keys,
+                cards,
+                pool=pool,
+                loads=loads,
+                adapters=adapters,
+                events=events,
+                refusals=refusals,
+                idle=lambda: self._steps.idle and not engine.lockstep,
+                facts=facts,
+                wake=wake,
+                clock=clock,
+            )
             sources.append(self._peering.source)
+        self._tiering: Tiering | None = None
         if tiers is not None:
             check_one_machine(workers)
-            self._tiering = Tiering(tiers, composition, namespace=namespace, ranks=geometries)
+            self._tiering = Tiering(
+                tiers,
+                engine,
+                config,
+                ranks,
+                pool=pool,
+                parts=self.parts,
+                adapters=adapters,
+                events=events,
+                refusals=refusals,
+                namespace=namespace,
+                describe_blocks=describe_blocks,
+            )
             sources.append(self._tiering.source)
+            weights.update(self._tiering.weights)
         self.chunking = None if self._tiering is None else self._tiering.chunking
-        self._stale = StaleKV(self._peering, self._tiering)
-        self.admission = composition.admission(
-            sources, {} if self._tiering is None else self._tiering.weights
+
+        # The choice between them.
+        policy = policy_named(config.source_policy, weights, speeds)
+        self.admission = Admission(
+            engine.groups,
+            loads=loads,
+            parts=self.parts,
+            headroom=Headroom.of(engine.groups, engine.step_tokens, pool),
+            attempts=config.attempts,
+            timeout_seconds=config.load_timeout_seconds,
+            sources=sources,
+            chooser=BidChooser(policy, speeds, config.patience_seconds, AnswerTimes(clock)),
+            events=events,
+            prefix_cache=prefix_cache,
+            clock=clock,
         )
+
+        self._calls: AdminCalls | None = None
+        self._admin: AdminServer | None = None
         if config.admin is not None and keys is not None:
             self._start_admin(config.admin, keys, wake)
 
@@ -241,12 +278,41 @@ class SchedulerHalf:
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""
-        self._stale.take_reports(reports, self._epoch)
+        if reports.moved or reports.stale is not None:
+            self._stop_stale_exchange(reports)
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
         if self._peering is not None:
             self._peering.producer.on_workers_confirmed(reports.raised)
+
+    def _stop_stale_exchange(self, reports: StepReports) -> None:
+        """Stop what must not be used after the weights have changed or the KV cache has moved.
+
+        After a change of the weights, peers are not used any more, and tiers not before a reset of the cache.
+        After a move of the cache, peers and tiers are not used any more: the engine computes everything.
+        """
+        if self._moved:
+            return
+        if reports.moved:
+            self._moved = True  # the worker has logged it
+            if self._peering is not None:
+                self._peering.stop(MOVED)
+            if self._tiering is not None:
+                self._tiering.suspend(MOVED)
+            return
+        if not self._changed:
+            self._changed = True
+            logger.warning(
+                "%s: no KV is exchanged with other engines any more, since they compared other weights; "
+                "start this engine anew to exchange again", CHANGED,
+            )  # fmt: skip
+            if self._peering is not None:
+                self._peering.stop(CHANGED)
+        if self._tiering is not None and reports.stale is not None and reports.stale >= self._epoch:
+            why = f"{CHANGED}, and its cache was not reset: {_RESET}"
+            logger.warning(why)
+            self._tiering.suspend(why)
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests. Their blocks can be freed now."""
@@ -329,7 +395,8 @@ class SchedulerHalf:
             self._peering.begin_epoch()
         if self._tiering is not None:
             self._tiering.start_anew()
-        self._stale.on_reset()
+            if self._moved:
+                self._tiering.suspend(MOVED)
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
@@ -342,3 +409,48 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.shutdown()
         self._peering = self._tiering = self._admin = None
+
+
+def scheduler_keys(config: ConnectorConfig) -> Keys | None:
+    """Return the secret keys of the control channels; None if the engine needs none. Log their location.
+
+    Raises:
+        ConfigError: the key file cannot be read, or a missing one cannot be created.
+    """
+    # The token of the admin API derives from the keys too.
+    if not config.transfers and config.admin is None:
+        return None
+    keys, place = read_keys(config.secret_file), key_location(config.secret_file)
+    logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
+    if config.transfers and not place.configured and not is_loopback(config.host):
+        logger.warning(
+            "host is %s and secret_file is not set, so only this user's engines on this machine have "
+            "the key: others are refused until they have it too; copy %s to their machines, or make a file "
+            "with kvferry keygen FILE, and set secret_file everywhere",
+            config.host, place.path,
+        )  # fmt: skip
+    return keys
+
+
+def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
+    """Raise ConfigError if the key of a rank differs: its machine has a key of its own."""
+    for worker in workers:
+        if worker.key not in (None, keys.fingerprint):
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {worker.key}, "
+                f"the engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
+                "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )
+
+
+def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
+    """Raise ConfigError if a rank runs on another machine, where it cannot use the host memory tier."""
+    for worker in workers:
+        if worker.machine != boot_id():
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} runs on another machine than the engine's "
+                "scheduler, but the ranks of an engine with tiers share host memory; leave tiers out, or "
+                "start the engine on one machine"
+            )

@@ -8,13 +8,16 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.connector.compose import Composition, peers_allowed
-from kvferry.connector.content import TurnNames
-from kvferry.connector.engine import BlockIds, Request, Step
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import StepOrders, WorkerInfo
 from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import check_readable
+from kvferry.connector.peers.source import PeerSource, check_readable
+from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
@@ -39,10 +42,17 @@ class Peering:
 
     def __init__(
         self,
-        composition: Composition,
+        engine: EngineFacts,
+        config: ConnectorConfig,
         keys: Keys,
         ranks: tuple[RankCard, ...],
         *,
+        pool: BlockPool,
+        loads: TransferBook[RunningLoad],
+        adapters: Adapters,
+        events: EventStream,
+        refusals: Refusals,
+        idle: Callable[[], bool],
         facts: Callable[[int], Facts],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -52,14 +62,16 @@ class Peering:
         Args:
             keys: secret keys of the channel.
             ranks: descriptions of all ranks of this engine, for peers.
+            loads: loads that may still write to their blocks, with those from tiers.
+            idle: returns True if the engine computes no request, so that a step may wait for an answer.
             facts: function that takes the engine's incarnation, and returns the facts that peers compare.
             wake: function that makes the engine run a step soon.
 
         Raises:
             ConfigError: the channel cannot listen at its address, or the setting ``peers`` is malformed.
         """
-        engine, config, peers = composition.engine, composition.config, peers_allowed(composition.config)
-        self._names = TurnNames(composition.adapters, prompts_only=engine.reuses_prompts_only)
+        peers = config.allowed_peers()
+        self._names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
         incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
@@ -68,11 +80,11 @@ class Peering:
             engine,
             config,
             incarnation=incarnation,
-            events=composition.events,
+            events=events,
             names=self._names,
-            adapters=composition.adapters,
+            adapters=adapters,
             channel=server,
-            pool=composition.pool,
+            pool=pool,
             workers=len(ranks),
             clock=clock,
         )
@@ -90,9 +102,18 @@ class Peering:
             on_met=wake,
             runs=lambda: clock() - self.stepped_at < _STUCK_LEASES * config.lease_seconds,
         )
-        geometries = [card.geometry for card in ranks]
-        self.source = composition.peer_source(
-            self.client, geometries, lambda: server.keepers, self._names, meets
+        self.source = PeerSource(
+            self.client,
+            ranks=[card.geometry for card in ranks],
+            loads=loads,
+            refusals=refusals,
+            timeout_seconds=config.load_timeout_seconds,
+            most_held=int(config.late_blocks * engine.num_blocks),
+            turns=TurnFinder(self.client, lambda: server.keepers, self._names),
+            adapters=adapters,
+            idle=idle,
+            meets=meets,
+            clock=clock,
         )
         self._standstill, self._clock = Standstill(config.patience_seconds, clock), clock
         self._copies_prompts, self._tables = config.host_buffer, engine.tables
