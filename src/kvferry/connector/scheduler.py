@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -174,6 +174,14 @@ class SchedulerHalf:
             clock=clock,
         )
 
+        # The parts' own containers of what they have to do, which they never replace: asking each part in
+        # every step took longer than the rest of a quiet step.
+        self._agenda: tuple[Sized, ...] = self.admission.agenda
+        if self._peering is not None:
+            self._agenda += self._peering.agenda
+        # With a host buffer, any step may complete a prompt that is copied to it.
+        self._always_looks = self._tiering is not None or bool(self._peering and config.host_buffer)
+
         self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
         if config.admin is not None and keys is not None:
@@ -249,7 +257,7 @@ class SchedulerHalf:
         now = self._steps.scheduled(computed)
         if self._peering is not None:
             self._peering.stepped_at = now
-        if computed and now < self._look_at and not self._has_work():
+        if computed and now < self._look_at and not (self._always_looks or any(self._agenda)):
             return self._quiet_orders
         self._look_at = now + _LOOK_SECONDS
         idle = not self._engine.lockstep and not self._steps.computing
@@ -267,14 +275,6 @@ class SchedulerHalf:
         self.admission.scheduled(step.tokens)
         self.admission.hand_over(orders)
         return orders
-
-    def _has_work(self) -> bool:
-        """Return whether this step must look at any part, by the parts' own records."""
-        return (
-            self._tiering is not None
-            or (self._peering is not None and self._peering.has_work)
-            or self.admission.has_work
-        )
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from msgspec import structs
@@ -129,14 +129,9 @@ class Peering:
         return self.producer.turns.holds_blocks
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step needs a call of `schedule`, except for what depends on time alone."""
-        return (
-            self._copies_prompts
-            or len(self.server.events) > 0
-            or self.producer.has_work
-            or self.source.has_work
-        )
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs `schedule` for nothing but what time changes."""
+        return self.server.events, *self.producer.agenda, *self.source.agenda
 
     def on_new_request(self, request: Request) -> None:
         """Prepare to offer the KV of a new request."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -165,10 +165,10 @@ class Producer:
         return len(self._book)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step without messages of other engines needs calls of this object."""
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step without messages of other engines needs no calls."""
         # A kept turn holds a lease too.
-        return bool(self._withdrawn or len(self._book) or len(self._streams))
+        return self._withdrawn, self._book, self._streams
 
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""
@@ -200,7 +200,7 @@ class Producer:
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
         """Remember the tokens that the coming step computes. Call this after `take_events`.
 
-        It may be left out for steps that are scheduled while `has_work` is false.
+        It may be left out for steps that are scheduled while the containers of `agenda` are empty.
 
         Args:
             number: number of the step, ascending in the order of scheduling.
@@ -316,8 +316,8 @@ class Producer:
                     self._events.emit(LeaseExtended(name, self._clock()))
             else:
                 self._end(self._book.end(event.leases))
-        withdrawn, self._withdrawn = self._withdrawn, []
-        withdrawn += self._streams.preempted() + self._given_up()
+        withdrawn = self._withdrawn + self._streams.preempted() + self._given_up()
+        self._withdrawn.clear()
         self._end(self._book.end(withdrawn), withdrawn=True)
         for name in self._end(self._book.end(self._in_the_way()), expired=True):
             self._log.say(
@@ -427,7 +427,7 @@ class Producer:
 
     def reset(self) -> None:
         """Withdraw all offers and turns: their KV is no longer valid. The leases end with the coming step."""
-        self._withdrawn = [name for name in self._book.held if name not in self.turns]
+        self._withdrawn[:] = [name for name in self._book.held if name not in self.turns]
         self._tickets.withdraw(self._withdrawn)
         self.turns.give_up()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 
@@ -247,10 +247,10 @@ class PeerSource:
         return any(True for _ in self._new_peers())
 
     @property
-    def has_work(self) -> bool:
-        """Whether `hand_over` has more to do than to disconnect unused peers."""
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if `hand_over` has no more to do than to disconnect unused peers."""
         # A claim may have used up this step's time to wait for answers.
-        return bool(self._new) or len(self._claims) > 0
+        return self._new, self._claims
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
@@ -262,7 +262,8 @@ class PeerSource:
             facts = peer.facts
             self._use(peer_name(facts.engine_id, address, facts.incarnation), peer)
             self._met[address] = facts.incarnation
-        orders.connects, self._new = self._new, {}
+        orders.connects = dict(self._new)
+        self._new.clear()
         oldest = self._clock() - UNUSED_SECONDS
         if self._used and next(iter(self._used.values())) < oldest:
             reading = {pull.peer for pull in self._pulls.values() if pull.loading}
