@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import check_text, parse_settings
 from kvferry.connector.choosing import PolicyName
-from kvferry.connector.parse import check_text, parse_settings
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index.key_table import MAX_TIERS
@@ -35,7 +35,7 @@ NODE = "node"
 # vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C).
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
-# `kvferry.connector.parse` turns these bounds into messages. NaN is outside of all of them.
+# `kvferry.common.parse` turns these bounds into messages. NaN is outside of all of them.
 _Port = Annotated[int, Meta(ge=0, le=65_535)]
 _UpTo16 = Annotated[int, Meta(ge=1, le=16)]
 _Seconds = Annotated[float, Meta(gt=0, lt=86_400)]

@@ -20,26 +20,19 @@ from kvferry.transport.read_plan import ReadOrder
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk, and its position in the arena in bytes.
+    """A chunk, and its position in the arena."""
 
-    `group` is the index of its KV cache group in `CanonicalForm.groups`, and `number` its index in the
-    prompt.
-    """
-
-    group: int
-    number: int
-    offset: int
+    group: int  # index in `CanonicalForm.groups`
+    number: int  # index in the prompt
+    offset: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """The description of the arena that ranks need before the first order.
+    """The description of the arena that ranks need before the first order."""
 
-    `name` is the handle by which a process attaches the arena's memory, and `ranks` are all of the engine.
-    """
-
-    name: SharedFile
-    ranks: tuple[RankGeometry, ...]
+    name: SharedFile  # the handle by which a process attaches the arena's memory
+    ranks: tuple[RankGeometry, ...]  # all of the engine
     chunk_tokens: int
 
 
@@ -79,10 +72,9 @@ class WorkerInfo:
     """The description that a worker sends to the scheduler at start, and when the engine has slept.
 
     Attributes:
-        card: what peers need to read the worker's KV cache; None if the worker exchanges no KV.
-        settings: without this machine's address. If an engine has several connectors, the settings tell which
-            of them the worker belongs to.
-        key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
+        card, key: what peers need to read the worker's KV cache, and the fingerprint of its secret key; None
+            if the worker exchanges no KV.
+        settings: without this machine's address. They tell several connectors of an engine apart.
         machine: boot id of the kernel that the worker runs on.
         stale: as in `StepReports`.
     """
@@ -101,18 +93,12 @@ class LoadPart:
 
     The parts of a load follow each other as chunks arrive in host memory, or as a peer computes the prompt.
     If the KV is complete at the peer, the load has one part.
-
-    Attributes:
-        load: key of the load.
-        work: None if there is nothing to do yet, although a peer has computed more, or if nothing more will
-            come.
-        failure: reason why no more parts will come and the load has failed.
     """
 
-    load: str
-    work: ReadOrder | LoadOrder | None
+    load: str  # its key
+    work: ReadOrder | LoadOrder | None  # None if there is nothing to do yet, or nothing more will come
     last: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why no more parts will come and the load has failed
 
     @property
     def ends(self) -> bool:
@@ -207,7 +193,7 @@ class Report:
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Merge this report with other workers' report about the same work."""
+        """Return the merged report of this and of other workers about the same work."""
         return Report(
             self.failure or other.failure,
             late=self.late + other.late,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import check_keys, parse_settings
 from kvferry.connector.config import NODE, ConnectorConfig, check_host_buffer, parse_config
-from kvferry.connector.parse import check_keys, parse_settings
 from kvferry.engines.vllm.version import minor_release, vllm_version
 
 UNUSED_PORT = 14579

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import parse_settings
 from kvferry.connector.choosing import PolicyName
 from kvferry.connector.config import check_weight
-from kvferry.connector.parse import parse_settings
 from kvferry.engines.vllm.config import check_transfer_keys
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
