@@ -23,7 +23,7 @@ from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, PlainRequest
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import PlaceTokens
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -181,13 +181,14 @@ class AskingScheduler:
             CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS) for layer in of.layers
         )
         config, pool = ConnectorConfig(), NoBlocks()
-        loads, refusals = TransferBook[RunningLoad](1, pool), Refusals()
+        loads = TransferBook[RunningLoad](1, pool)
+        events = EventStream(MetricsListener(), TraceBuffer(100))
         tiers = TierSource(
             self.cache,
             self._prompts,
             ranks[0].groups,
             canonical,
-            refusals,
+            events,
             workers=1,
             most_loads=config.tier_loads,
             bid_per_tier=policy == "cost",
@@ -202,7 +203,7 @@ class AskingScheduler:
             client,
             ranks=ranks,
             loads=loads,
-            refusals=refusals,
+            events=events,
             timeout_seconds=config.load_timeout_seconds,
             most_held=1,
             turns=TurnFinder(client, dict, TurnNames(adapters)),
@@ -220,7 +221,7 @@ class AskingScheduler:
             timeout_seconds=config.load_timeout_seconds,
             sources=self.sources,
             chooser=BidChooser(policy_named(policy, {}, speeds), speeds, _PATIENCE_SECONDS),
-            events=EventStream(MetricsListener(), TraceBuffer(100)),
+            events=events,
         )
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):

@@ -19,7 +19,7 @@ from kvferry.common.errors import TransferError
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import PlainRequest
-from kvferry.connector.events import Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import Bid, Bidding, Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -65,7 +65,7 @@ class SchedulerPeers:
             self._client,
             ranks=ranks,
             loads=TransferBook(1, NoBlocks()),
-            refusals=Refusals(),
+            events=EventStream(),
             timeout_seconds=config.load_timeout_seconds,
             most_held=int(config.late_blocks * _BLOCKS),
             turns=TurnFinder(self._client, dict, TurnNames(adapters)),

@@ -380,6 +380,7 @@ class EventStream:
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = list(listeners)
+        self._refusals = LimitedLog(logger)
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -399,22 +400,15 @@ class EventStream:
                     listener, shown(repr(event), _EVENT_CHARACTERS),
                 )  # fmt: skip
 
+    def refuse(self, request_id: str, source: str, reason: str) -> None:
+        """Emit and log that a source does not serve a request. The log is limited per source and reason."""
+        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
+        self.emit(SourceRefused(request_id, time.monotonic(), source, reason))
+        text = f"request {shown(request_id)} is not served by {source}: {reason}"
+        self._refusals.say(f"{source}: {reason}", text)
+
 
 def short_id(request_id: str) -> str:
     """Return a request's id as events have it."""
     # Clients choose ids of any length.
     return request_id if len(request_id) <= MAX_ID_CHARACTERS else shown(request_id, MAX_ID_CHARACTERS)
-
-
-class Refusals:
-    """Reports the requests that a source does not serve: an event for each, and a limited log."""
-
-    def __init__(self, events: EventStream | None = None) -> None:
-        self._events = events or EventStream()
-        self._log = LimitedLog(logger)
-
-    def say(self, request_id: str, source: str, reason: str) -> None:
-        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
-        self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
-        text = f"request {shown(request_id)} is not served by {source}: {reason}"
-        self._log.say(f"{source}: {reason}", text)

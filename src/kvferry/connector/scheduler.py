@@ -23,7 +23,7 @@ from kvferry.connector.engine import (
     Request,
     Step,
 )
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.peering import Peering
@@ -111,7 +111,7 @@ class SchedulerHalf:
         self._quiet_orders = StepOrders(computes=True, quiet=True)
 
         # What the sources of KV and the admission share.
-        refusals, speeds = Refusals(events), Speeds(clock)
+        speeds = Speeds(clock)
         self._steps = StepTimes(speeds, clock)
         loads = TransferBook[RunningLoad](len(workers), pool)
         self.parts = PartBlocks(ranks[0].groups, pool, config.whole_blocks)
@@ -131,7 +131,6 @@ class SchedulerHalf:
                 loads=loads,
                 adapters=adapters,
                 events=events,
-                refusals=refusals,
                 idle=lambda: self._steps.idle and not engine.lockstep,
                 facts=facts,
                 wake=wake,
@@ -150,7 +149,6 @@ class SchedulerHalf:
                 parts=self.parts,
                 adapters=adapters,
                 events=events,
-                refusals=refusals,
                 namespace=namespace,
                 describe_blocks=describe_blocks,
             )

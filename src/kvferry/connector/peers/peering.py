@@ -11,7 +11,7 @@ from msgspec import structs
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, WorkerInfo
 from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.producer import Producer
@@ -51,7 +51,6 @@ class Peering:
         loads: TransferBook[RunningLoad],
         adapters: Adapters,
         events: EventStream,
-        refusals: Refusals,
         idle: Callable[[], bool],
         facts: Callable[[int], Facts],
         wake: Callable[[], None],
@@ -106,7 +105,7 @@ class Peering:
             self.client,
             ranks=[card.geometry for card in ranks],
             loads=loads,
-            refusals=refusals,
+            events=events,
             timeout_seconds=config.load_timeout_seconds,
             most_held=int(config.late_blocks * engine.num_blocks),
             turns=TurnFinder(self.client, lambda: server.keepers, self._names),

@@ -17,7 +17,7 @@ from kvferry.common.errors import Incompatible, NotYetNamed, ProtocolError, Unna
 from kvferry.common.units import counted
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import EventStream, MissReason, SourceMiss
 from kvferry.connector.load import Bid, Bidding, Load, PlaceTokens
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims, PeerFeed, Pull, peer_name
@@ -54,7 +54,7 @@ class PeerSource:
         *,
         ranks: Sequence[RankGeometry],
         loads: TransferBook[RunningLoad],
-        refusals: Refusals,
+        events: EventStream,
         timeout_seconds: float,
         most_held: int,
         turns: TurnFinder,
@@ -72,7 +72,7 @@ class PeerSource:
                 past their deadline.
             clock: returns monotonic seconds.
         """
-        self._client, self._loads, self._refusals = client, loads, refusals
+        self._client, self._loads, self._events = client, loads, events
         self._timeout, self._most_held = timeout_seconds, most_held
         self._adapters, self._clock = adapters, clock
         self._ranks, self._labels = ranks, ranks[0].labels
@@ -99,7 +99,7 @@ class PeerSource:
         try:
             offer = read_offer(request.kv_transfer_params)
         except ProtocolError as error:
-            self._refusals.say(name, "its offer", str(error))
+            self._events.refuse(name, "its offer", str(error))
             return False
         if offer is None:
             if self._stopped or not self._turns.ask(request):
@@ -198,7 +198,7 @@ class PeerSource:
             return
         if not pull.settled:
             if pull.bid is not None and pull.bid.looking:
-                self._refusals.say(
+                self._events.refuse(
                     request_id, pull.peer, "it had not answered when the request went on without it"
                 )
             self._claims.end(pull)
@@ -389,7 +389,7 @@ class PeerSource:
 
     def _exclude(self, pull: Pull, reason: str) -> None:
         if pull.bidding.exclude(pull.peer, reason):
-            self._refusals.say(pull.request.request_id, pull.peer, reason)
+            self._events.refuse(pull.request.request_id, pull.peer, reason)
         pull.bid = None
         self.settled(pull.request.request_id)
 

@@ -18,7 +18,7 @@ from kvferry.common.units import parse_size
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
@@ -105,7 +105,6 @@ class Tiering:
         parts: PartBlocks,
         adapters: Adapters,
         events: EventStream,
-        refusals: Refusals,
         namespace: NamespaceOf,
         describe_blocks: DescribeBlocks | None = None,
     ) -> None:
@@ -140,7 +139,7 @@ class Tiering:
             self._prompts,
             ranks[0].groups,
             canonical,
-            refusals,
+            events,
             workers=len(ranks),
             most_loads=config.tier_loads,
             # Only a policy that estimates times can prefer a shorter prefix from faster tiers.

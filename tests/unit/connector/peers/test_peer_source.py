@@ -10,7 +10,7 @@ from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import MissReason, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, LoadFigures, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
@@ -117,7 +117,7 @@ def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANT
         engine.client,
         ranks=ranks,
         loads=engine.loads,
-        refusals=Refusals(engine.events),
+        events=engine.events,
         timeout_seconds=30.0,
         most_held=most_held,
         turns=engine.turns,
