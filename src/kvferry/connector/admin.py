@@ -202,7 +202,7 @@ class AdminCalls:
 
 
 class AdminServer:
-    """Serves the admin API until `close`. It listens on `port`."""
+    """Serves the admin API on `port` until `close`. Every engine step runs `calls`."""
 
     def __init__(
         self,
@@ -225,6 +225,7 @@ class AdminServer:
         class Handler(_Handler):
             pass
 
+        self.calls = calls
         Handler.token, Handler.actions, Handler.calls = token, actions, calls
         Handler.request_seconds, Handler.step_seconds = request_seconds, step_seconds
         try:
@@ -241,7 +242,8 @@ class AdminServer:
         logger.info("admin API on %s port %d", host, self.port)
 
     def close(self) -> None:
-        """Cut the current client, stop listening, and end the thread. Close the queue of calls first."""
+        """Cancel all calls, cut the current client, stop listening, and end the thread."""
+        self.calls.close()
         self._server.cut()
         self._server.shutdown()
         self._server.server_close()

@@ -195,7 +195,7 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     if len(adapter) > MAX_ADAPTER:
         raise Unnameable(f"the name of its LoRA adapter has {len(adapter)} characters, at most {MAX_ADAPTER}")
     salt = request.cache_salt
-    items = sorted((one.offset, one.length, one.name()) for one in request.items if one.offset < tokens)
+    items = sorted([(one.offset, one.length, one.name()) for one in request.items if one.offset < tokens])
     return PromptContent(
         prompt_digest(request.prompt_token_ids[:tokens]),
         prompt_digest((), [f"{name} at {at}+{length}" for at, length, name in items]) if items else "",

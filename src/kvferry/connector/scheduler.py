@@ -12,7 +12,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
 from kvferry.connector.choosing import BidChooser, policy_named
-from kvferry.connector.config import AdminConfig, ConnectorConfig, read_tiers
+from kvferry.connector.config import ConnectorConfig, read_tiers
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
     BlockIds,
@@ -82,22 +82,16 @@ class SchedulerHalf:
 
         Args:
             workers: descriptions of all workers, sorted by rank.
-            facts: function that takes the incarnation, and returns the facts about the engine that peers
-                compare at the handshake.
-            namespace: function that takes the format in which chunks are stored, and returns the namespace
-                (scope) of the chunk keys.
+            facts: returns the facts about the engine that peers compare, given its incarnation.
+            namespace: returns the namespace of chunk keys, given the format in which chunks are stored.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
-            describe_blocks: function that returns the engine's blocks that end in a range of a request's
-                tokens, if the engine publishes events about its blocks; else None.
-            wake: function that makes the engine run a step soon, although it has no requests.
-            clock: function that returns monotonic seconds.
+            describe_blocks: None unless the engine publishes events about its blocks.
+            wake: makes the engine run a step soon, although it has no requests.
 
         Raises:
-            ConfigError: a setting is invalid, the secret key cannot be read or created, the control channel
-                or the admin API cannot listen at its address, no chunk could ever be stored in the tiers,
-                their memory cannot be allocated, a worker of an engine with tiers runs on another machine, or
-                a worker's secret key differs from the scheduler's.
+            ConfigError: a setting cannot be used, memory, keys or addresses cannot be had, no chunk could
+                ever be stored, or workers run with another key, or with tiers on another machine.
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
@@ -180,17 +174,11 @@ class SchedulerHalf:
         # With a host buffer, any step may complete a prompt that is copied to it.
         self._always_looks = self._tiering is not None or bool(self._peering and config.host_buffer)
 
-        self._calls: AdminCalls | None = None
         self._admin: AdminServer | None = None
-        if config.admin is not None and keys is not None:
-            self._start_admin(config.admin, keys, wake)
-
-    def _start_admin(self, admin: AdminConfig, keys: Keys, wake: Callable[[], None]) -> None:
-        """Start the server of the admin API. Operators' token derives from the keys."""
-        self._calls = AdminCalls(wake)
-        actions = AdminActions(self, self._tiering, self._engine.longest_request)
-        port = admin.port + self._engine.port_offset if admin.port else 0
-        self._admin = AdminServer(admin.host, port, admin_token(keys), actions, self._calls)
+        if (admin := config.admin) is not None and keys is not None:
+            actions = AdminActions(self, self._tiering, engine.longest_request)
+            port = admin.port + engine.port_offset if admin.port else 0
+            self._admin = AdminServer(admin.host, port, admin_token(keys), actions, AdminCalls(wake))
 
     @property
     def busy(self) -> bool:
@@ -199,7 +187,7 @@ class SchedulerHalf:
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
         return (
-            bool(self._calls)
+            (self._admin is not None and len(self._admin.calls) > 0)
             or (self._peering is not None and self._peering.busy)
             or (self._tiering is not None and self._tiering.busy)
             or (self._paused and len(self.admission.loads) > 0)
@@ -214,10 +202,7 @@ class SchedulerHalf:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Add a new request: ask which sources can load its KV.
-
-        Also prepare to offer the request's KV to other engines, and to store it in the tiers.
-        """
+        """Ask which sources can load a new request's KV, and prepare to offer and to store it."""
         if self._peering is not None:
             self._peering.on_new_request(request)
         self.admission.on_new_request(request)
@@ -225,10 +210,7 @@ class SchedulerHalf:
             self._tiering.on_new_request(request)
 
     def place_snapshots(self, request: Request, start: int) -> None:
-        """Have an engine with recurrent state take snapshots of a request, for prompts that begin like it.
-
-        The engine calls it when it is about to admit the request.
-        """
+        """Place snapshots of recurrent state, for prompts that begin like a request, before its admission."""
         if self._tiering is not None:
             self._tiering.place_snapshots(request, start)
 
@@ -236,8 +218,7 @@ class SchedulerHalf:
         """End a request: store its last chunks, and offer or keep its KV for peers.
 
         Returns:
-            Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
-            response (None for none).
+            (whether the engine must keep the blocks, the ``kv_transfer_params`` of the response if any).
         """
         self.admission.finished(request.request_id)
         whole = self.parts.masked_tables(request.request_id, block_ids)
@@ -250,8 +231,8 @@ class SchedulerHalf:
         """Return the message that tells all workers what to load, store and send in the coming step."""
         computed = step.num_tokens
         self._scheduled += 1
-        if self._calls:
-            self._calls.run()
+        if self._admin is not None:
+            self._admin.calls.run()
         now = self._steps.scheduled(computed)
         if self._peering is not None:
             self._peering.stepped_at = now
@@ -318,7 +299,7 @@ class SchedulerHalf:
             self._peering.producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Record that the oldest step under way is done: the engine has taken the step's output."""
+        """Record that the engine has taken the output of the oldest step under way."""
         self._done = min(self._done + 1, self._scheduled)
         self._steps.done()
         if self._peering is not None:
@@ -364,13 +345,7 @@ class SchedulerHalf:
             self.reset()
 
     def wake(self, workers: Sequence[WorkerInfo]) -> None:
-        """Let peers read again, after workers have registered the memory of the KV cache anew.
-
-        Do nothing if they have not.
-
-        Args:
-            workers: descriptions of all workers, sorted by rank.
-        """
+        """Let peers read again, if the workers, sorted by rank, have registered their memory anew."""
         if any(worker.stale is not None and worker.stale >= self._epoch for worker in workers):
             self.reset()
         if self._peering is not None:
@@ -398,8 +373,6 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
-        if self._calls is not None:
-            self._calls.close()
         if self._admin is not None:
             self._admin.close()
         if self._peering is not None:
