@@ -104,38 +104,28 @@ def output_width() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """A column of a table. Widths are in terminal cells.
 
     Attributes:
-        heading: heading in whole words. It may be split at its spaces.
         rank: 0 for a column that is always shown. Of the others, those with the highest rank are left out
             first, and of equal ranks the last one.
-        left: True for left-aligned text, False for right-aligned numbers.
-        minimum: minimum width in terminal cells, so that a table that is drawn again does not jump.
-        least: width to which names in this column may be shortened in the middle, in terminal cells; None for
-            text that is never shortened.
+        least: width to which names in this column may be shortened in the middle; None if they may not.
     """
 
-    heading: str
+    heading: str  # in whole words; it may be split at its spaces
     rank: int = 0
-    left: bool = False
-    minimum: int = 0
+    left: bool = False  # left-aligned text, not right-aligned numbers
+    minimum: int = 0  # a minimum width, so that a table that is drawn again does not jump
     least: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FittedTable:
-    """A table as lines of text.
+    """A table as lines of text."""
 
-    Attributes:
-        head: lines of the headings; empty if the width is so small that every row names its numbers.
-        rows: lines of each row. A row has several lines if a cell has, or if the width is very small.
-        left_out: headings of the columns that the width has no room for.
-    """
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left_out: tuple[str, ...] = ()
+    head: tuple[str, ...]  # empty if the width is so small that every row names its numbers
+    rows: tuple[tuple[str, ...], ...]  # several lines for a row if a cell has, or if the width is very small
+    left_out: tuple[str, ...] = ()  # headings of the columns that the width has no room for
 
     @property
     def lines(self) -> list[str]:
@@ -276,12 +266,7 @@ def _stacked(columns: Sequence[Column], cells: Sequence[Sequence[Sequence[str]]]
 
 
 class Report:
-    """A console, and the maximum width of lines.
-
-    Args:
-        console: console to print to. Its own width is not used.
-        width: columns; None for no limit.
-    """
+    """A console, whose own width is not used, and the maximum width of lines; None for no limit."""
 
     def __init__(self, console: Console, width: int | None) -> None:
         self.width = width
@@ -293,10 +278,7 @@ class Report:
         return cls(Console(highlight=False), output_width())
 
     def text(self, text: str = "", style: str = "", *, indent: int = 0, hanging: int = 0) -> None:
-        """Print a paragraph in a style of `rich`. Unprintable characters are replaced.
-
-        `hanging` is additional indentation of all lines except the first.
-        """
+        """Print a paragraph in a style of `rich`, wrapped as by `wrap`. Replace unprintable characters."""
         for line in wrap(printable(text), self.width, indent, hanging):
             self._line(line, style)
 

@@ -53,19 +53,14 @@ _FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
 class _Adapter:
     """The files of one LoRA adapter, and their digest once it is known.
 
-    Attributes:
-        file_stats: those when a thread began to read the files.
-        again: earliest time for another attempt to read the files, monotonic seconds.
-        done: set when the thread has ended, with or without a digest.
-        digest: None if it is not known yet, or if the files could not be read.
-        absent: True if the thread found no weights on disk.
+    A thread reads the files. `done` is set when it has ended, with or without a digest.
     """
 
-    file_stats: _FileStats
-    again: float
+    file_stats: _FileStats  # those when the thread began
+    again: float  # earliest time for another attempt, monotonic seconds
     done: threading.Event = field(default_factory=threading.Event)
     digest: str | None = None
-    absent: bool = False
+    absent: bool = False  # there are no weights on disk
 
     def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
         failed = self.done.is_set() and self.digest is None
@@ -90,12 +85,9 @@ class Adapters:
         self._reading = threading.Lock()  # one thread reads at a time
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Start to compute the digest of an adapter's files, because the engine is about to load the adapter.
-
-        If the load replaces the weights of another adapter in place, neither adapter gets a name.
-        """
+        """Start to compute the digest of an adapter's files, because the engine is about to load it."""
         if lora.load_inplace:
-            # It is not known which weights a request uses.
+            # It is not known which weights a request uses, so neither adapter gets a name.
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
             self._read(lora, _stat_files(Path(lora.lora_path)))

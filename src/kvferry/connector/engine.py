@@ -243,7 +243,6 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        attention_span: sliding window or attention chunk in tokens; 0 for other kinds.
         state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot. 0 if
             the first entry always holds the current state, and for groups without recurrent state.
         snapshot_tokens: smallest distance in tokens between snapshots; 0 if the engine takes none; None for
@@ -251,7 +250,7 @@ class CacheGroup:
     """
 
     kind: GroupKind
-    attention_span: int
+    attention_span: int  # sliding window or attention chunk in tokens; 0 for other kinds
     block_tokens: int
     state_block_tokens: int = 0
     snapshot_tokens: int | None = None
@@ -279,10 +278,6 @@ class EngineFacts:
     """Facts about an engine. Default values stand for an engine without the feature.
 
     Attributes:
-        longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps that are scheduled but not done at a time.
-        tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
-        step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
             position.
         reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
@@ -292,8 +287,6 @@ class EngineFacts:
         writes_before_hooks: True if the engine may write to blocks in a step before it calls
             `WorkerHalf.raise_words`. Other engines then read no prompt that is still computed.
         lockstep: True if other engines wait for each step of this engine. A step then never waits for loads.
-        port_offset: added to the configured port of the control channel, so that engines with the same
-            configuration listen on different ports.
         parent_of: takes a request id, and returns the id that all samples of one prompt share, or None if the
             request is not one of several samples.
     """
@@ -301,17 +294,17 @@ class EngineFacts:
     engine_id: str
     groups: tuple[CacheGroup, ...]
     num_blocks: int
-    longest_request: int
-    steps_in_flight: int
-    tokens_in_flight: int
-    step_tokens: int
+    longest_request: int  # in tokens
+    steps_in_flight: int  # maximum number of steps that are scheduled but not done
+    tokens_in_flight: int  # maximum number of tokens of one request in all steps in flight together
+    step_tokens: int  # maximum number of tokens of one request in a step, including draft tokens
     draft_lookahead: int = 0
     speculates: bool = False
     reuses_prompts_only: bool = False
     has_rings: bool = False
     writes_before_hooks: bool = False
     lockstep: bool = False
-    port_offset: int = 0
+    port_offset: int = 0  # added to configured ports, so that engines with one configuration differ
     parent_of: Callable[[str], str | None] = _no_sample
 
     @property
@@ -399,21 +392,15 @@ class BlockRun:
     >>> run = BlockRun(0, (b"a", b"b"), parent=None, tokens=(1, 2, 3, 4), block_tokens=2)
     >>> run.part(1, 2)
     BlockRun(group=0, hashes=(b'b',), parent=b'a', tokens=(3, 4), block_tokens=2, adapter=None, extra_keys=())
-
-    Attributes:
-        group: index of the engine's KV cache group.
-        hashes: the engine's hash of each block. It covers all tokens up to the end of the block.
-        parent: hash of the block before the first one; None at the start of a prompt.
-        adapter: (id, name) of the request's LoRA adapter.
-        extra_keys: for each block, what else the engine hashes with its tokens; empty if there is nothing.
     """
 
-    group: int
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
+    group: int  # index of the engine's KV cache group
+    hashes: tuple[bytes, ...]  # the engine's; each covers all tokens up to the end of its block
+    parent: bytes | None  # hash of the block before the first one; None at the start of a prompt
     tokens: Sequence[int]
     block_tokens: int
-    adapter: tuple[int, str] | None = None
+    adapter: tuple[int, str] | None = None  # (id, name) of the request's LoRA adapter
+    # What the engine hashes with the tokens of each block; empty if there is nothing.
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, last: int) -> BlockRun:

@@ -171,8 +171,6 @@ class LoadEnded(_OfRequest):
     Attributes:
         miss: None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped; empty for a successful load.
-        moved: bytes per KV cache group; empty for a failed load.
-        figures: for a load from a peer, even if it has failed; `NO_FIGURES` for other sources.
     """
 
     _: KW_ONLY
@@ -180,8 +178,8 @@ class LoadEnded(_OfRequest):
     outcome: LoadOutcome
     miss: MissReason | None = None
     failure: str = ""
-    moved: tuple[GroupBytes, ...] = ()
-    figures: LoadFigures = NO_FIGURES
+    moved: tuple[GroupBytes, ...] = ()  # bytes per KV cache group; empty for a failed load
+    figures: LoadFigures = NO_FIGURES  # of a load from a peer, even if it has failed
 
     @property
     def seconds(self) -> float:
@@ -241,14 +239,12 @@ class StoreEnded(_OfRequest):
 class LeaseGranted(_OfRequest):
     """The engine keeps blocks of a request so that peers can read them.
 
-    Attributes:
-        seconds: time without a heartbeat after which the lease expires.
-        turn: True for a finished request, whose blocks any peer may read for the conversation's next turn;
-            False for a prompt, whose blocks are for the engine that continues the request.
+    `turn` is True for a finished request, whose blocks any peer may read for the conversation's next turn. It
+    is False for a prompt, whose blocks are for the engine that continues the request.
     """
 
     tokens: int
-    seconds: float
+    seconds: float  # without a heartbeat, after which the lease expires
     turn: bool = False
 
 
@@ -277,29 +273,22 @@ class TierChanged:
     """The size of a tier, and its activity since the tier's last event.
 
     If any tier has changed, an event is emitted for each tier.
-
-    Attributes:
-        used, capacity: number of bytes; None if unknown.
-        owed: number of chunks still to be written to the tier; None for host memory.
-        missed, dropped: number of chunks not found, and not stored, by reason.
-        fetch_seconds, store_seconds: of each read and write of a chunk; for host memory, `fetch_seconds` are
-            of copies to KV blocks.
     """
 
     at: float
     tier: str
     _: KW_ONLY
-    used: int | None = None
-    capacity: int | None = None
-    owed: int | None = None
+    used: int | None = None  # bytes; None if unknown
+    capacity: int | None = None  # bytes; None if unknown
+    owed: int | None = None  # chunks still to be written to the tier; None for host memory
     fetched: int = 0
     stored: int = 0
     stored_bytes: int = 0
     evicted: int = 0
-    missed: tuple[tuple[str, int], ...] = ()
-    dropped: tuple[tuple[str, int], ...] = ()
-    fetch_seconds: tuple[float, ...] = ()
-    store_seconds: tuple[float, ...] = ()
+    missed: tuple[tuple[str, int], ...] = ()  # number of chunks that were not found, by reason
+    dropped: tuple[tuple[str, int], ...] = ()  # number of chunks that were not stored, by reason
+    fetch_seconds: tuple[float, ...] = ()  # of each read, or for host memory of each copy to KV blocks
+    store_seconds: tuple[float, ...] = ()  # of each write
 
 
 @dataclass(frozen=True, slots=True)
