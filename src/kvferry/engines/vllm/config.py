@@ -72,7 +72,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
     Raises:
-        ConfigError: a setting is invalid, or the settings contradict each other or vLLM's settings.
+        ConfigError: a setting is invalid, or the settings contradict each other or vLLM's.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config

@@ -157,10 +157,7 @@ class VLLMRequest:
         """Drop the last prompt token, and limit the answer to one token. Mutates vLLM's request.
 
         With a draft model, also force this engine to sample the dropped token after the shortened prompt.
-
-        Returns:
-            False if the request is unchanged: its prompt has only one token or is not made of token ids, or
-            the request must not use cached KV or wants logprobs of its prompt.
+        Return False if the request cannot do without the token, and is unchanged.
         """
         raw = self.raw
         if raw.num_prompt_tokens < 2 or raw.prompt_token_ids is None or raw.prompt_embeds is not None:

@@ -37,13 +37,11 @@ class ChildSettings(msgspec.Struct, frozen=True):
     Attributes:
         name: unique name in errors and metric labels. The default is the name of the child's class, with a
             number from 2 on if that is taken.
-        load_weight: factor for the tokens that the child offers, for the policy ``weight`` alone.
-        transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
     name: str
-    load_weight: float
-    transfer: dict[str, Any]
+    load_weight: float  # factor for the tokens that the child offers, for the policy ``weight`` alone
+    transfer: dict[str, Any]  # settings of vLLM's ``KVTransferConfig``, by name
 
 
 class _SourceChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
