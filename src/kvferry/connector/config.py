@@ -54,11 +54,10 @@ class Tiers(msgspec.Struct, frozen=True):
 
 
 def read_tiers(value: Any) -> Tiers | None:
-    """Parse and check the setting ``tiers``: None, ``"default"`` or a list of objects. None means no tiers.
+    """Parse and check the setting ``tiers``: a list of objects, ``"default"``, or None for no tiers.
 
     Raises:
-        ConfigError: a kind or key is unknown (the message names the nearest known one), a type is wrong, or a
-            value is out of range.
+        ConfigError: a kind or key is unknown, or a value is wrong.
     """
     if value is None or value == []:
         return None
@@ -70,11 +69,7 @@ def read_tiers(value: Any) -> Tiers | None:
 
 
 def tier_settings(value: Any, where: str = "tier") -> TierSettings:
-    """Parse the settings of one tier.
-
-    Raises:
-        ConfigError: the kind or a key is unknown, a type is wrong, or a package's kind cannot be loaded.
-    """
+    """Parse the settings of one tier, or raise ConfigError. A package's kind is loaded for it."""
     kinds = (HostSettings.kind, *storage_kinds())
     name = value.get("type") if isinstance(value, Mapping) else None
     if name not in kinds:
@@ -267,11 +262,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.tiers if self.transfer is None else self.transfer
 
     def allowed_peers(self) -> AllowedPeers:
-        """Return the machines whose engines may exchange KV with this engine.
-
-        Raises:
-            ConfigError: `peers` has a malformed entry, no entry, or too many entries.
-        """
+        """Return the machines whose engines may exchange KV with this one, or raise ConfigError."""
         return parse_allowed_peers(self.peers, self.host, self.advertise_host)
 
 
@@ -283,8 +274,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
     Raises:
-        ConfigError: a key is unknown (the message names the nearest known one) or missing, a type is wrong, a
-            value is out of range, or the role contradicts `transfer`.
+        ConfigError: a key is unknown or missing, a value is wrong, or the role contradicts `transfer`.
     """
     for key in extra:
         if key != "tiers":  # directories may have names that are not valid UTF-8

@@ -102,8 +102,7 @@ class Adapters:
 
         Raises:
             NotYetNamed: a thread is still reading the adapter's files.
-            Unnameable: the adapter's weights cannot be read from this machine's disk, have changed, or may
-                change.
+            Unnameable: the adapter's weights cannot be read on this machine, have changed, or may change.
         """
         if lora is None:
             return ""
@@ -178,8 +177,7 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip cannot be
-            identified for certain.
+        Unnameable: the prompt, the LoRA adapter, or an image or clip cannot be identified for certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -202,8 +200,8 @@ def keys_of(
     """Return the keys under which tiers store the chunks of a request.
 
     Args:
-        epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
-            each reset, so that chunks from before the reset are not found again.
+        epoch: random text on which all keys depend, another one after each reset of the cache, so that
+            chunks from before are not found again; empty before the first reset.
 
     Raises:
         NotYetNamed, Unnameable: as for `content_of`.
@@ -227,9 +225,8 @@ def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name
     Engines share chunks only if all their facts and their chunk formats are equal.
 
     Args:
-        facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
-            `CACHE_DTYPE`. Engines with equal facts must compute equal KV. The value of `WEIGHTS` must be a
-            digest of the weights.
+        facts: everything that affects the engine's KV, by name, with `WEIGHTS` (a digest of the weights),
+            `MODEL_DTYPE` and `CACHE_DTYPE`.
 
     Raises:
         Unnameable: JSON cannot represent a fact exactly, or a required fact is an empty text.

@@ -385,8 +385,7 @@ class SchedulerHalf:
 def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     """Return the secret keys of the control channels; None if the engine needs none. Log their location.
 
-    Raises:
-        ConfigError: the key file cannot be read, or a missing one cannot be created.
+    Raise ConfigError if the key file cannot be read, or a missing one cannot be created.
     """
     # The token of the admin API derives from the keys too.
     if not config.transfers and config.admin is None:
