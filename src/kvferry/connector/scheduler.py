@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
+from kvferry.connector.admin import DRAINED, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
 from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig, read_tiers
@@ -176,9 +176,9 @@ class SchedulerHalf:
 
         self._admin: AdminServer | None = None
         if (admin := config.admin) is not None and keys is not None:
-            actions = AdminActions(self, self._tiering, engine.longest_request)
+            calls = AdminCalls(self, self._tiering, engine.longest_request, wake)
             port = admin.port + engine.port_offset if admin.port else 0
-            self._admin = AdminServer(admin.host, port, admin_token(keys), actions, AdminCalls(wake))
+            self._admin = AdminServer(admin.host, port, admin_token(keys), calls)
 
     @property
     def busy(self) -> bool:
