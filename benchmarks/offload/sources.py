@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.admission import Admission
@@ -37,15 +36,13 @@ from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import HOST, PEER, tier_name
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
@@ -53,6 +50,8 @@ from kvferry.tiers.paths import chunk_name
 from kvferry.tiers.storage_tier import StorageTier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.tools.bench.storage_chunks import bench_namespace
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import PeerInfo

@@ -27,8 +27,8 @@ from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tools.measuring.simulated import span_of
+from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Unusable

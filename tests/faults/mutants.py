@@ -14,7 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.tier_keys import ListedKeys
+from kvferry.tiers.index import ListedKeys
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import count
 from unittest.mock import patch
 
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.engine import CacheGroup, DescribeBlocks, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
-from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
 from kvferry.connector.room import LocalPrefix
 from kvferry.connector.scheduler import SchedulerHalf
@@ -21,11 +20,12 @@ from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ServedModel
 from kvferry.transport.messages import Facts
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up
 from support.slow_tiers import FakeTier
@@ -164,7 +164,7 @@ class ServedEngine:
         """Keys of the chunks in host memory."""
         tier = self.half._tiering._cache.host
         tier.check_integrity()
-        return set(tier._slots.ready)
+        return set(tier._ready)
 
     def resumable_tokens(self, request: PlainRequest) -> int:
         return self._local.resumable_tokens

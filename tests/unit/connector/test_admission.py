@@ -22,7 +22,7 @@ from kvferry.connector.events import (
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.load import Bid, GroupBytes, Load, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, Load, LoadOutcome, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.room import Headroom
@@ -32,6 +32,7 @@ from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, counted, events_of

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bidding, GroupBytes, LoadFigures
+from kvferry.connector.load import Bidding, GroupBytes
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.derive import WINDOW_ALIGNMENT_TOKENS
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS, GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load
@@ -104,8 +104,7 @@ def moved(engine, order):
 def holds(engine):
     """Slots of host memory that are held, but for those that are being written to a tier."""
     engine.host.check_integrity()
-    held = len(engine.host._slots._reads) + len(engine.host._slots._fills)
-    return held - sum(queue.writes.count for queue in engine.queues)
+    return engine.host.holds - sum(queue.writes.count for queue in engine.queues)
 
 
 def ends(parts):
@@ -146,7 +145,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     moved(engine, order)
     assert holds(engine) == 0
     assert engine.feeds[load.key].moved(Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
-    assert (engine.source.take_copy_seconds(), engine.source.take_copy_seconds()) == ([0.5], [])
+    assert engine.cache.times.copies == [0.5]
     engine.end_load(load, Report(None))
     assert not engine.source.busy
 
