@@ -53,7 +53,7 @@ from kvferry.tools.bench.storage_chunks import bench_namespace
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, new_ticket
@@ -195,7 +195,7 @@ class AskingScheduler:
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
         keys = random_keys()
-        server = stack.enter_context(closing(ControlServer(_HOST, 0, ProducerCard(theirs, (card,)), keys)))
+        server = stack.enter_context(closing(ControlServer(_HOST, 0, PeerInfo(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
         self._peers = PeerSource(

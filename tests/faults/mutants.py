@@ -142,9 +142,9 @@ def _no_checksum(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_key(engine: Any) -> Iterator[None]:
-    from kvferry.transport.listener import Authenticator
+    from kvferry.transport.listener import _Authenticator
 
-    with mock.patch.object(Authenticator, "_verdict", return_value=(b"200", b"OK")):
+    with mock.patch.object(_Authenticator, "_verdict", return_value=(b"200", b"OK")):
         yield
 
 

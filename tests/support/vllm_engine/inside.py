@@ -684,8 +684,8 @@ def wait_for_turns(engine: Any, seconds: float) -> None:
     turns.ASK_SECONDS = seconds
     finder = parts.turn_finder(engine)
 
-    def found(request: Any) -> Any:
-        while isinstance(answer := type(finder).found(finder, request), Pending):
+    def found(request: Any, search: Any) -> Any:
+        while isinstance(answer := type(finder).found(finder, request, search), Pending):
             time.sleep(0.001)
         return answer
 

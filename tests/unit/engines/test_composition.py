@@ -180,7 +180,7 @@ class Client:
     def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
         return 0
 
-    def redemption(self, number: int, wait_seconds: float) -> Redeemed:
+    def answer(self, claim: int, wait_seconds: float) -> Redeemed:
         return self._granted
 
 
