@@ -17,16 +17,23 @@ from benchmarks.no_blocks import NoBlocks
 from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
-from kvferry.connector.compose import Composition
+from kvferry.connector.admission import Admission
+from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
-from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.engine import CacheGroup, PlainRequest
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import PlaceTokens
+from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.observe.metrics_listener import MetricsListener
@@ -172,35 +179,49 @@ class AskingScheduler:
         groups = tuple(
             CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS) for layer in of.layers
         )
-        composition = Composition(
-            EngineFacts(
-                engine_id="engine",
-                groups=groups,
-                num_blocks=2,
-                longest_request=1 << 20,
-                steps_in_flight=1,
-                tokens_in_flight=8192,
-                step_tokens=8192,
-            ),
-            ConnectorConfig(source_policy=policy, patience_seconds=_PATIENCE_SECONDS),
-            pool=NoBlocks(),
-            groups=ranks[0].groups,
+        config, pool = ConnectorConfig(), NoBlocks()
+        loads = TransferBook[RunningLoad](1, pool)
+        events = EventStream(MetricsListener(), TraceBuffer(100))
+        tiers = TierSource(
+            self.cache,
+            self._prompts,
+            ranks[0].groups,
+            canonical,
+            events,
             workers=1,
-            events=EventStream(MetricsListener(), TraceBuffer(100)),
-            adapters=adapters,
-            refusals=Refusals(),
-            speeds=_measured_speeds(),
+            most_loads=config.tier_loads,
+            bid_per_tier=policy == "cost",
         )
-        tiers = composition.tier_source(self.cache, self._prompts, canonical)
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
         keys = random_keys()
         server = stack.enter_context(closing(ControlServer(_HOST, 0, PeerInfo(theirs, (card,)), keys)))
         client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
         self._tickets, self._address, self._groups = server.tickets, (_HOST, server.port), ranks[0].groups
-        self._peers = peers = composition.peer_source(client, ranks, dict, TurnNames(adapters))
-        self.sources: tuple[Source, ...] = peers, tiers
-        self.admission = composition.admission(self.sources)
+        self._peers = PeerSource(
+            client,
+            ranks=ranks,
+            loads=loads,
+            events=events,
+            timeout_seconds=config.load_timeout_seconds,
+            most_held=1,
+            turns=TurnFinder(client, dict, TurnNames(adapters)),
+            adapters=adapters,
+            idle=lambda: False,
+        )
+        self.sources: tuple[Source, ...] = self._peers, tiers
+        speeds = _measured_speeds()
+        self.admission = Admission(
+            groups,
+            loads=loads,
+            parts=PartBlocks(ranks[0].groups, pool),
+            headroom=Headroom(),
+            attempts=config.attempts,
+            timeout_seconds=config.load_timeout_seconds,
+            sources=self.sources,
+            chooser=BidChooser(policy_named(policy, {}, speeds), speeds, _PATIENCE_SECONDS),
+            events=events,
+        )
         ends = time.monotonic() + _PATIENCE_SECONDS
         while not isinstance(client.look_up(self._address, _INCARNATION), PeerInfo):
             if time.monotonic() > ends:

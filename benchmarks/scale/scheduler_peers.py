@@ -16,15 +16,16 @@ from benchmarks.no_blocks import NoBlocks
 from benchmarks.offload.sources import model
 from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.common.errors import TransferError
-from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
-from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.engine import PlainRequest
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import Bid, Bidding, Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.speeds import Speeds
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.transfer import TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.tools.measuring.simulated import span_of
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -40,6 +41,7 @@ _INCARNATION = 1
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.001
 _HOSTS_PER_NET = 250
+_BLOCKS = 1 << 20
 
 
 class SchedulerPeers:
@@ -58,27 +60,18 @@ class SchedulerPeers:
             )
             self._client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
             self._stack = stack.pop_all()
-        group = CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=BLOCK_TOKENS)
-        composition = Composition(
-            EngineFacts(
-                engine_id="engine",
-                groups=(group,),
-                num_blocks=1 << 20,
-                longest_request=1 << 20,
-                steps_in_flight=1,
-                tokens_in_flight=8192,
-                step_tokens=8192,
-            ),
-            ConnectorConfig(),
-            pool=NoBlocks(),
-            groups=ranks[0].groups,
-            workers=1,
+        config = ConnectorConfig()
+        self._source = PeerSource(
+            self._client,
+            ranks=ranks,
+            loads=TransferBook(1, NoBlocks()),
             events=EventStream(),
+            timeout_seconds=config.load_timeout_seconds,
+            most_held=int(config.late_blocks * _BLOCKS),
+            turns=TurnFinder(self._client, dict, TurnNames(adapters)),
             adapters=adapters,
-            refusals=Refusals(),
-            speeds=Speeds(lambda: 0.0),
+            idle=lambda: False,
         )
-        self._source = composition.peer_source(self._client, ranks, dict, TurnNames(adapters))
         self._prompt, self._numbers = list(range(_TOKENS + 1)), count()
         self._content = content_of(self._request("", None), _TOKENS, adapters)
         self._table = list(range(1, 1 + _TOKENS // BLOCK_TOKENS))

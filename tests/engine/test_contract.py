@@ -68,7 +68,7 @@ def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
 
     counted = MetricsDelta()
     counted.count("loads", "peer", "failed")
-    sent = {"KVFerryConnector": FerryStats.of(counted).to_dict()}
+    sent = {"KVFerryConnector": FerryStats(counted.plain()).to_dict()}
     told = MultiConnector.build_kv_connector_stats(sent).reduce()
     assert told["KVFerryConnector"]["peer failed loads"] == 1
     config = type("Config", (), {"kv_transfer_config": None})

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.judge import descriptors, memory
 from fuzz.rigs import HOST, Rig, meet
 from fuzz.seeds import requests
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.observe.traces import TraceBuffer
 from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Heartbeat, encode
 
@@ -128,10 +128,10 @@ def made_up_addresses(client: Any, stop: threading.Event) -> None:
 
 def refused_requests(_: Any, stop: threading.Event) -> None:
     """Refuse requests with ids of a megabyte, with traces of the last thousand."""
-    refusals, number, long = Refusals(EventStream(TraceBuffer(1000))), 0, "x" * (1 << 20)
+    events, number, long = EventStream(TraceBuffer(1000)), 0, "x" * (1 << 20)
     while not stop.is_set():
         number += 1
-        refusals.say(f"{long}{number}", f"{long}@10.0.0.1:{number}", f"{long} {number}")
+        events.refuse(f"{long}{number}", f"{long}@10.0.0.1:{number}", f"{long} {number}")
         time.sleep(0.002)
 
 

@@ -42,16 +42,21 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvferry.connector.compose import Composition
+from kvferry.connector.admission import Admission
+from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
-from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, Refusals, SourceMiss
+from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, SourceMiss
 from kvferry.connector.load import Bid, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepReports
+from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Answer
+from kvferry.connector.speeds import AnswerTimes, Speeds
 from kvferry.connector.tiers.source import TierSource
+from kvferry.connector.transfer import TransferBook
 from kvferry.engines.vllm.compat.requests import request_wrapper
 from kvferry.engines.vllm.compat.scheduler import VLLMPrefixCache, defer_frees
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -227,22 +232,25 @@ class PlayedConnector(WithoutWorkers):
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
         self.found: dict[str, int] = {}
-        composition = Composition(
-            self.engine,
-            ConnectorConfig(attempts=ATTEMPTS, patience_seconds=PATIENCE),
-            pool=pool,
-            groups=groups,
-            workers=1,
+        self.parts, self.book = PartBlocks(groups, pool), TransferBook(1, pool)
+        for source in self.sources:
+            source.book, source.groups = self.book, len(groups)
+        speeds, config = Speeds(), ConnectorConfig()
+        self.admission = Admission(
+            self.engine.groups,
+            loads=self.book,
+            parts=self.parts,
+            headroom=Headroom.of(self.engine.groups, self.engine.step_tokens, pool),
+            attempts=ATTEMPTS,
+            timeout_seconds=config.load_timeout_seconds,
+            sources=self.sources,
+            chooser=BidChooser(
+                policy_named(config.source_policy, {}, speeds), speeds, PATIENCE, AnswerTimes(self.clock)
+            ),
             events=EventStream(),
-            adapters=Adapters(),
-            refusals=Refusals(),
             prefix_cache=self.prefix_cache,
             clock=self.clock,
         )
-        self.parts, self.book = composition.parts, composition.loads
-        for source in self.sources:
-            source.book, source.groups = self.book, len(groups)
-        self.admission = composition.admission(self.sources)
 
     def on_new_request(self, request: Any) -> None:
         self.admission.on_new_request(self.wrap(request))

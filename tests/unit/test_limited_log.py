@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvferry.common.limited_log import LimitedLog
-from kvferry.connector.events import EventStream, Refusals, SourceRefused
+from kvferry.connector.events import EventStream, SourceRefused
 from support.clock import Clock
 
 
@@ -61,9 +61,9 @@ def test_an_unexpected_error_is_shown_in_full_once(log, caplog):
 
 def test_a_flood_of_refusals_with_long_names_writes_little_and_tells_every_one(caplog):
     told: list[SourceRefused] = []
-    refusals, long = Refusals(EventStream(told.append)), "x\n" * (1 << 19)
+    events, long = EventStream(told.append), "x\n" * (1 << 19)
     for number in range(150):
-        refusals.say(f"{long}-{number}", f"{long}@10.0.0.{number}:1", f"{number} {long}")
+        events.refuse(f"{long}-{number}", f"{long}@10.0.0.{number}:1", f"{number} {long}")
     assert len(told) == 150
     assert all(len(event.request_id) + len(event.source) + len(event.reason) < 2000 for event in told)
     assert 0 < len(caplog.text) < 40_000

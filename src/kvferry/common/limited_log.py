@@ -12,13 +12,8 @@ from kvferry.common.units import counted
 class LimitedLog:
     """A logger of warnings that limits their rate, so that clients and peers cannot fill the log.
 
-    In each window of time, warnings with the same cause are logged once, and the total number of warnings is
-    limited. The next logged line says how many warnings were left out. Not thread-safe.
-
-    Args:
-        most: maximum number of warnings per window.
-        seconds: length of a window. The first one begins now.
-        clock: monotonic seconds.
+    In each window of `seconds`, at most `most` warnings are logged, one for each cause. The next logged line
+    says how many warnings were left out. Not thread-safe.
     """
 
     def __init__(
@@ -35,11 +30,7 @@ class LimitedLog:
         self._left_out = 0
 
     def say(self, cause: str, text: str, error: BaseException | None = None) -> None:
-        """Log a warning, unless the rate of warnings is too high.
-
-        Args:
-            error: unexpected exception whose traceback is logged; None if there is no exception.
-        """
+        """Log a warning, with the traceback of an unexpected error, unless the rate is too high."""
         now = self._clock()
         if now - self._began >= self._seconds:
             self._began = now

@@ -24,4 +24,6 @@ def shown(text: str, most: int = 100) -> str:
         head = most // 2
         # Ids differ at their end.
         text = f"{text[:head]}...({len(text)} characters)...{text[head - most :]}"
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -105,11 +105,7 @@ _LEAST_WITHOUT_UNIT = 1 << 20
 
 
 def check_capacity(where: str, capacity: int | str | None) -> None:
-    """Check the configured capacity of a tier, which `where` names. None means the default, and is valid.
-
-    Raises:
-        ConfigError: the capacity is not a size, or not above 0, or larger than a file can be.
-    """
+    """Raise ConfigError unless a tier's capacity is a size above 0 that a file can have, or None."""
     if capacity is None:
         return
     size = parse_size(capacity)
@@ -126,8 +122,7 @@ def parse_size(size: int | str) -> int:
     (1610612736, 20000000, 1073741824)
 
     Raises:
-        ConfigError: the text is not a number with a known unit, or a number without a unit is so small that
-            another unit is meant.
+        ConfigError: the text is no size, or a number without a unit is so small that another unit is meant.
     """
     found = _SIZE.fullmatch(str(size))
     if found is None or found[2].lower() not in _UNITS:

@@ -83,12 +83,19 @@ class _Drainable(Protocol):
         """Return ``draining``, ``leases``, ``loads``."""
 
 
-class AdminActions:
-    """The calls of the admin API. Only the engine's thread executes them."""
+class AdminCalls:
+    """The calls of the admin API, and the queue of those that the engine's thread is to execute in a step.
 
-    def __init__(self, engine: _Drainable, tiering: Tiering | None, longest_prompt: int) -> None:
-        self._engine, self._tiering, self._longest = engine, tiering, longest_prompt
-        self._calls: Mapping[str, tuple[type[Any], Callable[[Any], Any]]] = {
+    Thread-safe.
+    """
+
+    def __init__(
+        self, engine: _Drainable, tiering: Tiering | None, longest_prompt: int, wake: Callable[[], None]
+    ) -> None:
+        self._engine, self._tiering, self._longest, self._wake = engine, tiering, longest_prompt, wake
+        self._queue: deque[tuple[_Call, Future[Any]]] = deque()
+        self._closed = False
+        self._actions: Mapping[str, tuple[type[Any], Callable[[Any], Any]]] = {
             "status": (_Nothing, lambda _: self._status()),
             "lookup": (_Prompt, self._look_up),
             "pin": (_Prompt, self._pin),
@@ -98,20 +105,55 @@ class AdminActions:
         }
 
     def prepare(self, name: str, body: bytes) -> _Call:
-        """Return the call of a name and JSON body, for the engine's thread. Any thread may prepare one.
-
-        An empty body stands for an empty object.
+        """Return the call of a name and JSON body, of which an empty one stands for an empty object.
 
         Raises:
             KeyError: there is no call of this name.
             ConfigError: the body does not fit the call.
         """
-        schema, action = self._calls[name]
+        schema, action = self._actions[name]
         try:
             value = msgspec.json.decode(body or b"{}", type=schema)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"the body of {name} does not fit: {error}") from error
         return lambda: action(value)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def execute(self, call: _Call, seconds: float) -> Any:
+        """Have the engine's thread execute a call, and return its result or raise its exception.
+
+        Raises:
+            TimeoutError: the engine has not run a step in this time. The call is then not executed later.
+            CancelledError: the engine stops, and does not execute the call.
+        """
+        future: Future[Any] = Future()
+        self._queue.append((call, future))
+        if self._closed:
+            future.cancel()
+        self._wake()
+        try:
+            return future.result(seconds)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel all waiting calls and all later ones, because the engine runs no more steps."""
+        self._closed = True
+        for _, future in tuple(self._queue):
+            future.cancel()
+
+    def run(self) -> None:
+        """Execute all waiting calls. The engine's thread calls this in a step."""
+        while self._queue:
+            call, future = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - passed to the caller
+                future.set_exception(error)
 
     def _status(self) -> dict[str, Any]:
         state = self._engine.drain_state()
@@ -155,61 +197,14 @@ class AdminActions:
         return PlainRequest(request_id="admin", prompt_token_ids=prompt.tokens, cache_salt=prompt.salt)
 
 
-class AdminCalls:
-    """A queue of calls from one thread to the engine's thread. Thread-safe."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._queue: deque[tuple[_Call, Future[Any]]] = deque()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def execute(self, call: _Call, seconds: float) -> Any:
-        """Have the engine's thread execute a call, and return its result or raise its exception.
-
-        Raises:
-            TimeoutError: the engine has not run a step in this time. The call is then not executed later.
-            CancelledError: the engine stops, and does not execute the call.
-        """
-        future: Future[Any] = Future()
-        self._queue.append((call, future))
-        if self._closed:
-            future.cancel()
-        self._wake()
-        try:
-            return future.result(seconds)
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Cancel all waiting calls and all later ones, because the engine runs no more steps."""
-        self._closed = True
-        for _, future in tuple(self._queue):
-            future.cancel()
-
-    def run(self) -> None:
-        """Execute all waiting calls. The engine's thread calls this in a step."""
-        while self._queue:
-            call, future = self._queue.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - passed to the caller
-                future.set_exception(error)
-
-
 class AdminServer:
-    """Serves the admin API until `close`. It listens on `port`."""
+    """Serves the admin API on `port` until `close`. Every engine step runs `calls`."""
 
     def __init__(
         self,
         host: str,
         port: int,
         token: str,
-        actions: AdminActions,
         calls: AdminCalls,
         *,
         request_seconds: float = _REQUEST_SECONDS,
@@ -225,7 +220,8 @@ class AdminServer:
         class Handler(_Handler):
             pass
 
-        Handler.token, Handler.actions, Handler.calls = token, actions, calls
+        self.calls = calls
+        Handler.token, Handler.calls = token, calls
         Handler.request_seconds, Handler.step_seconds = request_seconds, step_seconds
         try:
             self._server = _Server((host, port), Handler)
@@ -241,7 +237,8 @@ class AdminServer:
         logger.info("admin API on %s port %d", host, self.port)
 
     def close(self) -> None:
-        """Cut the current client, stop listening, and end the thread. Close the queue of calls first."""
+        """Cancel all calls, cut the current client, stop listening, and end the thread."""
+        self.calls.close()
         self._server.cut()
         self._server.shutdown()
         self._server.server_close()
@@ -283,7 +280,6 @@ class _Server(HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     token: str
-    actions: AdminActions
     calls: AdminCalls
     request_seconds: float
     step_seconds: float
@@ -333,7 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.METHOD_NOT_ALLOWED, "use POST; GET is for status only"
         try:
             body = b"" if self.command == "GET" else self._body()
-            call = self.actions.prepare(self.path.removeprefix(_PREFIX), body)
+            call = self.calls.prepare(self.path.removeprefix(_PREFIX), body)
         except KeyError:
             return HTTPStatus.NOT_FOUND, "there is no such call"
         except KVFerryError as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field
 
 from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
@@ -209,10 +209,13 @@ class Admission:
         self._events.late(self.loads.late_blocks())
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step needs calls of `scheduled` and `hand_over`."""
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs no calls of `scheduled` and `hand_over`."""
         return (
-            self._running.has_work or self._phases.has_work or self._events.has_work or self._parts.has_work
+            *self._running.agenda,
+            *self._phases.agenda,
+            *self._events.agenda,
+            *self._parts.agenda,
         )
 
     def scheduled(self, requests: Container[str]) -> None:

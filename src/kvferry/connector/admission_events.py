@@ -5,7 +5,7 @@ An error in this module is logged and affects no decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import replace
 
 from kvferry.connector.choosing import Policy
@@ -207,9 +207,8 @@ class AdmissionEvents:
         self._unserved[request.request_id] = request
 
     @property
-    def has_work(self) -> bool:
-        """Whether `scheduled` may have anything to do."""
-        return bool(self._unserved)
+    def agenda(self) -> tuple[Sized, ...]:
+        return (self._unserved,)
 
     @log_errors
     def scheduled(self, requests: Container[str]) -> None:

@@ -9,14 +9,20 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import check_text, parse_settings
 from kvferry.connector.choosing import PolicyName
-from kvferry.connector.parse import check_text, parse_settings
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index import MAX_TIERS
 from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_tier import StorageSettings
-from kvferry.transport.addresses import check_host, is_every_address, parse_allowed_peers, parse_port_range
+from kvferry.transport.addresses import (
+    AllowedPeers,
+    check_host,
+    is_every_address,
+    parse_allowed_peers,
+    parse_port_range,
+)
 
 TierSettings: TypeAlias = HostSettings | StorageSettings
 
@@ -29,7 +35,7 @@ NODE = "node"
 # vLLM's names for the memory orders of layer (L), block (B), token (N), head (H) and content (C).
 Layout = Literal["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
-# `kvferry.connector.parse` turns these bounds into messages. NaN is outside of all of them.
+# `kvferry.common.parse` turns these bounds into messages. NaN is outside of all of them.
 _Port = Annotated[int, Meta(ge=0, le=65_535)]
 _UpTo16 = Annotated[int, Meta(ge=1, le=16)]
 _Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
@@ -48,11 +54,10 @@ class Tiers(msgspec.Struct, frozen=True):
 
 
 def read_tiers(value: Any) -> Tiers | None:
-    """Parse and check the setting ``tiers``: None, ``"default"`` or a list of objects. None means no tiers.
+    """Parse and check the setting ``tiers``: a list of objects, ``"default"``, or None for no tiers.
 
     Raises:
-        ConfigError: a kind or key is unknown (the message names the nearest known one), a type is wrong, or a
-            value is out of range.
+        ConfigError: a kind or key is unknown, or a value is wrong.
     """
     if value is None or value == []:
         return None
@@ -64,11 +69,7 @@ def read_tiers(value: Any) -> Tiers | None:
 
 
 def tier_settings(value: Any, where: str = "tier") -> TierSettings:
-    """Parse the settings of one tier.
-
-    Raises:
-        ConfigError: the kind or a key is unknown, a type is wrong, or a package's kind cannot be loaded.
-    """
+    """Parse the settings of one tier, or raise ConfigError. A package's kind is loaded for it."""
     kinds = (HostSettings.kind, *storage_kinds())
     name = value.get("type") if isinstance(value, Mapping) else None
     if name not in kinds:
@@ -260,6 +261,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if this engine exchanges KV with other engines."""
         return not self.tiers if self.transfer is None else self.transfer
 
+    def allowed_peers(self) -> AllowedPeers:
+        """Return the machines whose engines may exchange KV with this one, or raise ConfigError."""
+        return parse_allowed_peers(self.peers, self.host, self.advertise_host)
+
 
 def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> ConnectorConfig:
     """Parse and check the settings of the connector.
@@ -269,8 +274,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
             ``kv_producer`` and ``kv_consumer``, `transfer` is True in the result.
 
     Raises:
-        ConfigError: a key is unknown (the message names the nearest known one) or missing, a type is wrong, a
-            value is out of range, or the role contradicts `transfer`.
+        ConfigError: a key is unknown or missing, a value is wrong, or the role contradicts `transfer`.
     """
     for key in extra:
         if key != "tiers":  # directories may have names that are not valid UTF-8
@@ -290,7 +294,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
         check_snapshot_tokens(config.snapshot_tokens, config.chunk_tokens)
     if config.host_buffer:
         check_host_buffer(config)
-    parse_allowed_peers(config.peers, config.host, config.advertise_host)
+    config.allowed_peers()
     parse_port_range(config.ports)
     return config
 

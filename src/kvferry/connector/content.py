@@ -53,19 +53,14 @@ _FileStats: TypeAlias = tuple[tuple[str, int, int], ...]
 class _Adapter:
     """The files of one LoRA adapter, and their digest once it is known.
 
-    Attributes:
-        file_stats: those when a thread began to read the files.
-        again: earliest time for another attempt to read the files, monotonic seconds.
-        done: set when the thread has ended, with or without a digest.
-        digest: None if it is not known yet, or if the files could not be read.
-        absent: True if the thread found no weights on disk.
+    A thread reads the files. `done` is set when it has ended, with or without a digest.
     """
 
-    file_stats: _FileStats
-    again: float
+    file_stats: _FileStats  # those when the thread began
+    again: float  # earliest time for another attempt, monotonic seconds
     done: threading.Event = field(default_factory=threading.Event)
     digest: str | None = None
-    absent: bool = False
+    absent: bool = False  # there are no weights on disk
 
     def may_be_read_again(self, file_stats: _FileStats, now: float) -> bool:
         failed = self.done.is_set() and self.digest is None
@@ -90,12 +85,9 @@ class Adapters:
         self._reading = threading.Lock()  # one thread reads at a time
 
     def on_load(self, lora: LoraAdapter) -> None:
-        """Start to compute the digest of an adapter's files, because the engine is about to load the adapter.
-
-        If the load replaces the weights of another adapter in place, neither adapter gets a name.
-        """
+        """Start to compute the digest of an adapter's files, because the engine is about to load it."""
         if lora.load_inplace:
-            # It is not known which weights a request uses.
+            # It is not known which weights a request uses, so neither adapter gets a name.
             self._replaced.add(lora.lora_int_id)
         elif lora.lora_path not in self._known:
             self._read(lora, _stat_files(Path(lora.lora_path)))
@@ -110,8 +102,7 @@ class Adapters:
 
         Raises:
             NotYetNamed: a thread is still reading the adapter's files.
-            Unnameable: the adapter's weights cannot be read from this machine's disk, have changed, or may
-                change.
+            Unnameable: the adapter's weights cannot be read on this machine, have changed, or may change.
         """
         if lora is None:
             return ""
@@ -186,8 +177,7 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
 
     Raises:
         NotYetNamed: a thread is still reading the files of the request's LoRA adapter.
-        Unnameable: the content of the prompt, of the LoRA adapter, or of an image or clip cannot be
-            identified for certain.
+        Unnameable: the prompt, the LoRA adapter, or an image or clip cannot be identified for certain.
     """
     if request.prompt_token_ids is None:
         raise Unnameable(_NO_TOKENS)
@@ -195,7 +185,7 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     if len(adapter) > MAX_ADAPTER:
         raise Unnameable(f"the name of its LoRA adapter has {len(adapter)} characters, at most {MAX_ADAPTER}")
     salt = request.cache_salt
-    items = sorted((one.offset, one.length, one.name()) for one in request.items if one.offset < tokens)
+    items = sorted([(one.offset, one.length, one.name()) for one in request.items if one.offset < tokens])
     return PromptContent(
         prompt_digest(request.prompt_token_ids[:tokens]),
         prompt_digest((), [f"{name} at {at}+{length}" for at, length, name in items]) if items else "",
@@ -210,8 +200,8 @@ def keys_of(
     """Return the keys under which tiers store the chunks of a request.
 
     Args:
-        epoch: random text on which all keys depend; empty before the first reset of the cache. It changes at
-            each reset, so that chunks from before the reset are not found again.
+        epoch: random text on which all keys depend, another one after each reset of the cache, so that
+            chunks from before are not found again; empty before the first reset.
 
     Raises:
         NotYetNamed, Unnameable: as for `content_of`.
@@ -235,9 +225,8 @@ def namespace_of_facts(facts: Mapping[str, Fact], canonical: CanonicalForm, name
     Engines share chunks only if all their facts and their chunk formats are equal.
 
     Args:
-        facts: properties of the engine that affect its KV, by name, including `WEIGHTS`, `MODEL_DTYPE` and
-            `CACHE_DTYPE`. Engines with equal facts must compute equal KV. The value of `WEIGHTS` must be a
-            digest of the weights.
+        facts: everything that affects the engine's KV, by name, with `WEIGHTS` (a digest of the weights),
+            `MODEL_DTYPE` and `CACHE_DTYPE`.
 
     Raises:
         Unnameable: JSON cannot represent a fact exactly, or a required fact is an empty text.

@@ -49,45 +49,32 @@ BlockIds: TypeAlias = tuple[list[int], ...]
 
 
 class Block(Protocol):
-    """A block of the engine's pool. The null block stands for a position without a block.
-
-    `block_hash` is the key of the block in the engine's prefix cache; None if it is not cached.
-    """
+    """A block of the engine's pool. The null block stands for a position without a block."""
 
     @property
     def block_id(self) -> int: ...
     @property
     def is_null(self) -> bool: ...
     @property
-    def block_hash(self) -> object | None: ...
+    def block_hash(self) -> object | None: ...  # its key in the engine's prefix cache; None if not cached
 
 
 class BlockPool(Protocol):
-    """The engine's pool of KV blocks. It counts the references to each block.
-
-    Block 0 of `blocks` is the null block, which is never allocated.
-    """
+    """The engine's pool of KV blocks. Block 0 of `blocks` is the null block, which is never allocated."""
 
     @property
     def blocks(self) -> Sequence[Block]: ...
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Add a reference to each block, so that none is allocated to another request. Mutates the pool.
-
-        The connector calls this only while a request holds these blocks. None of them is the null block.
-        """
+        """Add a reference to each block. All are held by a request, and none is the null block."""
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block. A block without references is free. Mutates the pool.
+        """Drop a reference that `touch` has added to each block. Free blocks are reused in this order."""
 
-        The connector drops only references that it has added. Blocks are reused in the given order.
-        """
-
-    def get_num_free_blocks(self) -> int:
-        """Return the number of blocks without references."""
+    def get_num_free_blocks(self) -> int: ...
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove blocks from the prefix cache, but not from the requests that hold them. Mutates the pool."""
+        """Remove blocks from the prefix cache, but not from the requests that hold them."""
 
 
 class PrefixCache(Protocol):
@@ -103,47 +90,38 @@ class PrefixCache(Protocol):
     def shorten(self, request: Request, tokens: int) -> None:
         """Make the engine find at most `tokens` tokens of a request at its next look-up.
 
-        `tokens` is a multiple of the block size of the layers with full attention. Evict the block of full
-        attention that follows these tokens. Requests that hold the block keep it. Mutates the prefix cache.
+        Evict the block of full attention that follows these tokens, a multiple of such layers' block size.
         """
 
 
 class LoraAdapter(Protocol):
-    """A LoRA adapter of a request.
-
-    `lora_path` is the directory with its files. With `load_inplace`, it replaces the weights of an adapter
-    that is already loaded.
-    """
+    """A LoRA adapter of a request."""
 
     @property
     def lora_name(self) -> str: ...
     @property
     def lora_int_id(self) -> int: ...
     @property
-    def lora_path(self) -> str: ...
+    def lora_path(self) -> str: ...  # the directory with its files
     @property
-    def load_inplace(self) -> bool: ...
+    def load_inplace(self) -> bool: ...  # it replaces the weights of an adapter that is loaded
 
 
 class PromptItem(Protocol):
-    """An image, video or audio clip that stands for `length` tokens of a prompt, from position `offset` on.
-
-    `is_ambiguous` is True if the engine has seen different content under this item's identifier.
-    """
+    """An image, video or audio clip that stands for `length` tokens of a prompt from `offset` on."""
 
     @property
     def offset(self) -> int: ...
     @property
     def length(self) -> int: ...
     @property
-    def is_ambiguous(self) -> bool: ...
+    def is_ambiguous(self) -> bool: ...  # the engine has seen different content under its identifier
 
     def name(self) -> str:
         """Return a digest of the item's content.
 
         Raises:
-            Unnameable: the content is not available, or the engine may have used different content under the
-                item's identifier.
+            Unnameable: the content is not available, or `is_ambiguous`.
         """
 
 
@@ -151,14 +129,11 @@ class Request(Protocol):
     """A request in the engine's scheduler.
 
     Attributes:
-        request_id: unique in this engine while the request exists.
-        num_tokens: number of tokens of the prompt and of the answer so far.
+        num_tokens, all_token_ids: of the prompt and of the answer so far.
         num_computed_tokens: number of tokens whose KV will be in the request's blocks when all steps
             scheduled so far are done. During `SchedulerHalf.orders` this number does not include the tokens
             of the coming step.
-        num_preemptions: a preemption frees the request's blocks.
         prompt_token_ids: None if the prompt contains embeddings.
-        all_token_ids: those of the prompt and of the answer so far.
         items: sorted by offset.
         cache_salt: only requests with the same salt share KV; None without a salt.
         arrives_in_parts: True if later parts of the prompt are still to arrive.
@@ -219,21 +194,17 @@ class Request(Protocol):
     def cache_refusal(self) -> str | None: ...
 
     def report_cached_tokens(self, tokens: int) -> None:
-        """Set `cached_tokens`, because another engine has computed the prompt. Mutates the engine's request.
+        """Set `cached_tokens`, because another engine has computed the prompt.
 
-        An engine that reports no cached tokens, or whose answer has begun, ignores the call.
+        Ignored if the engine reports no cached tokens, or if the answer has begun.
         """
 
     def take_snapshot_at(self, tokens: int) -> None:
-        """Have the engine end a step at a position and keep the recurrent state there. Mutates its request.
-
-        An engine that cannot do this ignores the call.
-        """
+        """Set `snapshot_at`. An engine that cannot end a step there ignores the call."""
 
     def trim_prompt(self) -> bool:
-        """Drop the last prompt token, and limit the answer to one token. Mutates the engine's request.
+        """Drop the last prompt token, which the engine that reads the KV computes, and ask for one token.
 
-        Called for a request whose KV another engine will read: that engine computes the last token itself.
         Return False if the request needs the token, for example its only one, and is unchanged.
         """
 
@@ -251,8 +222,7 @@ class Step(Protocol):
     """A step that the engine has scheduled.
 
     Attributes:
-        tokens: number of tokens that the step computes, by request id.
-        num_tokens: their sum.
+        tokens: number of tokens that the step computes, by request id; `num_tokens` is their sum.
         snapshots: (index of the KV cache group, block id, number of tokens that the state covers) of each
             snapshot of recurrent state that the step writes, by request id.
     """
@@ -265,7 +235,7 @@ class Step(Protocol):
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]: ...
 
     def block_ids(self, request_id: str) -> BlockIds:
-        """Return the block tables of a request in this step, including the blocks that the step writes."""
+        """Return the block tables of a request, including the blocks that the step writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,15 +243,14 @@ class CacheGroup:
     """A KV cache group, as the scheduler sees it: layers that share one block table per request.
 
     Attributes:
-        attention_span: sliding window or attention chunk in tokens; 0 for other kinds.
         state_block_tokens: number of tokens per entry of the block table, if each entry is a snapshot. 0 if
             the first entry always holds the current state, and for groups without recurrent state.
-        snapshot_tokens: smallest distance in tokens between snapshots; 0 if the engine announces none; None
-            for groups without recurrent state.
+        snapshot_tokens: smallest distance in tokens between snapshots; 0 if the engine takes none; None for
+            groups without recurrent state.
     """
 
     kind: GroupKind
-    attention_span: int
+    attention_span: int  # sliding window or attention chunk in tokens; 0 for other kinds
     block_tokens: int
     state_block_tokens: int = 0
     snapshot_tokens: int | None = None
@@ -289,8 +258,7 @@ class CacheGroup:
     def table(self, block_ids: Sequence[int], tokens: int) -> list[int]:
         """Return the part of a request's block table to transfer for its first `tokens` tokens.
 
-        For recurrent state this is the block with the state after these tokens. With 16 tokens per entry, the
-        second entry holds the state after 32 tokens, and the third entry the state after 33 tokens:
+        For recurrent state this is the block with the state after these tokens:
 
         >>> state = CacheGroup(kind=GroupKind.STATE, attention_span=0, block_tokens=16, state_block_tokens=16)
         >>> state.table([7, 8, 9], 32), state.table([7, 8, 9], 33)
@@ -310,11 +278,6 @@ class EngineFacts:
     """Facts about an engine. Default values stand for an engine without the feature.
 
     Attributes:
-        num_blocks: size of the engine's pool.
-        longest_request: maximum number of tokens of a request.
-        steps_in_flight: maximum number of steps that are scheduled but not done at a time.
-        tokens_in_flight: maximum number of tokens of one request that all steps in flight compute together.
-        step_tokens: maximum number of tokens of one request that a step computes, including draft tokens.
         draft_lookahead: number of tokens after a position that a draft model reads to compute the KV of that
             position.
         reuses_prompts_only: True if only the KV of prompts may be stored and offered, because the KV of
@@ -324,8 +287,6 @@ class EngineFacts:
         writes_before_hooks: True if the engine may write to blocks in a step before it calls
             `WorkerHalf.raise_words`. Other engines then read no prompt that is still computed.
         lockstep: True if other engines wait for each step of this engine. A step then never waits for loads.
-        port_offset: added to the configured port of the control channel, so that engines with the same
-            configuration listen on different ports.
         parent_of: takes a request id, and returns the id that all samples of one prompt share, or None if the
             request is not one of several samples.
     """
@@ -333,17 +294,17 @@ class EngineFacts:
     engine_id: str
     groups: tuple[CacheGroup, ...]
     num_blocks: int
-    longest_request: int
-    steps_in_flight: int
-    tokens_in_flight: int
-    step_tokens: int
+    longest_request: int  # in tokens
+    steps_in_flight: int  # maximum number of steps that are scheduled but not done
+    tokens_in_flight: int  # maximum number of tokens of one request in all steps in flight together
+    step_tokens: int  # maximum number of tokens of one request in a step, including draft tokens
     draft_lookahead: int = 0
     speculates: bool = False
     reuses_prompts_only: bool = False
     has_rings: bool = False
     writes_before_hooks: bool = False
     lockstep: bool = False
-    port_offset: int = 0
+    port_offset: int = 0  # added to configured ports, so that engines with one configuration differ
     parent_of: Callable[[str], str | None] = _no_sample
 
     @property
@@ -351,7 +312,7 @@ class EngineFacts:
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return the part of a request's block tables to transfer for its first `tokens` tokens."""
+        """Return `CacheGroup.table` of each group."""
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))
 
 
@@ -410,7 +371,7 @@ class PlainRequest:
 
 @dataclass(slots=True, kw_only=True)
 class PlainStep:
-    """A `Step` for engines without a class of their own, with the block tables of each request by its id."""
+    """A `Step` for engines without a class of their own. `tables` are block tables by request id."""
 
     tokens: Mapping[str, int]
     tables: Mapping[str, BlockIds] = field(default_factory=dict)
@@ -431,21 +392,15 @@ class BlockRun:
     >>> run = BlockRun(0, (b"a", b"b"), parent=None, tokens=(1, 2, 3, 4), block_tokens=2)
     >>> run.part(1, 2)
     BlockRun(group=0, hashes=(b'b',), parent=b'a', tokens=(3, 4), block_tokens=2, adapter=None, extra_keys=())
-
-    Attributes:
-        group: index of the engine's KV cache group.
-        hashes: the engine's hash of each block. It covers all tokens up to the end of the block.
-        parent: hash of the block before the first one; None at the start of a prompt.
-        adapter: (id, name) of the request's LoRA adapter.
-        extra_keys: for each block, what else the engine hashes with its tokens; empty if there is nothing.
     """
 
-    group: int
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
+    group: int  # index of the engine's KV cache group
+    hashes: tuple[bytes, ...]  # the engine's; each covers all tokens up to the end of its block
+    parent: bytes | None  # hash of the block before the first one; None at the start of a prompt
     tokens: Sequence[int]
     block_tokens: int
-    adapter: tuple[int, str] | None = None
+    adapter: tuple[int, str] | None = None  # (id, name) of the request's LoRA adapter
+    # What the engine hashes with the tokens of each block; empty if there is nothing.
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, last: int) -> BlockRun:

@@ -78,24 +78,19 @@ class DecisionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
-    """The reason why a source offers a request no tokens.
-
-    `group` is ``several`` if more than one lacks a chunk, and empty if the miss does not depend on groups.
-    """
+    """The reason why a source offers a request no tokens."""
 
     source: str
     reason: MissReason
-    group: str = ""
+    group: str = ""  # "several" if more than one lacks a chunk; empty if the miss does not depend on groups
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ValuedBid:
-    """A source's bid, which itself names the peer, and its value.
+    """A source's bid, and its value under the policy.
 
-    Attributes:
-        value: value under the policy; 0 for an excluded bid.
-        excluded: reason why the bid may not be taken; empty if it may.
+    `excluded` is the reason why the bid may not be taken, and `value` is then 0; empty if it may.
     """
 
     source: str
@@ -116,7 +111,6 @@ class Arrived(_OfRequest):
 
     Attributes:
         sources, declined: sources that may be able to serve the request, and those that cannot.
-        ticket: True if the request came with a peer's ticket for KV.
         trace_headers: (name, value) of each W3C header of the request's trace.
     """
 
@@ -139,9 +133,7 @@ class SourcesAsked(_OfRequest):
         resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
             `local_tokens` if the engine lacks the recurrent state after them.
         compute_value: value of computing all tokens that are not in the prefix cache.
-        misses: of the sources without a bid.
-        chosen: the best bid; None if the engine computes the tokens. If the bid's source is still looking up
-            its KV, the request waits for that source.
+        chosen: the best bid, for which the request waits if its source is still looking; None to compute.
     """
 
     _: KW_ONLY
@@ -158,10 +150,7 @@ class SourcesAsked(_OfRequest):
 class LoadBegan(_OfRequest):
     """The engine allocated blocks for a source's offer, and the load of tokens `begin` to `end` began.
 
-    Attributes:
-        load: unique name of the load.
-        peer: name of the peer; ``tiers`` for a load from tiers.
-        attempt: name of the attempt to load the request's prefix, which two sources may share.
+    `load` and `attempt` are unique names. Two loads may share an attempt. `peer` is ``tiers`` for tiers.
     """
 
     _: KW_ONLY
@@ -183,8 +172,6 @@ class LoadEnded(_OfRequest):
     Attributes:
         miss: None if the load did not fail, or if its request no longer waits for the load.
         failure: reason why the load failed or was dropped; empty for a successful load.
-        moved: bytes per KV cache group; empty for a failed load.
-        figures: for a load from a peer, even if it has failed; `NO_FIGURES` for other sources.
     """
 
     _: KW_ONLY
@@ -192,8 +179,8 @@ class LoadEnded(_OfRequest):
     outcome: LoadOutcome
     miss: MissReason | None = None
     failure: str = ""
-    moved: tuple[GroupBytes, ...] = ()
-    figures: LoadFigures = NO_FIGURES
+    moved: tuple[GroupBytes, ...] = ()  # bytes per KV cache group; empty for a failed load
+    figures: LoadFigures = NO_FIGURES  # of a load from a peer, even if it has failed
 
     @property
     def seconds(self) -> float:
@@ -213,12 +200,9 @@ class SourceRefused(_OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled(_OfRequest):
-    """The engine schedules a request, and computes the tokens that are not cached.
+    """The engine schedules a request of `tokens` tokens, and computes those that are not cached.
 
-    Attributes:
-        tokens: number of all tokens of the request, cached or not.
-        other_connector_tokens: those cached tokens that another connector of this engine loaded.
-        loads: those that brought cached tokens.
+    Of the cached tokens, `loads` have brought some, and another connector of this engine others.
     """
 
     cached_tokens: int
@@ -234,39 +218,34 @@ class Finished(_OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class StoreBegan(_OfRequest):
-    """The ranks were ordered to copy chunks of a request's KV to host memory. `store` is unique."""
+    """The ranks were ordered to copy chunks of a request's KV to host memory."""
 
-    store: str
+    store: str  # a unique name
     group: str
     chunks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEnded(_OfRequest):
-    """All ranks have reported that a store's copies to host memory have ended.
-
-    `failure` is empty if the store succeeded. `size` is in bytes, and `seconds` those of the slowest rank.
-    """
+    """All ranks have reported that a store's copies to host memory have ended."""
 
     _: KW_ONLY
     began: StoreBegan
-    failure: str
-    size: int
-    seconds: float
+    failure: str  # empty if it succeeded
+    size: int  # in bytes
+    seconds: float  # of the slowest rank
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted(_OfRequest):
     """The engine keeps blocks of a request so that peers can read them.
 
-    Attributes:
-        seconds: time without a heartbeat after which the lease expires.
-        turn: True if any peer may read a finished request's blocks for the next turn of the conversation;
-            False if the blocks of a prompt are for the engine that continues the request.
+    `turn` is True for a finished request, whose blocks any peer may read for the conversation's next turn. It
+    is False for a prompt, whose blocks are for the engine that continues the request.
     """
 
     tokens: int
-    seconds: float
+    seconds: float  # without a heartbeat, after which the lease expires
     turn: bool = False
 
 
@@ -297,49 +276,35 @@ class TierChanged:
     """The size of a tier, and its activity since the tier's last event.
 
     If any tier has changed, an event is emitted for each tier.
-
-    Attributes:
-        used, capacity: number of bytes; None if unknown.
-        owed: number of chunks still to be written to the tier; None for host memory.
-        fetched, stored, evicted: number of chunks.
-        missed, dropped: number of chunks not found, and not stored, by reason.
-        fetch_seconds, store_seconds: seconds of each read and write of a chunk. For host memory,
-            `fetch_seconds` are the times of copies to KV blocks.
     """
 
     at: float
     tier: str
     _: KW_ONLY
-    used: int | None = None
-    capacity: int | None = None
-    owed: int | None = None
+    used: int | None = None  # bytes; None if unknown
+    capacity: int | None = None  # bytes; None if unknown
+    owed: int | None = None  # chunks still to be written to the tier; None for host memory
     fetched: int = 0
     stored: int = 0
     stored_bytes: int = 0
     evicted: int = 0
-    missed: tuple[tuple[str, int], ...] = ()
-    dropped: tuple[tuple[str, int], ...] = ()
-    fetch_seconds: tuple[float, ...] = ()
-    store_seconds: tuple[float, ...] = ()
+    missed: tuple[tuple[str, int], ...] = ()  # number of chunks that were not found, by reason
+    dropped: tuple[tuple[str, int], ...] = ()  # number of chunks that were not stored, by reason
+    fetch_seconds: tuple[float, ...] = ()  # of each read, or for host memory of each copy to KV blocks
+    store_seconds: tuple[float, ...] = ()  # of each write
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsPlaced:
-    """The tiers of a model with recurrent state have started.
+    """The tiers of a model with recurrent state have started."""
 
-    `first_tokens` is the first position in a prompt of a snapshot for shared prefixes; 0 for none.
-    """
-
-    first_tokens: int
+    first_tokens: int  # first position in a prompt of a snapshot for shared prefixes; 0 for none
     state_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class LateBlocks:
-    """The number of blocks that late loads hold has changed.
-
-    A load is late if its request no longer waits for it but it may still write to its blocks.
-    """
+    """The number of blocks has changed that loads may still write for requests that no longer wait."""
 
     at: float
     blocks: int
@@ -356,15 +321,12 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """A tier has lost blocks of one KV cache group that a `BlocksStored` event named.
-
-    `group` is the engine's index, and `hashes` are those of the engine's prefix cache.
-    """
+    """A tier has lost blocks of one KV cache group that a `BlocksStored` event named."""
 
     at: float
     tier: str
-    group: int
-    hashes: tuple[bytes, ...]
+    group: int  # the engine's index
+    hashes: tuple[bytes, ...]  # those of the engine's prefix cache
 
 
 RequestEvent: TypeAlias = (
@@ -410,6 +372,7 @@ class EventStream:
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = list(listeners)
+        self._refusals = LimitedLog(logger)
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -429,25 +392,15 @@ class EventStream:
                     listener, shown(repr(event), _EVENT_CHARACTERS),
                 )  # fmt: skip
 
+    def refuse(self, request_id: str, source: str, reason: str) -> None:
+        """Emit and log that a source does not serve a request. The log is limited per source and reason."""
+        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
+        self.emit(SourceRefused(request_id, time.monotonic(), source, reason))
+        text = f"request {shown(request_id)} is not served by {source}: {reason}"
+        self._refusals.say(f"{source}: {reason}", text)
+
 
 def short_id(request_id: str) -> str:
     """Return a request's id as events have it."""
     # Clients choose ids of any length.
     return request_id if len(request_id) <= MAX_ID_CHARACTERS else shown(request_id, MAX_ID_CHARACTERS)
-
-
-class Refusals:
-    """Reports the requests that a source does not serve: a `SourceRefused` event for each, and log lines.
-
-    Each pair of source and reason is logged at most once a minute, and at most 20 lines are logged a minute.
-    """
-
-    def __init__(self, events: EventStream | None = None) -> None:
-        self._events = events or EventStream()
-        self._log = LimitedLog(logger)
-
-    def say(self, request_id: str, source: str, reason: str) -> None:
-        source, reason = shown(source), shown(reason, _REASON_CHARACTERS)
-        self._events.emit(SourceRefused(request_id, time.monotonic(), source, reason))
-        text = f"request {shown(request_id)} is not served by {source}: {reason}"
-        self._log.say(f"{source}: {reason}", text)

@@ -20,26 +20,19 @@ from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk, and its position in the arena in bytes.
+    """A chunk, and its position in the arena."""
 
-    `group` is the index of its KV cache group in `CanonicalForm.groups`, and `number` its index in the
-    prompt.
-    """
-
-    group: int
-    number: int
-    offset: int
+    group: int  # index in `CanonicalForm.groups`
+    number: int  # index in the prompt
+    offset: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaCard:
-    """The description of the arena that ranks need before the first order.
+    """The description of the arena that ranks need before the first order."""
 
-    `name` is the handle by which a process attaches the arena's memory, and `ranks` are all of the engine.
-    """
-
-    name: SharedFile
-    ranks: tuple[RankGeometry, ...]
+    name: SharedFile  # the handle by which a process attaches the arena's memory
+    ranks: tuple[RankGeometry, ...]  # all of the engine
     chunk_tokens: int
 
 
@@ -48,7 +41,6 @@ class StoreOrder:
     """The order to copy chunks from KV blocks to host memory. Every rank copies and reports its part.
 
     Attributes:
-        pieces: sorted by group, then by number.
         tables: the slice of the request's block table that contains the blocks to copy, for each KV cache
             group of the engine; None for groups without chunks in this order.
         available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
@@ -56,22 +48,18 @@ class StoreOrder:
     """
 
     key: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # sorted by group, then by number
     tables: tuple[TableSlice | None, ...]
     available: range
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """The order to copy a part of a load's chunks, which have arrived in host memory, to KV blocks.
-
-    `pieces` are sorted by group, then by number. Before the first part of a load is copied, blocks that the
-    load fills only in part are zeroed.
-    """
+    """The order to copy a part of a load's chunks, which have arrived in host memory, to KV blocks."""
 
     key: str
-    pieces: tuple[Piece, ...]
-    first: bool
+    pieces: tuple[Piece, ...]  # sorted by group, then by number
+    first: bool  # blocks that the load fills only in part are zeroed before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +67,9 @@ class WorkerInfo:
     """The description that a worker sends to the scheduler at start, and when the engine has slept.
 
     Attributes:
-        card: what peers need to read the worker's KV cache; None if the worker exchanges no KV.
-        settings: without this machine's address. If an engine has several connectors, the settings tell which
-            of them the worker belongs to.
-        key: fingerprint of the worker's secret key; None if the worker exchanges no KV.
+        card, key: what peers need to read the worker's KV cache, and the fingerprint of its secret key; None
+            if the worker exchanges no KV.
+        settings: without this machine's address. They tell several connectors of an engine apart.
         machine: boot id of the kernel that the worker runs on.
         stale: as in `StepReports`.
     """
@@ -101,18 +88,12 @@ class LoadPart:
 
     The parts of a load follow each other as chunks arrive in host memory, or as a peer computes the prompt.
     If the KV is complete at the peer, the load has one part.
-
-    Attributes:
-        load: key of the load.
-        work: None if there is nothing to do yet, although a peer has computed more, or if nothing more will
-            come.
-        failure: reason why no more parts will come and the load has failed.
     """
 
-    load: str
-    work: ReadOrder | LoadOrder | None
+    load: str  # its key
+    work: ReadOrder | LoadOrder | None  # None if there is nothing to do yet, or nothing more will come
     last: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why no more parts will come and the load has failed
 
     @property
     def ends(self) -> bool:
@@ -127,11 +108,6 @@ class StepOrders:
     ends. A peer that is still reading then notices that the blocks may be reused.
 
     Attributes:
-        connects: descriptions of all ranks of each peer to connect to, by peer name.
-        disconnects: names of the peers that no load has used for a while.
-        parts: parts of these and of earlier loads that begin with this step.
-        given_up: reason why a request no longer waits for a load, by load key. Workers report these loads as
-            failed at once.
         ended: slot of each ended lease, by request id. Workers raise the word, then report the request as
             sent. The engine keeps the blocks until then.
         raised: slot of each ended lease on blocks that the engine does not keep for the lease (those of a
@@ -139,27 +115,23 @@ class StepOrders:
             before the forward pass, then report the lease in `StepReports.raised`.
         saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
             Workers copy the prompt's blocks to the host buffer, from which peers read them.
-        arena: sent once, before the first copies; else None.
-        stores: orders to execute after the step's forward pass.
-        epoch: number of cache resets of the engine before this step was scheduled.
-        computes: True if the step computes tokens.
         idle: True if the engine computes nothing while workers execute this step, so that the step may wait
             for loads.
         quiet: True if the step computes tokens and workers have nothing else to do. All fields above but
             `epoch` and `computes` then have their default values, and several steps may share one object.
     """
 
-    connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)
-    disconnects: list[str] = field(default_factory=list)
+    connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)  # all ranks, by name of the peer
+    disconnects: list[str] = field(default_factory=list)  # peers that no load has used for a while
     loads: list[Load] = field(default_factory=list)
-    parts: list[LoadPart] = field(default_factory=list)
-    given_up: dict[str, str] = field(default_factory=dict)
+    parts: list[LoadPart] = field(default_factory=list)  # of these and of earlier loads
+    given_up: dict[str, str] = field(default_factory=dict)  # by load: why workers report it as failed at once
     ended: dict[str, int] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
-    arena: ArenaCard | None = None
-    stores: list[StoreOrder] = field(default_factory=list)
-    epoch: int = 0
+    arena: ArenaCard | None = None  # sent once, before the first copies
+    stores: list[StoreOrder] = field(default_factory=list)  # to execute after the forward pass
+    epoch: int = 0  # number of cache resets of the engine before this step was scheduled
     computes: bool = False
     idle: bool = False
     quiet: bool = False
@@ -187,19 +159,15 @@ class StepOrders:
 class Report:
     """The end of a load, of a store, or of a part that copies chunks, from one worker or merged from several.
 
-    Attributes:
-        failure: reason for the failure; None if it succeeded.
-        late: number of workers that report a load before it has ended, because its deadline passed or it was
-            given up. They may still write to its blocks.
-        peer_lost: True if the failure means that the peer is gone or was restarted.
-        workers: number of workers whose reports these are.
+    `late` is the number of workers that report a load before it has ended, because its deadline passed or it
+    was given up. They may still write to its blocks.
     """
 
     failure: str | None
     late: int = 0
-    peer_lost: bool = False
+    peer_lost: bool = False  # the failure means that the peer is gone or was restarted
     figures: LoadFigures = NO_FIGURES
-    workers: int = 1
+    workers: int = 1  # number of workers whose reports these are
 
     @property
     def outcome(self) -> str:
@@ -207,7 +175,7 @@ class Report:
         return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
-        """Merge this report with other workers' report about the same work."""
+        """Return the merged report of this and of other workers about the same work."""
         return Report(
             self.failure or other.failure,
             late=self.late + other.late,
@@ -254,16 +222,11 @@ class StepReports:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequests:
-    """Ids of requests whose transfers have ended on one worker since the last step.
+    """Ids of requests whose transfers have ended on one worker since the last step."""
 
-    Attributes:
-        sent: their lease words are raised, so that the blocks may be freed.
-        received, failed: all their loads have been reported, and those that have a failed load.
-    """
-
-    sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
+    sent: frozenset[str] = frozenset()  # the lease words are raised, so that the blocks may be freed
+    received: frozenset[str] = frozenset()  # all loads have been reported
+    failed: frozenset[str] = frozenset()  # those of them that have a failed load
 
 
 NOTHING_ENDED = EndedRequests()

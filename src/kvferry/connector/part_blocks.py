@@ -12,7 +12,7 @@ no longer attends to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 from kvferry.connector.engine import BlockIds, BlockPool, Request
@@ -109,16 +109,15 @@ class PartBlocks:
         Admission calls this for every waiting request of a scheduling pass.
         """
         found = self._evict(self._loading)
-        if not self._looked:
+        if self._resumed and not self._looked:
             # Once per pass: the engine has scheduled all running requests before the first waiting one.
             self._looked = True
             found |= self._evict(self._resumed)
         return found
 
     @property
-    def has_work(self) -> bool:
-        """True if `end_pass` has anything to do."""
-        return bool(self._loading or self._resumed or self._looked)
+    def agenda(self) -> tuple[Sized, ...]:
+        return self._loading, self._resumed
 
     def end_pass(self) -> None:
         """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""

@@ -18,7 +18,7 @@ its patience, the prompt is computed. `choosing` decides how long a request wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
@@ -228,9 +228,8 @@ class RequestPhases:
         self._loaded[request_id] = state.bidding
 
     @property
-    def has_work(self) -> bool:
-        """Whether `scheduled` may have anything to do."""
-        return bool(self._loaded or len(self.headroom))
+    def agenda(self) -> tuple[Sized, ...]:
+        return self._loaded, self.headroom
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record that the engine's coming step computes tokens of these requests.

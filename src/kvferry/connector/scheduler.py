@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.admin import DRAINED, AdminActions, AdminCalls, AdminServer
-from kvferry.connector.compose import (
-    Composition,
-    check_one_machine,
-    check_rank_keys,
-    scheduler_keys,
-)
-from kvferry.connector.config import AdminConfig, ConnectorConfig, read_tiers
+from kvferry.common.errors import ConfigError
+from kvferry.connector.admin import DRAINED, AdminCalls, AdminServer
+from kvferry.connector.admission import Admission
+from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.config import ConnectorConfig, read_tiers
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
     BlockIds,
@@ -26,20 +23,28 @@ from kvferry.connector.engine import (
     Request,
     Step,
 )
-from kvferry.connector.events import EventStream, Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.peering import Peering
+from kvferry.connector.room import Headroom
 from kvferry.connector.source import Source
-from kvferry.connector.speeds import Speeds, StepTimes
-from kvferry.connector.stale_kv import StaleKV
+from kvferry.connector.speeds import AnswerTimes, Speeds, StepTimes
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.connector.transfer import RunningLoad, TransferBook
+from kvferry.connector.worker.loads import CHANGED, MOVED
+from kvferry.tiers.names import PEER
+from kvferry.tiers.paths import boot_id
+from kvferry.transport.addresses import is_loopback
 from kvferry.transport.messages import Facts
-from kvferry.transport.security import Keys, admin_token
+from kvferry.transport.security import Keys, admin_token, key_location, read_keys
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which a step looks at all parts, for what depends on time alone.
 _LOOK_SECONDS = 1.0
+
+_RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
 class SchedulerHalf:
@@ -77,77 +82,103 @@ class SchedulerHalf:
 
         Args:
             workers: descriptions of all workers, sorted by rank.
-            facts: function that takes the incarnation, and returns the facts about the engine that peers
-                compare at the handshake.
-            namespace: function that takes the format in which chunks are stored, and returns the namespace
-                (scope) of the chunk keys.
+            facts: returns the facts about the engine that peers compare, given its incarnation.
+            namespace: returns the namespace of chunk keys, given the format in which chunks are stored.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; else None.
-            describe_blocks: function that returns the engine's blocks that end in a range of a request's
-                tokens, if the engine publishes events about its blocks; else None.
-            wake: function that makes the engine run a step soon, although it has no requests.
-            clock: function that returns monotonic seconds.
+            describe_blocks: None unless the engine publishes events about its blocks.
+            wake: makes the engine run a step soon, although it has no requests.
 
         Raises:
-            ConfigError: a setting is invalid, the secret key cannot be read or created, the control channel
-                or the admin API cannot listen at its address, no chunk could ever be stored in the tiers,
-                their memory cannot be allocated, a worker of an engine with tiers runs on another machine, or
-                a worker's secret key differs from the scheduler's.
+            ConfigError: a setting cannot be used, memory, keys or addresses cannot be had, no chunk could
+                ever be stored, or workers run with another key, or with tiers on another machine.
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
+        ranks = [worker.geometry for worker in workers]
+        cards = tuple(worker.card for worker in workers if worker.card is not None)
         self._engine, self.events = engine, events
-        speeds = Speeds(clock)
-        self._steps = StepTimes(speeds, clock)
-        self._peering: Peering | None = None
-        self._tiering: Tiering | None = None
-        self._calls: AdminCalls | None = None
-        self._admin: AdminServer | None = None
         self._draining = self._paused = self._sleep_resets = False
+        self._changed = self._moved = False  # the weights of a worker, the KV cache of a worker
         self._epoch, self._look_at = 0, 0.0
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._quiet_orders = StepOrders(computes=True, quiet=True)
-        geometries = [worker.geometry for worker in workers]
-        composition = Composition(
-            engine,
-            config,
-            pool=pool,
-            groups=geometries[0].groups,
-            workers=len(workers),
-            events=events,
-            adapters=adapters,
-            refusals=Refusals(events),
-            speeds=speeds,
-            idle=lambda: self._steps.idle and not engine.lockstep,
-            prefix_cache=prefix_cache,
-            describe_blocks=describe_blocks,
-            clock=clock,
-        )
-        self.parts = composition.parts
+
+        # What the sources of KV and the admission share.
+        speeds = Speeds(clock)
+        self._steps = StepTimes(speeds, clock)
+        loads = TransferBook[RunningLoad](len(workers), pool)
+        self.parts = PartBlocks(ranks[0].groups, pool, config.whole_blocks)
+
+        # The sources. Of equally good offers, that of the first one is taken.
         sources: list[Source] = []
-        ranks = tuple(worker.card for worker in workers if worker.card is not None)
-        if ranks and keys is not None:
+        weights = {PEER: config.load_weight}
+        self._peering: Peering | None = None
+        if cards and keys is not None:
             check_rank_keys(keys, workers)
-            self._peering = Peering(composition, keys, ranks, facts=facts, wake=wake, clock=clock)
+            self._peering = Peering(
+                engine,
+                config,
+                keys,
+                cards,
+                pool=pool,
+                loads=loads,
+                adapters=adapters,
+                events=events,
+                idle=lambda: self._steps.idle and not engine.lockstep,
+                facts=facts,
+                wake=wake,
+                clock=clock,
+            )
             sources.append(self._peering.source)
+        self._tiering: Tiering | None = None
         if tiers is not None:
             check_one_machine(workers)
-            self._tiering = Tiering(tiers, composition, namespace=namespace, ranks=geometries)
+            self._tiering = Tiering(
+                tiers,
+                engine,
+                config,
+                ranks,
+                pool=pool,
+                parts=self.parts,
+                adapters=adapters,
+                events=events,
+                namespace=namespace,
+                describe_blocks=describe_blocks,
+            )
             sources.append(self._tiering.source)
+            weights.update(self._tiering.weights)
         self.chunking = None if self._tiering is None else self._tiering.chunking
-        self._stale = StaleKV(self._peering, self._tiering)
-        self.admission = composition.admission(
-            sources, {} if self._tiering is None else self._tiering.weights
-        )
-        if config.admin is not None and keys is not None:
-            self._start_admin(config.admin, keys, wake)
 
-    def _start_admin(self, admin: AdminConfig, keys: Keys, wake: Callable[[], None]) -> None:
-        """Start the server of the admin API. Operators' token derives from the keys."""
-        self._calls = AdminCalls(wake)
-        actions = AdminActions(self, self._tiering, self._engine.longest_request)
-        port = admin.port + self._engine.port_offset if admin.port else 0
-        self._admin = AdminServer(admin.host, port, admin_token(keys), actions, self._calls)
+        # The choice between them.
+        policy = policy_named(config.source_policy, weights, speeds)
+        self.admission = Admission(
+            engine.groups,
+            loads=loads,
+            parts=self.parts,
+            headroom=Headroom.of(engine.groups, engine.step_tokens, pool),
+            attempts=config.attempts,
+            timeout_seconds=config.load_timeout_seconds,
+            sources=sources,
+            chooser=BidChooser(policy, speeds, config.patience_seconds, AnswerTimes(clock)),
+            events=events,
+            prefix_cache=prefix_cache,
+            clock=clock,
+        )
+
+        # The parts' own containers of what they have to do, which they never replace: asking each part in
+        # every step took longer than the rest of a quiet step.
+        self._agenda: tuple[Sized, ...] = self.admission.agenda
+        if self._peering is not None:
+            self._agenda += self._peering.agenda
+        # With a host buffer, any step may complete a prompt that is copied to it.
+        self._always_looks = self._tiering is not None or bool(self._peering and config.host_buffer)
+
+        self._admin: AdminServer | None = None
+        if (admin := config.admin) is not None and keys is not None:
+            calls = AdminCalls(self, self._tiering, engine.longest_request, wake)
+            port = admin.port + engine.port_offset if admin.port else 0
+            self._admin = AdminServer(admin.host, port, admin_token(keys), calls)
 
     @property
     def busy(self) -> bool:
@@ -156,7 +187,7 @@ class SchedulerHalf:
         A pause also waits for loads whose requests have ended, because they may still write to the KV cache.
         """
         return (
-            bool(self._calls)
+            (self._admin is not None and len(self._admin.calls) > 0)
             or (self._peering is not None and self._peering.busy)
             or (self._tiering is not None and self._tiering.busy)
             or (self._paused and len(self.admission.loads) > 0)
@@ -171,10 +202,7 @@ class SchedulerHalf:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Add a new request: ask which sources can load its KV.
-
-        Also prepare to offer the request's KV to other engines, and to store it in the tiers.
-        """
+        """Ask which sources can load a new request's KV, and prepare to offer and to store it."""
         if self._peering is not None:
             self._peering.on_new_request(request)
         self.admission.on_new_request(request)
@@ -182,10 +210,7 @@ class SchedulerHalf:
             self._tiering.on_new_request(request)
 
     def place_snapshots(self, request: Request, start: int) -> None:
-        """Have an engine with recurrent state take snapshots of a request, for prompts that begin like it.
-
-        The engine calls it when it is about to admit the request.
-        """
+        """Place snapshots of recurrent state, for prompts that begin like a request, before its admission."""
         if self._tiering is not None:
             self._tiering.place_snapshots(request, start)
 
@@ -193,8 +218,7 @@ class SchedulerHalf:
         """End a request: store its last chunks, and offer or keep its KV for peers.
 
         Returns:
-            Two values: whether the engine must keep the blocks, and the ``kv_transfer_params`` of the
-            response (None for none).
+            (whether the engine must keep the blocks, the ``kv_transfer_params`` of the response if any).
         """
         self.admission.finished(request.request_id)
         whole = self.parts.masked_tables(request.request_id, block_ids)
@@ -207,12 +231,12 @@ class SchedulerHalf:
         """Return the message that tells all workers what to load, store and send in the coming step."""
         computed = step.num_tokens
         self._scheduled += 1
-        if self._calls:
-            self._calls.run()
+        if self._admin is not None:
+            self._admin.calls.run()
         now = self._steps.scheduled(computed)
         if self._peering is not None:
             self._peering.stepped_at = now
-        if computed and now < self._look_at and not self._has_work():
+        if computed and now < self._look_at and not (self._always_looks or any(self._agenda)):
             return self._quiet_orders
         self._look_at = now + _LOOK_SECONDS
         idle = not self._engine.lockstep and not self._steps.computing
@@ -231,22 +255,43 @@ class SchedulerHalf:
         self.admission.hand_over(orders)
         return orders
 
-    def _has_work(self) -> bool:
-        """Return whether this step must look at any part, by the parts' own records."""
-        return (
-            self._tiering is not None
-            or (self._peering is not None and self._peering.has_work)
-            or self.admission.has_work
-        )
-
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports of the last step."""
-        self._stale.take_reports(reports, self._epoch)
+        if reports.moved or reports.stale is not None:
+            self._stop_stale_exchange(reports)
         if self._tiering is not None:
             self._tiering.take_reports(reports)
         self.admission.take_reports(reports)
         if self._peering is not None:
             self._peering.producer.on_workers_confirmed(reports.raised)
+
+    def _stop_stale_exchange(self, reports: StepReports) -> None:
+        """Stop what must not be used after the weights have changed or the KV cache has moved.
+
+        After a change of the weights, peers are not used any more, and tiers not before a reset of the cache.
+        After a move of the cache, peers and tiers are not used any more: the engine computes everything.
+        """
+        if self._moved:
+            return
+        if reports.moved:
+            self._moved = True  # the worker has logged it
+            if self._peering is not None:
+                self._peering.stop(MOVED)
+            if self._tiering is not None:
+                self._tiering.suspend(MOVED)
+            return
+        if not self._changed:
+            self._changed = True
+            logger.warning(
+                "%s: no KV is exchanged with other engines any more, since they compared other weights; "
+                "start this engine anew to exchange again", CHANGED,
+            )  # fmt: skip
+            if self._peering is not None:
+                self._peering.stop(CHANGED)
+        if self._tiering is not None and reports.stale is not None and reports.stale >= self._epoch:
+            why = f"{CHANGED}, and its cache was not reset: {_RESET}"
+            logger.warning(why)
+            self._tiering.suspend(why)
 
     def sent(self, request_ids: set[str]) -> None:
         """Record that all workers have ended the leases of these requests. Their blocks can be freed now."""
@@ -254,7 +299,7 @@ class SchedulerHalf:
             self._peering.producer.sent(request_ids)
 
     def step_done(self) -> None:
-        """Record that the oldest step under way is done: the engine has taken the step's output."""
+        """Record that the engine has taken the output of the oldest step under way."""
         self._done = min(self._done + 1, self._scheduled)
         self._steps.done()
         if self._peering is not None:
@@ -300,13 +345,7 @@ class SchedulerHalf:
             self.reset()
 
     def wake(self, workers: Sequence[WorkerInfo]) -> None:
-        """Let peers read again, after workers have registered the memory of the KV cache anew.
-
-        Do nothing if they have not.
-
-        Args:
-            workers: descriptions of all workers, sorted by rank.
-        """
+        """Let peers read again, if the workers, sorted by rank, have registered their memory anew."""
         if any(worker.stale is not None and worker.stale >= self._epoch for worker in workers):
             self.reset()
         if self._peering is not None:
@@ -329,12 +368,11 @@ class SchedulerHalf:
             self._peering.begin_epoch()
         if self._tiering is not None:
             self._tiering.start_anew()
-        self._stale.on_reset()
+            if self._moved:
+                self._tiering.suspend(MOVED)
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
-        if self._calls is not None:
-            self._calls.close()
         if self._admin is not None:
             self._admin.close()
         if self._peering is not None:
@@ -342,3 +380,47 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.shutdown()
         self._peering = self._tiering = self._admin = None
+
+
+def scheduler_keys(config: ConnectorConfig) -> Keys | None:
+    """Return the secret keys of the control channels; None if the engine needs none. Log their location.
+
+    Raise ConfigError if the key file cannot be read, or a missing one cannot be created.
+    """
+    # The token of the admin API derives from the keys too.
+    if not config.transfers and config.admin is None:
+        return None
+    keys, place = read_keys(config.secret_file), key_location(config.secret_file)
+    logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
+    if config.transfers and not place.configured and not is_loopback(config.host):
+        logger.warning(
+            "host is %s and secret_file is not set, so only this user's engines on this machine have "
+            "the key: others are refused until they have it too; copy %s to their machines, or make a file "
+            "with kvferry keygen FILE, and set secret_file everywhere",
+            config.host, place.path,
+        )  # fmt: skip
+    return keys
+
+
+def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
+    """Raise ConfigError if the key of a rank differs: its machine has a key of its own."""
+    for worker in workers:
+        if worker.key not in (None, keys.fingerprint):
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} has a key with fingerprint {worker.key}, "
+                f"the engine's scheduler one with {keys.fingerprint}: its machine has a key of its own; set "
+                "secret_file to the same secret on all machines of the engine (kvferry keygen FILE makes one)"
+            )
+
+
+def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
+    """Raise ConfigError if a rank runs on another machine, where it cannot use the host memory tier."""
+    for worker in workers:
+        if worker.machine != boot_id():
+            geometry = worker.geometry
+            raise ConfigError(
+                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} runs on another machine than the engine's "
+                "scheduler, but the ranks of an engine with tiers share host memory; leave tiers out, or "
+                "start the engine on one machine"
+            )

@@ -13,7 +13,7 @@ begins only if all loads together, in flight and late, stay below the bound (`ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -211,9 +211,8 @@ class RunningLoads:
         self._attempts = 0
 
     @property
-    def has_work(self) -> bool:
-        """Whether there is anything to tell the workers, now or later."""
-        return bool(self._agenda)
+    def agenda(self) -> tuple[Sized, ...]:
+        return (self._agenda,)
 
     def begin(
         self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]

@@ -15,16 +15,11 @@ INSTALL_PAGE = "https://github.com/kvferry/kvferry/blob/main/docs/install.md"
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An extra of kvferry, as in ``pip install '.[vllm]'``.
-
-    Attributes:
-        modules: names of its packages for users, by the names to import.
-        alternative: packages that take its place on machines without CUDA; empty if it works there too.
-    """
+    """An extra of kvferry, as in ``pip install '.[vllm]'``."""
 
     name: str
-    modules: Mapping[str, str]
-    alternative: str = ""
+    modules: Mapping[str, str]  # names of its packages for users, by the names to import
+    alternative: str = ""  # takes its place on machines without CUDA; empty if it works there too
 
     @property
     def advice(self) -> str:

@@ -336,7 +336,7 @@ def redeemed(engine: Any) -> int:
 
 def say_again(engine: Any) -> None:
     """Log the next refusals, whatever has been logged within the last minute."""
-    half(engine)._peering.source._refusals._log._said.clear()
+    half(engine)._peering.source._events._refusals._said.clear()
 
 
 def steps(engine: Any, count: int) -> list[str]:

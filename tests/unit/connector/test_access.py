@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.compose import check_one_machine, check_rank_keys, peers_allowed, scheduler_keys
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.messages import WorkerInfo
+from kvferry.connector.scheduler import check_one_machine, check_rank_keys, scheduler_keys
 from kvferry.geometry import RankGeometry
 from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.security import read_keys, write_secret
@@ -54,10 +54,10 @@ def test_an_engine_of_tiers_alone_needs_no_key(monkeypatch, tmp_path):
 
 
 def test_allowed_peers_follow_the_host_unless_configured():
-    assert peers_allowed(parse_config({})).loopback_only
-    assert peers_allowed(parse_config(FAR)) == ANY_PEER
-    assert peers_allowed(parse_config({**FAR, "advertise_host": "n7"})).names == ("n7",)
-    listed = peers_allowed(parse_config({"peers": ["10.0.0.0/8", "svc"]}))
+    assert parse_config({}).allowed_peers().loopback_only
+    assert parse_config(FAR).allowed_peers() == ANY_PEER
+    assert parse_config({**FAR, "advertise_host": "n7"}).allowed_peers().names == ("n7",)
+    listed = parse_config({"peers": ["10.0.0.0/8", "svc"]}).allowed_peers()
     assert (str(listed.networks[0]), listed.names) == ("10.0.0.0/8", ("svc",))
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.parse import parse_settings
+from kvferry.common.parse import parse_settings
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

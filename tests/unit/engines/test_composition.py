@@ -18,7 +18,7 @@ import numpy as np
 from hypothesis import event, given, strategies as st
 
 from kvferry.connector.content import Adapters
-from kvferry.connector.events import Refusals
+from kvferry.connector.events import EventStream
 from kvferry.connector.load import Bidding
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
@@ -226,7 +226,7 @@ class TwoSources:
             Prompts(case.canonical, Adapters()),
             case.rank.groups,
             case.canonical,
-            Refusals(),
+            EventStream(),
             workers=1,
             most_loads=32,
         )
@@ -237,7 +237,7 @@ class TwoSources:
             client,
             ranks=[case.rank],
             loads=loads,
-            refusals=Refusals(),
+            events=EventStream(),
             timeout_seconds=30.0,
             most_held=2,
             turns=turns,

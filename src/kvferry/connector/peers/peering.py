@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 
 from msgspec import structs
 
 from kvferry.common.errors import Incompatible
 from kvferry.common.units import counted
-from kvferry.connector.compose import Composition, peers_allowed
-from kvferry.connector.content import TurnNames
-from kvferry.connector.engine import BlockIds, Request, Step
+from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.content import Adapters, TurnNames
+from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, WorkerInfo
 from kvferry.connector.peers.producer import Producer
+from kvferry.connector.peers.source import PeerSource
+from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
@@ -47,10 +51,16 @@ class Peering:
 
     def __init__(
         self,
-        composition: Composition,
+        engine: EngineFacts,
+        config: ConnectorConfig,
         keys: Keys,
         ranks: tuple[RankCard, ...],
         *,
+        pool: BlockPool,
+        loads: TransferBook[RunningLoad],
+        adapters: Adapters,
+        events: EventStream,
+        idle: Callable[[], bool],
         facts: Callable[[int], Facts],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -58,14 +68,18 @@ class Peering:
         """Start both ends of the control channel.
 
         Args:
+            keys: secret keys of the channel.
+            ranks: descriptions of all ranks of this engine, for peers.
+            loads: loads that may still write to their blocks, with those from tiers.
+            idle: returns True if the engine computes no request, so that a step may wait for an answer.
             facts: function that takes the engine's incarnation, and returns the facts that peers compare.
             wake: function that makes the engine run a step soon.
 
         Raises:
             ConfigError: the channel cannot listen at its address, or the setting ``peers`` is malformed.
         """
-        engine, config, peers = composition.engine, composition.config, peers_allowed(composition.config)
-        self._names = TurnNames(composition.adapters, prompts_only=engine.reuses_prompts_only)
+        peers = config.allowed_peers()
+        self._names = TurnNames(adapters, prompts_only=engine.reuses_prompts_only)
         incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
@@ -74,11 +88,11 @@ class Peering:
             engine,
             config,
             incarnation=incarnation,
-            events=composition.events,
+            events=events,
             names=self._names,
-            adapters=composition.adapters,
+            adapters=adapters,
             channel=server,
-            pool=composition.pool,
+            pool=pool,
             workers=len(ranks),
             clock=clock,
         )
@@ -96,9 +110,18 @@ class Peering:
             on_met=wake,
             runs=lambda: clock() - self.stepped_at < _STUCK_LEASES * config.lease_seconds,
         )
-        geometries = [card.geometry for card in ranks]
-        self.source = composition.peer_source(
-            self.client, geometries, lambda: server.keepers, self._names, meets
+        self.source = PeerSource(
+            self.client,
+            ranks=[card.geometry for card in ranks],
+            loads=loads,
+            events=events,
+            timeout_seconds=config.load_timeout_seconds,
+            most_held=int(config.late_blocks * engine.num_blocks),
+            turns=TurnFinder(self.client, lambda: server.keepers, self._names),
+            adapters=adapters,
+            idle=idle,
+            meets=meets,
+            clock=clock,
         )
         self._standstill, self._clock = _Standstill(config.patience_seconds, clock), clock
         self._copies_prompts, self._tables = config.host_buffer, engine.tables
@@ -114,14 +137,9 @@ class Peering:
         return self.producer.turns.holds_blocks
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step needs a call of `schedule`, except for what depends on time alone."""
-        return (
-            self._copies_prompts
-            or len(self.server.events) > 0
-            or self.producer.has_work
-            or self.source.has_work
-        )
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs `schedule` for nothing but what time changes."""
+        return self.server.events, *self.producer.agenda, *self.source.agenda
 
     def on_new_request(self, request: Request) -> None:
         """Prepare to offer the KV of a new request."""

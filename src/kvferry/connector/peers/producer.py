@@ -26,7 +26,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -199,11 +199,10 @@ class Producer:
         return len(self._book)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step without messages of other engines needs calls of this object."""
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step without messages of other engines needs no calls."""
         # A kept turn holds a lease too.
-        streamed = any(one.streamed for one in self._prompts.values())
-        return streamed or bool(self._withdrawn or len(self._book))
+        return self._withdrawn, self._book, self._prompts
 
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""
@@ -242,7 +241,7 @@ class Producer:
         ]
 
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes. Call this after `take_events`, if `has_work`.
+        """Remember the tokens that the coming step computes. Call this after `take_events`.
 
         `number` is that of the step, ascending in the order of scheduling.
         """
@@ -405,8 +404,8 @@ class Producer:
                     self._events.emit(LeaseExtended(name, self._clock()))
             else:
                 self._end(self._book.end(event.leases))
-        withdrawn, self._withdrawn = self._withdrawn, []
-        withdrawn += self._preempted() + self._given_up()
+        withdrawn = self._withdrawn + self._preempted() + self._given_up()
+        self._withdrawn.clear()
         self._end(self._book.end(withdrawn), withdrawn=True)
         for name in self._end(self._book.end(self._in_the_way()), expired=True):
             self._log.say(
@@ -527,7 +526,7 @@ class Producer:
 
     def reset(self) -> None:
         """Withdraw all offers and turns: their KV is no longer valid. The leases end with the coming step."""
-        self._withdrawn = [name for name in self._book.held if name not in self.turns]
+        self._withdrawn[:] = [name for name in self._book.held if name not in self.turns]
         self._tickets.withdraw(self._withdrawn)
         self.turns.give_up()
 

@@ -18,7 +18,7 @@ on with each further grant (`_PeerFeed`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import EventStream, MissReason, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
@@ -135,7 +135,7 @@ class PeerSource:
         *,
         ranks: Sequence[RankGeometry],
         loads: TransferBook[RunningLoad],
-        refusals: Refusals,
+        events: EventStream,
         timeout_seconds: float,
         most_held: int,
         turns: TurnFinder,
@@ -150,7 +150,7 @@ class PeerSource:
             timeout_seconds: maximum wait for the digest of a LoRA adapter. Then the peer is excluded.
             most_held: maximum number of blocks that loads from all peers may pin, also past their deadline.
         """
-        self._client, self._loads, self._refusals = client, loads, refusals
+        self._client, self._loads, self._events = client, loads, events
         self._timeout, self._most_held = timeout_seconds, most_held
         self._adapters, self._clock = adapters, clock
         self._ranks, self.labels = ranks, ranks[0].labels
@@ -159,7 +159,7 @@ class PeerSource:
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._turns, self._asking = turns, dict[str, tuple[Bidding, TurnSearch]]()
         self._pulls: dict[str, _Pull] = {}
-        self._idle, self._waited_seconds = idle, 0.0
+        self._idle, self._waits = idle, list[float]()  # seconds of this step's waits for answers
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
@@ -176,7 +176,7 @@ class PeerSource:
         try:
             offer = read_offer(request.kv_transfer_params)
         except ProtocolError as error:
-            self._refusals.say(name, "its offer", str(error))
+            self._events.refuse(name, "its offer", str(error))
             return False
         if offer is None:
             if self._stopped or (search := self._turns.ask(request)) is None:
@@ -265,7 +265,7 @@ class PeerSource:
             return
         if not pull.settled:
             if pull.bid is not None and pull.bid.looking:
-                self._refusals.say(
+                self._events.refuse(
                     request_id, pull.peer, "it had not answered when the request went on without it"
                 )
             pull.settled = True
@@ -323,21 +323,22 @@ class PeerSource:
         return any(True for _ in self._new_peers())
 
     @property
-    def has_work(self) -> bool:
-        """Whether `hand_over` has more to do than to disconnect unused peers."""
-        return bool(self._new) or self._waited_seconds > 0
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if `hand_over` has no more to do than to disconnect unused peers."""
+        return self._new, self._waits
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
 
         From now on this step's questions to peers may wait again.
         """
-        self._waited_seconds = 0.0
+        self._waits.clear()
         for address, peer in self._new_peers():
             facts = peer.facts
             self._connect(peer_name(facts.engine_id, address, facts.incarnation), peer)
             self._met[address] = facts.incarnation
-        orders.connects, self._new = self._new, {}
+        orders.connects = dict(self._new)
+        self._new.clear()
         oldest = self._clock() - UNUSED_SECONDS
         if self._runs and next(iter(self._runs.values())).used < oldest:
             reading = {pull.peer for pull in self._pulls.values() if pull.loading}
@@ -481,11 +482,11 @@ class PeerSource:
     def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
         """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
         now = self._clock()
-        most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
+        most = IDLE_STEP_WAIT_SECONDS - sum(self._waits)
         if not self._idle():
-            most = STEP_WAIT_SECONDS - max(self._waited_seconds, now - pull.began)
+            most = STEP_WAIT_SECONDS - max(sum(self._waits), now - pull.began)
         answer = self._client.answer(redemption, max(0.0, most))
-        self._waited_seconds += self._clock() - now
+        self._waits.append(self._clock() - now)
         if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
             pull.cached_tokens = answer.cached_tokens
         return answer
@@ -499,7 +500,7 @@ class PeerSource:
 
     def _exclude(self, pull: _Pull, reason: str) -> None:
         if pull.bidding.exclude(pull.peer, reason):
-            self._refusals.say(pull.request.request_id, pull.peer, reason)
+            self._events.refuse(pull.request.request_id, pull.peer, reason)
         pull.bid = None
         self.settled(pull.request.request_id)
 

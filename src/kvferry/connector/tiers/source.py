@@ -16,7 +16,7 @@ from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.units import counted
 from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import EventStream, MissReason, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
 from kvferry.connector.messages import LoadOrder, LoadPart, Piece, Report, StepReports
 from kvferry.connector.source import Answer
@@ -66,7 +66,7 @@ class _ChunkFeed:
     fetch: Fetch
     cache: ChunkCache
     excluded_tiers: set[str]
-    refusals: Refusals
+    events: EventStream
     labels: Sequence[str]
     copying: dict[str, _CopiedPart] = field(default_factory=dict)
     parts: int = 0
@@ -142,7 +142,7 @@ class _ChunkFeed:
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         if wanted and report.failure is not None:
-            self.refusals.say(self.load.request_id, TIERS, report.failure)
+            self.events.refuse(self.load.request_id, TIERS, report.failure)
             # Before the end, chunks were still awaited: their tiers were too slow. After it, the ranks were.
             if report.late and self.end is None:
                 self.excluded_tiers |= self.cache.awaited_tiers(self.fetch)
@@ -174,7 +174,7 @@ class TierSource:
         prompts: Prompts,
         groups: tuple[Group, ...],
         canonical: CanonicalForm,
-        refusals: Refusals,
+        events: EventStream,
         *,
         workers: int,
         most_loads: int,
@@ -189,7 +189,7 @@ class TierSource:
             bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
                 that the source policy can choose a shorter but faster load.
         """
-        self._cache, self._prompts, self._groups, self._refusals = cache, prompts, groups, refusals
+        self._cache, self._prompts, self._groups, self._events = cache, prompts, groups, events
         self._workers, self._most_loads, self._bid_per_tier = workers, most_loads, bid_per_tier
         self._labels, self._widest_group = canonical.labels, widest_group(canonical.groups)
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
@@ -305,7 +305,7 @@ class TierSource:
             fetch=fetch,
             cache=self._cache,
             excluded_tiers=state.excluded_tiers,
-            refusals=self._refusals,
+            events=self._events,
             labels=self._labels,
         )
         # Feeds outlive their loads until all ranks have copied what was ordered, so they are removed here.

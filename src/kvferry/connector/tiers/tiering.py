@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import TypeAlias
 
 import numpy as np
@@ -14,16 +15,19 @@ from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
-from kvferry.connector.compose import Composition
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
-from kvferry.connector.engine import BlockIds, EngineFacts, Request, Step
+from kvferry.connector.content import Adapters
+from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
+from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
-from kvferry.connector.tiers.events import TierEvents
+from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
+from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.connector.worker.mover import check_storable
-from kvferry.geometry import RankGeometry
+from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.derive import (
     check_blocks,
@@ -94,17 +98,22 @@ class Tiering:
     def __init__(
         self,
         tiers: Tiers,
-        composition: Composition,
-        *,
-        namespace: NamespaceOf,
+        engine: EngineFacts,
+        config: ConnectorConfig,
         ranks: Sequence[RankGeometry],
+        *,
+        pool: BlockPool,
+        parts: PartBlocks,
+        adapters: Adapters,
+        events: EventStream,
+        namespace: NamespaceOf,
+        describe_blocks: DescribeBlocks | None = None,
     ) -> None:
         """Open the tiers, and allocate the arena. Create this object after all workers have started.
 
         Raises:
             ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
         """
-        config, engine, events = composition.config, composition.engine, composition.events
         canonical = _canonical(config, engine, ranks)
         self._arena = Arena.create(_host_bytes(tiers))
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
@@ -116,17 +125,28 @@ class Tiering:
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(host)
         self._bits = dict(zip(self._cache.bits, self._cache.tiers, strict=True))
-        self._block_events = composition.block_events(table, self._bits)
+        self._block_events: BlockEvents | None = None
+        if describe_blocks is not None:
+            blocks = lcm(*(one.block_tokens for one in engine.groups if one.kind is not GroupKind.STATE))
+            self._block_events = BlockEvents(describe_blocks, table, self._bits, events, blocks)
         self._prompts = Prompts(
             canonical,
-            composition.adapters,
+            adapters,
             None if self._block_events is None else self._block_events.beginnings,
             prompts_only=engine.reuses_prompts_only,
         )
-        self.source = composition.tier_source(self._cache, self._prompts, canonical)
-        self._stores = StoreOrders(
-            self._cache, composition.pool, composition.workers, canonical.labels, events
+        self.source = TierSource(
+            self._cache,
+            self._prompts,
+            ranks[0].groups,
+            canonical,
+            events,
+            workers=len(ranks),
+            most_loads=config.tier_loads,
+            # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
+            bid_per_tier=config.source_policy == "cost",
         )
+        self._stores = StoreOrders(self._cache, pool, len(ranks), canonical.labels, events)
         chunk_tokens = canonical.chunk_tokens
         snapshot_tokens = config.snapshot_tokens or chunk_tokens
         check_snapshot_tokens(snapshot_tokens, chunk_tokens)
@@ -138,7 +158,7 @@ class Tiering:
             self._prompts,
             canonical,
             ranks[0].groups,
-            composition.parts,
+            parts,
             self._stores,
             snapshot_tokens,
             self._block_events,

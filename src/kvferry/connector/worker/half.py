@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.common.errors import ConfigError, KVFerryError
-from kvferry.connector.compose import peers_allowed
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import (
     NOTHING_ENDED,
@@ -357,7 +356,7 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         host=config.host,
         advertise_host=config.advertise_host or config.host,
         keys=read_keys(config.secret_file),
-        peers=peers_allowed(config),
+        peers=config.allowed_peers(),
         ports=parse_port_range(config.ports),
         lanes=config.lanes,
     )

@@ -70,8 +70,7 @@ class CacheGuard:
     def find_move(self, *, thorough: bool) -> str:
         """Return how the memory has changed since it was registered; empty if it has not.
 
-        Args:
-            thorough: True to find also tensors whose strides or memory were changed in place.
+        With `thorough`, find also tensors whose strides or memory were changed in place.
         """
         if self._bound.are_bound() and not (thorough and not self._bound.are_in_place()):
             return ""
@@ -159,11 +158,7 @@ def _text(memory: Computed) -> str:
 
 
 class HostBuffer:
-    """Copy of a device's KV cache in host memory, which peers read and write.
-
-    Attributes:
-        caches: host tensor of each layer, by layer name.
-    """
+    """Copy of a device's KV cache in host memory (`caches`, by layer), which peers read and write."""
 
     def __init__(self, device: Mapping[str, torch.Tensor], num_blocks: int, copy: CopyBlocks | None) -> None:
         """Allocate zeroed host memory of the size of the device's KV cache."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import check_keys, parse_settings
 from kvferry.connector.config import NODE, ConnectorConfig, check_host_buffer, parse_config
-from kvferry.connector.parse import check_keys, parse_settings
 from kvferry.engines.vllm.version import minor_release, vllm_version
 
 UNUSED_PORT = 14579
@@ -72,7 +72,7 @@ def read_settings(vllm_config: Any) -> ConnectorConfig:
     """Read the connector's settings from vLLM's configuration, and fill in those that depend on the engine.
 
     Raises:
-        ConfigError: a setting is invalid, or the settings contradict each other or vLLM's settings.
+        ConfigError: a setting is invalid, or the settings contradict each other or vLLM's.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config

@@ -45,11 +45,8 @@ class KVFerryConnector(SchedulerHooks):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Check the settings and, in the scheduler's process, create the scheduler half of the connector.
 
-        Worker halves are created when vLLM registers a KV cache (`register_kv_caches`).
-
         Raises:
-            ConfigError: a setting is invalid, or kvferry cannot move the engine's KV cache. The message says
-                why and what to do.
+            ConfigError: a setting is invalid, or kvferry cannot move the engine's KV cache.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
@@ -167,7 +164,7 @@ class KVFerryConnector(SchedulerHooks):
             return None
         # vLLM calls this exactly once at the end of each step.
         self.half.step_done()
-        return FerryStats.of(self._fold.take()) if self._fold.changed else None
+        return FerryStats(self._fold.take().plain()) if self._fold.changed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

@@ -97,7 +97,7 @@ def describe_cache(
             content) for attention layers, and (blocks, 1, 1, bytes) for recurrent layers.
 
     Raises:
-        ConfigError: kvferry cannot move a part of the cache. The message says which part.
+        ConfigError: kvferry cannot move a part of the cache.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

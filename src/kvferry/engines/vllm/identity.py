@@ -82,10 +82,7 @@ def _checkpoint(name: str, revision: str | None) -> Path | None:
 
 
 def draft_layers(vllm_config: Any) -> dict[str, str]:
-    """Return the digest of the draft model for each of its own layers in the KV cache, by layer name.
-
-    Call this in a worker.
-    """
+    """Return the draft model's digest for each of its own layers in the KV cache, in a worker."""
     names = draft_layer_names(vllm_config)
     if not names:
         return {}

@@ -61,10 +61,6 @@ class FerryStats(KVConnectorStats):
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         super().__init__(dict(data) if data else MetricsDelta().plain())
 
-    @classmethod
-    def of(cls, counted: MetricsDelta) -> FerryStats:
-        return cls(counted.plain())
-
     def reset(self) -> None:
         self.data = MetricsDelta().plain()
 
@@ -129,7 +125,7 @@ def create_metrics(
 
     Args:
         types: class to use in place of each `prometheus_client` class (`Counter`, `Gauge`, `Histogram`).
-        labels: names of the labels that identify an engine. A metric's own labels follow them.
+        labels: names of the labels that identify an engine, before a metric's own labels.
     """
     # An engine that ran earlier in this process may have registered them, and a name can be registered once.
     names = {f"{PREFIX}{name}" for name in metrics}

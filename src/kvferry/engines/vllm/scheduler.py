@@ -151,8 +151,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Create the scheduler half, after all workers of the engine have started.
 
         Raises:
-            ConfigError: a worker's settings differ from this connector's, the transfer log cannot be opened,
-                or the scheduler half cannot be created (see `SchedulerHalf`).
+            ConfigError: a worker's settings differ, or the transfer log or the half cannot be opened.
         """
         config, vllm_config = self._config, self._vllm_config
         if any(card.info.settings != config.without_host for card in cards):
@@ -276,11 +275,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
 
 def sorted_cards(metadata: dict[tuple[int, int], Any]) -> tuple[WorkerCard, ...]:
-    """Return the workers' handshakes, sorted by (pp_rank, tp_rank).
-
-    Raises:
-        ConfigError: a handshake is not a `WorkerCard`, because another connector class created it.
-    """
+    """Return the workers' handshakes by (pp_rank, tp_rank). Raise ConfigError for another connector's."""
     cards = [metadata[place] for place in sorted(metadata)]
     for card in cards:
         if not isinstance(card, WorkerCard):

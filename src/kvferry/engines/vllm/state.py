@@ -48,15 +48,13 @@ class Segment:
     [32, 64]
 
     Attributes:
-        name: name of the field.
         units: number of heads, groups or channels over all ranks, which are never split. If there is a single
             one, every rank has a copy of it.
-        width: number of channels per unit.
     """
 
-    name: str
+    name: str  # of the field
     units: int
-    width: int = 1
+    width: int = 1  # number of channels per unit
 
     @property
     def channels(self) -> int:
@@ -75,14 +73,12 @@ class StateFormat:
     """Format of the state that a recurrent layer keeps for a sequence, over all ranks.
 
     Attributes:
-        window: number of past inputs per channel that the convolution needs; 0 without one.
-        segments: the convolution's channels in the order in which vLLM and checkpoints store them.
         recurrent: (name, count) of each axis of the recurrent state, of which the first is sharded; empty
             without one.
     """
 
-    window: int
-    segments: tuple[Segment, ...]
+    window: int  # number of past inputs per channel that the convolution needs; 0 without one
+    segments: tuple[Segment, ...]  # the convolution's channels, in the order of vLLM and checkpoints
     recurrent: tuple[tuple[str, int], ...]
 
     def shapes(self, ranks: int, columns: int, channels_first: bool) -> tuple[tuple[int, ...], ...]:
@@ -168,12 +164,9 @@ FORMATS: dict[str, Callable[[Any], StateFormat]] = {
 
 
 def page_of_state(layer: Any, name: str, spec: Any, device: str, rank: Rank) -> PageFormat:
-    """Describe the pages of a recurrent layer: as fields if they are proved, else as opaque bytes.
+    """Describe the pages of a recurrent layer (a `MambaSpec`): as fields if proved, else as opaque bytes.
 
-    Args:
-        name: name of the layer, for messages.
-        spec: the layer's `MambaSpec`.
-        device: type of the device that holds the state, such as ``cuda``.
+    `device` is the type of the device that holds the state, such as ``cuda``.
     """
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))

@@ -64,10 +64,8 @@ class Remark:
 class TransferCheck:
     """A check of a value of ``--kv-transfer-config``, as an engine does it at its start.
 
-    Connectors that are not kvferry's are not checked.
-
     Attributes:
-        configs: settings of each `KVFerryConnector`; those with invalid settings are left out.
+        configs: valid settings of each `KVFerryConnector`. Other connectors are not checked.
         remarks: remarks in the order of the checks.
     """
 

@@ -64,11 +64,7 @@ def supported_text() -> str:
 
 
 def check_release(release: str | None) -> None:
-    """Check that kvferry works with a version of vLLM. Call this before anything of vLLM is imported.
-
-    Raises:
-        ConfigError: kvferry does not work with this version.
-    """
+    """Raise ConfigError for a vLLM that kvferry does not work with. Call it before any import of vLLM."""
     # Without vLLM, the import that needs it reports that.
     if release is not None and not is_supported(release):
         raise ConfigError(

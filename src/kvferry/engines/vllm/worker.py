@@ -30,11 +30,7 @@ class VLLMWorker:
     """
 
     def __init__(self, vllm_config: Any, caches: dict[str, Any]) -> None:
-        """Store the engine's cache tensors, by layer name, and patch vLLM's worker.
-
-        The patched worker tells the worker half when the weights change, and when the KV cache loses its
-        memory and gets it back.
-        """
+        """Store the cache tensors by layer name, and patch vLLM's worker to tell of sleep and new weights."""
         self._vllm_config, self._caches = vllm_config, caches
         self._built = built_of(vllm_config)
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -58,8 +54,7 @@ class VLLMWorker:
         A further call changes nothing. If the engine has slept since, the handshake has another card.
 
         Raises:
-            ConfigError: kvferry cannot move this cache, the engine computes in other memory than it handed
-                over, a setting is invalid, or NIXL is missing or cannot start.
+            ConfigError: kvferry cannot move this cache, a setting is invalid, or NIXL cannot start.
         """
         self.woken = False
         if self._card is not None:
@@ -84,10 +79,7 @@ class VLLMWorker:
         return self._card
 
     def register_again(self, caches: dict[str, Any]) -> None:
-        """Compare caches that vLLM hands over after `start` with the registered ones.
-
-        If they are elsewhere, no load and no store uses the registered memory any more.
-        """
+        """Compare caches that vLLM hands over after `start` with the registered ones."""
         if self._guard is not None:
             self._on_moved(self._guard.find_other(caches))
 

@@ -25,14 +25,12 @@ class PortInUse(ConfigError):
 
 
 def check_machine(config: ConnectorConfig) -> None:
-    """Check that an engine with these settings can use the files, directories and memory that they name.
+    """Check that an engine can use the files, directories and memory of its settings. Leave nothing behind.
 
-    Nothing is left behind: the key of this machine and the default directory of the file tier are not made.
     Object storage is not contacted.
 
     Raises:
-        ConfigError: a file, directory or address is missing or cannot be used, or the machine has too little
-            memory.
+        ConfigError: a file, directory, address or memory cannot be used.
     """
     load_costs(config.costs)
     if config.transfers:
@@ -111,11 +109,7 @@ def check_shared_memory(
     workers: Sequence[int],
     stat: Callable[[str], os.statvfs_result] = lambda path: os.statvfs(path),  # noqa: PLW0108 - not on Windows
 ) -> None:
-    """Check that ``/dev/shm`` has room for engines with these numbers of workers.
-
-    Raises:
-        ConfigError: the file system is missing, cannot be written to, or is too small.
-    """
+    """Raise ConfigError unless ``/dev/shm`` has room for engines with these numbers of workers."""
     try:
         found = stat(SHARED_MEMORY)
     except OSError as error:

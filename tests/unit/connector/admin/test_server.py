@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.admin import AdminActions, AdminCalls, AdminServer
+from kvferry.connector.admin import AdminCalls, AdminServer
 from kvferry.tools.cli.cache import app, ask, read_tokens
 from kvferry.transport.security import admin_token, existing_keys
 from support.waiting import wait_for
@@ -71,16 +71,19 @@ def secret(tmp_path):
     return str(path)
 
 
-def start(token, calls, half, tiers=None, **limits):
-    actions = AdminActions(half, tiers, 8)
-    return AdminServer("127.0.0.1", 0, token, actions, calls, poll_seconds=0.01, **limits)
+def calls_of(half, tiers=None, wake=lambda: None):
+    return AdminCalls(half, tiers, 8, wake)
+
+
+def start(token, calls, **limits):
+    return AdminServer("127.0.0.1", 0, token, calls, poll_seconds=0.01, **limits)
 
 
 @contextmanager
 def serving(secret, tiers=None, *, steps=True, **limits):
     """An engine that is idle until it is woken: (URL, scheduler half, port)."""
     woken, ended, engine = threading.Event(), threading.Event(), draining_half()
-    calls = AdminCalls(woken.set)
+    calls = calls_of(engine, tiers, woken.set)
 
     def run():
         while not ended.is_set():
@@ -92,7 +95,7 @@ def serving(secret, tiers=None, *, steps=True, **limits):
     if steps:
         thread.start()
     token = admin_token(existing_keys(secret))
-    server = start(token, calls, engine, tiers, **limits)
+    server = start(token, calls, **limits)
     try:
         yield f"http://127.0.0.1:{server.port}", engine, server.port
     finally:
@@ -180,7 +183,7 @@ def test_a_call_fails_if_the_engine_runs_no_step(secret):
 
 
 def test_a_call_is_not_executed_after_its_timeout():
-    calls, done = AdminCalls(lambda: None), []
+    calls, done = calls_of(draining_half()), []
     with pytest.raises(TimeoutError):
         calls.execute(lambda: done.append(1), 0.01)
     calls.run()
@@ -233,9 +236,9 @@ def test_a_stranger_that_sends_slowly_delays_another_client_by_seconds(secret):
 
 def test_a_call_ends_without_an_error_if_its_client_disconnects(secret, caplog):
     token, done = admin_token(existing_keys(secret)), threading.Event()
-    engine, calls = draining_half(), AdminCalls(lambda: None)
-    engine.drain = done.set
-    server = start(token, calls, engine)
+    engine = draining_half()
+    engine.drain, calls = done.set, calls_of(engine)
+    server = start(token, calls)
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         head = f"POST /v1/drain HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n"
         client.sendall(head.encode() + b"{}")
@@ -316,13 +319,13 @@ def test_an_unknown_pin_is_an_error(secret):
 
 def test_an_address_in_use_is_an_error(secret):
     with serving(secret) as (_, _, port), pytest.raises(ConfigError, match=r"admin\.port"):
-        AdminServer("127.0.0.1", port, "t", AdminActions(draining_half(), None, 8), AdminCalls(lambda: None))
+        AdminServer("127.0.0.1", port, "t", calls_of(draining_half()))
 
 
 @pytest.mark.slow
 def test_a_client_that_sends_slowly_does_not_hold_up_the_end_of_the_engine(secret):
     token = admin_token(existing_keys(secret))
-    server = start(token, AdminCalls(lambda: None), draining_half())
+    server = start(token, calls_of(draining_half()))
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(b"POST /v1/status HTTP/1.1\r\n")
         wait_for(lambda: server._server._client is not None)
@@ -340,7 +343,7 @@ def test_a_client_that_sends_slowly_does_not_hold_up_the_end_of_the_engine(secre
 
 @pytest.mark.slow
 def test_a_call_that_waits_when_the_engine_stops_is_not_executed():
-    calls, done = AdminCalls(lambda: None), []
+    calls, done = calls_of(draining_half()), []
     failed = []
 
     def wait() -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import MissReason, SourceMiss
 from kvferry.connector.load import Bid, Bidding, GroupBytes, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -134,7 +134,7 @@ def with_peer(
         engine.client,
         ranks=ranks,
         loads=engine.loads,
-        refusals=Refusals(engine.events),
+        events=engine.events,
         timeout_seconds=30.0,
         most_held=most_held,
         turns=engine.turns,
@@ -360,7 +360,7 @@ def test_no_step_waits_twice_and_a_computing_engine_waits_only_right_after_the_q
     engine.client.answer = answer
     for _ in range(2):
         engine.source.ask(one, 0)
-    assert engine.source.has_work, "the next step may wait again"
+    assert any(engine.source.agenda), "the next step may wait again"
     engine.step()
     engine.source.ask(one, 0)
     assert waited == pytest.approx(waits, abs=1e-9)

@@ -164,7 +164,7 @@ def test_the_word_is_raised_before_a_step_that_may_overwrite_the_blocks(how) -> 
     for left in (1, 1, 0):
         assert engine.producer.leases == left, "the word is used again once all workers have raised it"
         confirm(engine, "a")
-    assert not engine.producer.has_work
+    assert not any(engine.producer.agenda)
 
 
 def test_a_request_preempted_before_its_first_step_was_done_is_streamed_anew() -> None:

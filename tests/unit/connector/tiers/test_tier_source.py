@@ -7,7 +7,7 @@ import pytest
 from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import MissReason, Refusals, SourceMiss
+from kvferry.connector.events import EventStream, MissReason, SourceMiss
 from kvferry.connector.load import Bidding, GroupBytes
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
@@ -58,7 +58,7 @@ def with_tiers(*kept, chunks=99, **options) -> FakeEngine:
         prompts,
         RANKS[0].groups,
         CANONICAL,
-        Refusals(),
+        EventStream(),
         **{"workers": 1, "most_loads": 32, **options},
     )
     engine.half = PartialHalf(source=engine.source)
@@ -351,7 +351,7 @@ def test_content_of_chunks_begins_where_their_writers_count_on_it():
         engine.prompts,
         (*RANKS[0].groups, *groups),
         CANONICAL,
-        Refusals(),
+        EventStream(),
         workers=1,
         most_loads=1,
     )

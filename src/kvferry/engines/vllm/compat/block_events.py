@@ -35,11 +35,7 @@ def publishes_block_events(vllm_config: Any) -> bool:
 
 
 class BlockEventPublisher:
-    """Listener that turns events about blocks in tiers into vLLM's KV events, until vLLM takes them.
-
-    Args:
-        kv_cache_config: vLLM's configuration of the KV cache.
-    """
+    """Listener that turns events about blocks in tiers into vLLM's KV events, until vLLM takes them."""
 
     def __init__(self, kv_cache_config: Any) -> None:
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -58,10 +54,7 @@ class BlockEventPublisher:
         return taken
 
     def describe(self, request: Request, group: int, tokens: range) -> BlockRun | None:
-        """Return the engine's blocks of a group that end in a range of a request's tokens.
-
-        Return None if there is none, or if vLLM has no hashes of them, because prefix caching is off.
-        """
+        """Return the engine's blocks of a group that end in a range of a request's tokens; None for none."""
         assert isinstance(request, VLLMRequest)
         raw, hash_tokens = request.raw, request.hash_block_tokens
         block_tokens = int(self._specs[group].block_size)

@@ -33,20 +33,12 @@ def register_connector(name: str, module: str) -> None:
 
 
 def connector_class(vllm_config: VllmConfig) -> Any:
-    """Return the connector class named in an engine's configuration.
-
-    Raises:
-        ValueError, ImportError, AttributeError: there is no class of that name.
-    """
+    """Return the configured connector class. Raise ValueError, ImportError, AttributeError without one."""
     return KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
 
 
 def class_of_transfer(transfer: Mapping[str, Any]) -> Any:
-    """Return the connector class named in settings of vLLM's `KVTransferConfig`. `kv_role` is not needed.
-
-    Raises:
-        ValueError, ImportError, AttributeError: there is no class of that name.
-    """
+    """Return the connector class that settings of vLLM's `KVTransferConfig` name, as `connector_class`."""
     return KVConnectorFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
 
 
@@ -56,11 +48,7 @@ def supports_hybrid(vllm_config: VllmConfig) -> bool:
 
 
 def with_connector(vllm_config: VllmConfig, transfer: Mapping[str, Any]) -> VllmConfig:
-    """Return a copy of an engine's configuration with other connector settings.
-
-    Raises:
-        ValueError, TypeError: vLLM refuses the settings.
-    """
+    """Return a copy of an engine's configuration with other settings, or raise ValueError, TypeError."""
     # A shallow copy: all other parts are those of the engine.
     config = copy.copy(vllm_config)
     config.kv_transfer_config = KVTransferConfig(**transfer)

@@ -81,10 +81,7 @@ def built_models(vllm_config: VllmConfig) -> Models:
 def worker_of(vllm_config: VllmConfig) -> WorkerBase:
     """Return the worker in this process that belongs to the engine with this configuration.
 
-    The first call must precede vLLM's warm-up.
-
-    Raises:
-        ConfigError: there is no such worker in this process.
+    The first call must precede vLLM's warm-up. Raise ConfigError if there is no such worker.
     """
     # vLLM keeps the layers of the model in this dictionary, so it tells apart the engines of a process.
     context = vllm_config.compilation_config.static_forward_context
@@ -169,8 +166,7 @@ def write_index_keys(
         group: number of elements of a key that share a scale.
 
     Raises:
-        RuntimeError: the layer's backend stores its keys in another order (shuffled).
-        AttributeError: this build of vLLM lacks the operation.
+        RuntimeError, AttributeError: the layer's keys are shuffled, or vLLM lacks the operation.
     """
     if layer.uses_shuffled_layout:
         raise RuntimeError("its indexer's keys are shuffled")
@@ -276,8 +272,7 @@ def _calling_first(inner: Callable[..., Any], changed: Callable[[], None]) -> Ca
 def processor_settings(model: Any) -> dict[str, Any]:
     """Return the settings of a model's multimodal processor by part, with the user's; empty for a text model.
 
-    Raises:
-        Exception: any error of a processor that cannot be created.
+    A processor that cannot be created may raise anything.
     """
     if model.multimodal_config is None or not model.is_multimodal_model:
         return {}

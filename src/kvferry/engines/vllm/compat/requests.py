@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine import BlockIds, LoraAdapter
+from kvferry.connector.engine import BlockIds
 from kvferry.engines.vllm import items
 from kvferry.engines.vllm.compat.model import reads_ahead
 
@@ -38,19 +39,19 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int | None:
     return int(tokens)
 
 
+def _attribute(path: str) -> Any:
+    # Several per request and step: without a frame of the interpreter.
+    return property(attrgetter(path))
+
+
 @dataclass(frozen=True, slots=True)
 class VLLMItem:
     """Image, video or audio clip in a prompt (`PromptItem`)."""
 
     feature: Any  # vLLM's MultiModalFeatureSpec
 
-    @property
-    def offset(self) -> int:
-        return int(self.feature.mm_position.offset)
-
-    @property
-    def length(self) -> int:
-        return int(self.feature.mm_position.length)
+    offset = _attribute("feature.mm_position.offset")
+    length = _attribute("feature.mm_position.length")
 
     @property
     def is_ambiguous(self) -> bool:
@@ -74,25 +75,15 @@ class VLLMRequest:
     hash_block_tokens: int | None = None
     sampled_below: int = 0
 
-    @property
-    def request_id(self) -> str:
-        return str(self.raw.request_id)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.raw.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self.raw.num_prompt_tokens)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return int(self.raw.num_computed_tokens)
-
-    @property
-    def num_preemptions(self) -> int:
-        return int(self.raw.num_preemptions)
+    request_id = _attribute("raw.request_id")
+    num_tokens = _attribute("raw.num_tokens")
+    num_prompt_tokens = _attribute("raw.num_prompt_tokens")
+    num_computed_tokens = _attribute("raw.num_computed_tokens")
+    num_preemptions = _attribute("raw.num_preemptions")
+    all_token_ids = _attribute("raw.all_token_ids")
+    adapter = _attribute("raw.lora_request")
+    cache_salt = _attribute("raw.cache_salt")
+    kv_transfer_params = _attribute("raw.kv_transfer_params")
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
@@ -100,28 +91,12 @@ class VLLMRequest:
         return self.raw.prompt_token_ids if getattr(self.raw, "prompt_embeds", None) is None else None
 
     @property
-    def all_token_ids(self) -> Sequence[int]:
-        return self.raw.all_token_ids
-
-    @property
-    def adapter(self) -> LoraAdapter | None:
-        return self.raw.lora_request
-
-    @property
     def items(self) -> Sequence[VLLMItem]:
         return [VLLMItem(feature) for feature in self.raw.mm_features or ()]
 
     @property
-    def cache_salt(self) -> str | None:
-        return self.raw.cache_salt
-
-    @property
     def arrives_in_parts(self) -> bool:
         return bool(getattr(self.raw, "resumable", False))
-
-    @property
-    def kv_transfer_params(self) -> Any:
-        return self.raw.kv_transfer_params
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
@@ -182,10 +157,7 @@ class VLLMRequest:
         """Drop the last prompt token, and limit the answer to one token. Mutates vLLM's request.
 
         With a draft model, also force this engine to sample the dropped token after the shortened prompt.
-
-        Returns:
-            False if the request is unchanged: its prompt has only one token or is not made of token ids, or
-            the request must not use cached KV or wants logprobs of its prompt.
+        Return False if the request cannot do without the token, and is unchanged.
         """
         raw = self.raw
         if raw.num_prompt_tokens < 2 or raw.prompt_token_ids is None or raw.prompt_embeds is not None:
@@ -233,13 +205,8 @@ class VLLMStep:
 
     output: Any  # vLLM's SchedulerOutput
 
-    @property
-    def tokens(self) -> Mapping[str, int]:
-        return self.output.num_scheduled_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return self.output.total_num_scheduled_tokens
+    tokens = _attribute("output.num_scheduled_tokens")
+    num_tokens = _attribute("output.total_num_scheduled_tokens")
 
     @property
     def snapshots(self) -> Mapping[str, Iterable[tuple[int, int, int]]]:

@@ -129,11 +129,7 @@ class VLLMPrefixCache:
         return int(tokens)
 
     def shorten(self, request: Request, tokens: int) -> None:
-        """Evict the attention block that follows the first `tokens` tokens of a request. Mutates the cache.
-
-        Args:
-            tokens: number of tokens, a multiple of the block size of the layers with full attention.
-        """
+        """Evict the attention block that follows the first `tokens` tokens. Mutates the cache."""
         group_id = self._coordinator.full_attention_group_id
         assert isinstance(request, VLLMRequest)
         assert group_id is not None

@@ -100,11 +100,7 @@ def spec_of_layer(spec: KVCacheSpec, name: str) -> Any:
 
 
 def kind_of(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of a KV cache group, from its spec.
-
-    Raises:
-        ConfigError: kvferry cannot move the group. The message says why and what to do.
-    """
+    """Return the kind of a KV cache group. Raise ConfigError if kvferry cannot move it."""
     kinds = {_kind_of_layer(one) for one in layer_specs(spec).values()}
     # Both need every token.
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
@@ -149,10 +145,7 @@ def _attention_span_of_layer(spec: Any) -> int:
 
 
 def state_block_tokens(spec: KVCacheSpec) -> int:
-    """Return the number of tokens that each block of a group with recurrent layers covers.
-
-    The number is 0 without prefix caching, for groups without recurrent layers, and for rings.
-    """
+    """Return the number of tokens that each block of a group with recurrent layers covers; 0 if none."""
     first = next(iter(layer_specs(spec).values()))
     # With prefix caching, each block in a block table covers a fixed range of tokens, and holds the state
     # after one of them. Without it, the first block always holds the current state, and others are scratch
@@ -165,8 +158,7 @@ def state_block_tokens(spec: KVCacheSpec) -> int:
 def snapshot_tokens(spec: KVCacheSpec) -> int | None:
     """Return the minimum number of tokens between two snapshots of a group with recurrent layers.
 
-    The number is None for groups without recurrent layers, and 0 if vLLM does not tell the connector about
-    snapshots.
+    None for groups without recurrent layers, 0 if vLLM does not tell the connector about snapshots.
     """
     first = next(iter(layer_specs(spec).values()))
     if kind_of(spec) is not GroupKind.STATE:

@@ -29,8 +29,6 @@ class WrittenField:
     """Field of a page, with the part of K or V that the layer's cache-write operation stores in it.
 
     Attributes:
-        source: input of the cache-write operation that the field stores: ``k`` (also for a latent) or ``v``.
-        first: index of the field's first element in the input's vector for one head and token.
         scale: field with the scale factors of the elements; None if the page contains none. Every factor
             applies to the same number of consecutive elements.
         scaled: True if decoded elements must also be multiplied by the layer's own scale of K or V, which is
@@ -38,8 +36,8 @@ class WrittenField:
     """
 
     field: Field
-    source: str
-    first: int = 0
+    source: str  # input that it stores: "k" (also for a latent) or "v"
+    first: int = 0  # index of its first element in the input's vector for one head and token
     code: Code = Code.ELEMENT
     scale: Field | None = None
     scaled: bool = True
@@ -170,10 +168,9 @@ def nvfp4(k_swizzled: bool, v_swizzled: bool) -> Adapter:
     """Return an adapter for NVFP4 pages, whose scales of K or V may be swizzled.
 
     A page holds the packed codes of K of all heads, one e4m3 scale per group of 16 elements, and then the
-    same of V. The scales of a head form an array with a row
-    per token and ``G`` columns, one per group. Kernels for data-centre Blackwell swizzle the scales of every
-    4 tokens. The scale of token ``t`` and group ``g`` is then in row ``t // 4 * 4 + g // (G / 4)`` and in
-    column ``g % (G / 4) * 4 + t % 4``.
+    same of V. The scales of a head form an array with a row per token and ``G`` columns, one per group.
+    Kernels for data-centre Blackwell swizzle the scales of every 4 tokens. The scale of token ``t`` and group
+    ``g`` is then in row ``t // 4 * 4 + g // (G / 4)`` and in column ``g % (G / 4) * 4 + t % 4``.
     """
 
     def adapter(s: Strides, shard: Shard) -> tuple[WrittenField, ...]:

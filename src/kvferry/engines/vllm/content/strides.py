@@ -12,17 +12,12 @@ from kvferry.geometry import Scale
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Range of a layer's KV heads that a tensor-parallel rank holds.
-
-    Attributes:
-        start: index, among all heads of the layer, of the first head on this rank.
-        total: number of heads of the layer, without copies; 0 if it is uncertain which heads the rank holds.
-    """
+    """Range of a layer's KV heads that a tensor-parallel rank holds."""
 
     rank: int
     ranks: int
-    start: int
-    total: int
+    start: int  # index of its first head among all heads of the layer
+    total: int  # number of heads of the layer, without copies; 0 if it is uncertain which the rank holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +28,20 @@ class Strides:
     tensor's head axis.
 
     Attributes:
-        item: bytes per element.
-        heads: number of KV heads on this rank.
         slots: number of head slots of a kernel block. There is one slot per head, or one for K and one for V
             of each head, or one for K and one for V of all heads.
-        tokens: number of tokens of a kernel block.
-        content: number of elements per head slot and token.
-        kernel_blocks: number of kernel blocks per block.
-        kernel, slot, token: bytes from one kernel block, head slot or token to the next.
-        k, v: elements of K and V per head and token, before they are packed or quantised; 0 without V.
     """
 
-    item: int
-    heads: int
+    item: int  # bytes per element
+    heads: int  # number of KV heads on this rank
     slots: int
-    tokens: int
-    content: int
-    kernel_blocks: int
-    kernel: int
+    tokens: int  # number of tokens of a kernel block
+    content: int  # number of elements per head slot and token
+    kernel_blocks: int  # number of kernel blocks per block
+    kernel: int  # bytes from one kernel block, head slot or token to the next
     slot: int
     token: int
-    k: int
+    k: int  # elements of K and V per head and token, before they are packed or quantised; 0 without V
     v: int
 
     @property

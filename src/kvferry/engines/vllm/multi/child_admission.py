@@ -39,22 +39,14 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Load:
-    """Load that a child has started for a request.
-
-    Attributes:
-        blocks: vLLM's KVCacheBlocks of the request.
-        began: start of the load, in seconds on the admission's clock.
-        held_blocks: number of blocks that the load may write; 0 if the child ends its loads by itself.
-        invalid: True if the child has reported that it could not load some of the blocks.
-        late: True once the request goes on without it.
-    """
+    """Load that a child has started for a request."""
 
     plan: _Plan
-    blocks: Any
-    began: float
-    held_blocks: int
-    invalid: bool = False
-    late: bool = False
+    blocks: Any  # vLLM's KVCacheBlocks of the request
+    began: float  # in seconds on the admission's clock
+    held_blocks: int  # number that it may write; 0 if the child ends its loads by itself
+    invalid: bool = False  # the child has reported that it could not load some of the blocks
+    late: bool = False  # the request goes on without it
 
 
 @dataclass(slots=True)
@@ -62,19 +54,18 @@ class _RequestState(RequestState[_Plan]):
     """State of one request.
 
     Attributes:
-        answers: tokens that each child offered when it was last asked; None if it was still looking for KV.
         load: load in flight. A synchronous load stays until its request ends or is asked for again.
     """
 
-    answers: tuple[int | None, ...] = ()
+    answers: tuple[int | None, ...] = ()  # tokens that each child offered last; None if still looking
     load: _Load | None = None
 
 
 class ChildAdmission:
     """Chooses the child that loads the KV of each request. Only the engine's thread may use it.
 
-    `FerryMultiConnector` sets `phases.headroom`, `late.pool` and `prefix_cache` when it gets vLLM's block
-    pool.
+    `FerryMultiConnector` sets `phases.headroom` and `prefix_cache`, and starts `late`, when vLLM's block pool
+    exists.
 
     Attributes:
         late: loads that children have not ended in time.
@@ -96,12 +87,9 @@ class ChildAdmission:
 
         Args:
             names, children: names and scheduler instances of the children, in the same order.
-            attempts: maximum number of loads for one request.
-            awaited: function of a child and a request id that returns an upper bound of the KV that the child
-                still looks for; None if it is unknown.
+            awaited: returns an upper bound of the KV that a child still looks for; None if it is unknown.
             deadlines: longest time of a load in seconds, by name of each child that does not end its loads by
                 itself.
-            workers: number of workers that report the end of each load.
         """
         self._deadlines = dict(deadlines or {})
         self.late = LateLoads(workers, max(self._deadlines.values(), default=0.0))
@@ -118,11 +106,9 @@ class ChildAdmission:
         return len(self._states) + len(self._loads)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Ask all children how many tokens of a request they can load, and choose one child.
+        """Choose a child. Return (tokens to load after the first `local_tokens`, True if asynchronously).
 
-        Returns:
-            Number of tokens to load after the first `local_tokens`, and True if the load is asynchronous. The
-            number is None if vLLM must ask again later.
+        The number of tokens is None if vLLM must ask again later.
         """
         state = self._states.setdefault(request.request_id, _RequestState(Bidding(self._attempts)))
         answers = [child.get_num_new_matched_tokens(request, local_tokens) for child in self._children]
@@ -202,8 +188,7 @@ class ChildAdmission:
     def allocated(self, request: Any, blocks: Any, load_tokens: int) -> int | None:
         """Tell all children that vLLM has allocated blocks for a request, and start its load.
 
-        Returns:
-            Index of the chosen child if it loads synchronously, in the coming step; else None.
+        Return the index of the chosen child if it loads synchronously, in the coming step; else None.
         """
         state = self._states.get(request.request_id)
         loader = None
@@ -251,10 +236,7 @@ class ChildAdmission:
     def take_results(self, received: set[str], failed: set[str], invalid: set[int]) -> None:
         """Record the loads that have ended, and exclude a child whose load has failed for the same request.
 
-        Args:
-            received: ids of requests whose asynchronous loads have ended.
-            failed: ids of the requests among `received` whose loads have failed.
-            invalid: ids of blocks that could not be loaded.
+        `failed` are requests among `received`. `invalid` are ids of blocks that could not be loaded.
         """
         for state in self._states.values() if invalid else ():
             load = state.load
@@ -282,10 +264,7 @@ class ChildAdmission:
                 self.phases.ended(found, request_id, failed=not succeeded)
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended, and count the end of its synchronous load, if any.
-
-        `take_results` counts the end of an asynchronous load in flight later.
-        """
+        """Forget a request that has ended, and count the end of its synchronous load, if any."""
         self.phases.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:

@@ -27,12 +27,7 @@ from kvferry.engines.vllm.multi.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Class and configuration from which a `FerryMultiConnector` creates one of its children.
-
-    Attributes:
-        name, load_weight: as in `ChildSettings`.
-        config: the engine's configuration, with the connector settings of this child.
-    """
+    """Class and configuration from which a `FerryMultiConnector` creates one of its children."""
 
     name: str
     load_weight: float
@@ -58,11 +53,7 @@ class Child:
 
 
 def read_multi(vllm_config: Any) -> MultiSettings:
-    """Read the settings of a `FerryMultiConnector` from vLLM's configuration.
-
-    Raises:
-        ConfigError: a setting is invalid, or vLLM is not set to recompute requests whose loads fail.
-    """
+    """Read the settings of a `FerryMultiConnector` from vLLM's configuration, or raise ConfigError."""
     transfer = vllm_config.kv_transfer_config
     settings = parse_multi(transfer.kv_connector_extra_config)
     check_failure_policy(transfer.kv_load_failure_policy)
@@ -70,11 +61,7 @@ def read_multi(vllm_config: Any) -> MultiSettings:
 
 
 def children_of(vllm_config: Any) -> tuple[Child, ...]:
-    """Return the children in the order of the settings.
-
-    Raises:
-        ConfigError: a setting is invalid, a class is not found, or vLLM refuses the settings of a child.
-    """
+    """Return the children in the order of the settings. Raise ConfigError for one that cannot be had."""
     return tuple(_child(vllm_config, one) for one in read_multi(vllm_config).children)
 
 
@@ -94,12 +81,7 @@ def _child(vllm_config: Any, settings: ChildSettings) -> Child:
 
 
 def check(children: Sequence[Child], vllm_config: Any) -> None:
-    """Check that children can run together in one engine.
-
-    Raises:
-        ConfigError: vLLM's hybrid KV cache manager or its sleep mode is on, and a child does not support it;
-            or more than one child hands KV to other engines.
-    """
+    """Raise ConfigError unless children can run together in one engine."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         _refuse(
             [child.name for child in children if not child.can_sleep],

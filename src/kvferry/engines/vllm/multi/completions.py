@@ -37,11 +37,7 @@ class BlockHolders:
         self._warned_of: set[tuple[str, ...]] = set()
 
     def join(self, request_id: str, endings: Sequence[Ending]) -> Ending:
-        """Merge what all children return when a request ends, and record which of them keep its blocks.
-
-        Returns:
-            True if any child keeps blocks, and the ``kv_transfer_params`` of the first child that has some.
-        """
+        """Merge what all children return when a request ends, and record which of them keep its blocks."""
         keeps = self.record(request_id, [held for held, _ in endings])
         said = [(name, params) for name, (_, params) in zip(self._names, endings, strict=True) if params]
         names = tuple(name for name, _ in said)

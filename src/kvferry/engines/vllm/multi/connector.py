@@ -85,11 +85,10 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     _clock = staticmethod(time.monotonic)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Check that the configured children fit together, and create them.
+        """Create the configured children.
 
         Raises:
             ConfigError: a setting is invalid, or the children cannot run together in one engine (`check`).
-                The message says why and what to do.
         """
         share_logging()
         settings, children = read_multi(vllm_config), children_of(vllm_config)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.parse import parse_settings
 from kvferry.connector.choosing import PolicyName
 from kvferry.connector.config import check_weight
-from kvferry.connector.parse import parse_settings
 from kvferry.engines.vllm.config import check_transfer_keys
 
 INHERITED = ("engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy")
@@ -37,13 +37,11 @@ class ChildSettings(msgspec.Struct, frozen=True):
     Attributes:
         name: unique name in errors and metric labels. The default is the name of the child's class, with a
             number from 2 on if that is taken.
-        load_weight: factor for the tokens that the child offers, for the policy ``weight`` alone.
-        transfer: settings of vLLM's ``KVTransferConfig``, by name.
     """
 
     name: str
-    load_weight: float
-    transfer: dict[str, Any]
+    load_weight: float  # factor for the tokens that the child offers, for the policy ``weight`` alone
+    transfer: dict[str, Any]  # settings of vLLM's ``KVTransferConfig``, by name
 
 
 class _SourceChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,22 +39,15 @@ Count = tuple[str, str, str]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of how often each child is chosen, and of how its loads end.
+    """Counts of how often each child is chosen, and of how its loads end."""
 
-    Attributes:
-        increments: increment of each counter since the last call of `take`.
-        pending: number of asynchronous loads in flight, by name of the child; not cleared by `take`.
-    """
-
-    increments: Counter[Count] = field(default_factory=Counter)
-    pending: Counter[str] = field(default_factory=Counter)
+    increments: Counter[Count] = field(default_factory=Counter)  # since the last call of `take`
+    pending: Counter[str] = field(default_factory=Counter)  # loads in flight, by child; `take` keeps them
 
     def admitted(self, answers: Iterable[tuple[str, int | None]], loader: str | None, tokens: int) -> None:
         """Count the admission of a request for each child, as a hit, a miss or a passed-over offer.
 
-        Args:
-            answers: (name, number of tokens offered) of each child; None if it was still looking for KV.
-            loader: name of the child that loads `tokens` tokens; None if no child does.
+        `answers` has (name, number of tokens offered) of each child; None if it was still looking for KV.
         """
         for name, answer in answers:
             self.increments["queries", name, ""] += 1
@@ -175,13 +168,10 @@ class MultiMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiWorkerMeta(KVConnectorWorkerMetadata):
-    """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step.
-
-    Attributes:
-        ended: number of workers on which a load that was given up has ended, by the name of the load.
-    """
+    """Message from a worker half of a `FerryMultiConnector` to its scheduler half, once per step."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
+    # Number of workers on which a load that was given up has ended, by the name of the load.
     ended: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMeta:
