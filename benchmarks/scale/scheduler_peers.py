@@ -21,7 +21,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest
 from kvferry.connector.events import EventStream, Refusals
-from kvferry.connector.load import Bid, Bidding, Load
+from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.speeds import Speeds
@@ -130,7 +130,7 @@ class SchedulerPeers:
         self._server.tickets.publish(ticket, name, _TOKENS, self._content, grant)
         request = self._request(name, write_offer(Offer("peer", host, port, ticket.hex(), _TOKENS, 0)))
         began = time.perf_counter()
-        self._source.arrived(request, Bidding(1))
+        self._source.arrived(request, {})
         while (bid := self._granted(request)) is None:
             self._check(began)
             time.sleep(0)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from kvferry.connector.choosing import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.choosing import (
+    BidChooser,
+    Choice,
+    CostPolicy,
+    FirstPolicy,
+    Policy,
+    RequestState,
+    WeightPolicy,
+)
 from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import Speeds
 from support.clock import Clock
@@ -45,3 +53,26 @@ def bid(source: str = "a", looking: bool = False, promised: bool = False, **part
 POLICIES = st.one_of(
     st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
 )
+
+
+def choose(
+    chooser: BidChooser,
+    bids: Sequence[Bid],
+    missing: int = PROMPT,
+    *,
+    waited: float = 0.0,
+    before: Bid | None = None,
+    computed: int | None = None,
+    state: RequestState | None = None,
+) -> Choice:
+    """The choice for a request that has waited so long, and for which `before` was chosen last time."""
+    state = RequestState(attempts=1) if state is None else state
+    state.propose(bid(looking=True), 0, 0.0, crowded=False, patience_seconds=0.0)
+    state.proposed = before
+    named = [(one.source, one) for one in bids]
+    return chooser.choose(state, named, missing, missing if computed is None else computed, waited)
+
+
+def best(policy: Policy, bids: Sequence[Bid], missing: int = PROMPT, before: Bid | None = None) -> Bid | None:
+    """The best of the bids of sources that have answered."""
+    return choose(BidChooser(policy, Speeds(Clock()), 10.0), bids, missing, before=before).bid

@@ -113,10 +113,10 @@ class Played:
     most_held: int | None = None
     book: Any = None
     begun: list[Load] = field(default_factory=list)
-    _biddings: dict[str, Any] = field(default_factory=dict)
+    _excluded: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def arrived(self, request: Any, bidding: Any) -> bool:
-        self._biddings[request.request_id] = bidding
+    def arrived(self, request: Any, excluded: dict[str, str]) -> bool:
+        self._excluded[request.request_id] = excluded
         return True
 
     def ask(self, request: Any, local_tokens: int) -> Answer:
@@ -174,7 +174,7 @@ class PlayedFeed:
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         if wanted and report.failure is not None and self.source.strikes:
-            self.source._biddings[self.load.request_id].exclude(self.source.name, report.failure)
+            self.source._excluded[self.load.request_id].setdefault(self.source.name, report.failure)
 
 
 class WithoutWorkers(KVConnectorBase_V1, SupportsHMA):

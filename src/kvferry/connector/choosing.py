@@ -1,6 +1,12 @@
-"""The choice between the bids for a request, computing its prompt, and waiting for a source's answer.
+"""The choice for a request: load a source's KV, wait for a source, or compute the prompt.
 
-Sources that have answered are used at once. A request waits for a source that is still looking only if
+    LocalPrefix   the tokens that the engine's own prefix cache has
+    Bid           tokens beyond them that a source, or two sources together, offer to load
+    RequestState  the phase of the request, its attempts, excluded sources, and how long it has waited
+    Choice        the bid to load or to wait for, or none, and why
+
+`BidChooser.choose` is the decision. It reads the first three, and changes nothing. Sources that have answered
+are used at once. A request waits for a source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
@@ -14,12 +20,226 @@ the speed of computing is known, and none beyond its patience.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias
 
-from kvferry.connector.load import Bid
-from kvferry.connector.speeds import AnswerTimes, Speeds
+from kvferry.common.units import counted
+from kvferry.connector.engine import PrefixCache, Request
+from kvferry.connector.events import DecisionReason, MissReason, ValuedBid
+from kvferry.connector.load import Bid, saves_computation
+from kvferry.connector.speeds import Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefix:
+    """The part of a request's prompt that is in the engine's own prefix cache.
+
+    Attributes:
+        tokens: number of tokens whose attention blocks the engine has.
+        resumable_tokens: number of tokens after which the engine can continue without a load; at most
+            `tokens`. It is less if the engine lacks the recurrent state after `tokens`.
+    """
+
+    tokens: int
+    resumable_tokens: int
+
+    @classmethod
+    def of(cls, cache: PrefixCache | None, request: Request, tokens: int) -> LocalPrefix:
+        """Look up the part of a request that is in the engine's own prefix cache.
+
+        Args:
+            cache: None if the engine can always continue after `tokens` tokens.
+            tokens: number of the request's tokens whose attention blocks the engine has.
+        """
+        if cache is None or not tokens:
+            return cls(tokens, tokens)
+        return cls(tokens, min(tokens, cache.resumable_tokens(request)))
+
+    @property
+    def needs_load(self) -> bool:
+        """Whether the engine can use all of its attention blocks only after a load."""
+        return self.resumable_tokens < self.tokens
+
+
+def last_boundary_before(end: int, alignment_tokens: int) -> int:
+    """Return the position of the last block boundary before the last token of a prefix.
+
+    A prefix cache that finds this many tokens leaves at least one token to a load that ends at `end`.
+
+    Args:
+        end: length of the prefix in tokens, at least 1.
+
+    >>> last_boundary_before(512, 128), last_boundary_before(500, 128), last_boundary_before(513, 128)
+    (384, 384, 512)
+    """
+    return (end - 1) // alignment_tokens * alignment_tokens
+
+
+def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
+    """Return why the engine must compute a request, with an explanation for people; None if it may load KV.
+
+    Args:
+        local_tokens: number of tokens of the request in the engine's own prefix cache.
+    """
+    if (why := request.cache_refusal) is not None:
+        return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
+    if saves_computation(request.num_tokens - local_tokens):
+        return None
+    if local_tokens:
+        return (
+            MissReason.LOCAL,
+            f"{local_tokens} of {counted(request.num_tokens, 'token')} here, and the last is always computed",
+        )
+    return MissReason.SHORT_PROMPT, "its only token is always computed"
+
+
+class RequestPhase(Enum):
+    """The phase of a request whose KV may be loaded. `RequestState` draws the transitions."""
+
+    OPEN = "a source may be chosen"
+    LOADING = "it waits for its loads"
+    FAILED = "a load has failed"
+    RETRYING = "a source may be chosen, after a load has failed"
+    SERVED = "it waits for no load"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """The state of one request whose KV may be loaded, and every transition of its phase.
+
+        OPEN ─admitted with a load─▶ LOADING ─all loaded─▶ SERVED
+          │                             └─one failed─▶ FAILED ─others pass it once─▶ RETRYING
+          └─admitted without a load─▶ SERVED ─preempted, admitted anew─▶ OPEN
+
+    RETRYING goes on like OPEN, but a bid that does not find enough blocks at once is not waited for: vLLM
+    queues a request whose load has failed before requests whose loads hold blocks, and keeps blocks reserved
+    for the failed load. If the request needed more blocks than are left, neither it nor the others would ever
+    go on. So it lets the others pass once, and then its prompt is computed, for which vLLM reserves nothing.
+
+    All times are monotonic seconds.
+
+    Attributes:
+        attempts: number of attempts that are left to load the request's KV.
+        excluded: why a source is not used for this request any more, by the source's name in bids. The
+            sources add to it.
+        proposed: bid that the engine was last asked to load; None if there is none.
+        local_tokens: number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
+        crowded: True if there was no room for the loads of `proposed`: they would leave too few blocks free,
+            or exceed the number of blocks that their source may hold.
+        awaited: bid that the request waits for, because its sources are still looking up their KV or there is
+            no room; None if the request does not wait.
+    """
+
+    attempts: int
+    excluded: dict[str, str] = field(default_factory=dict)
+    phase: RequestPhase = RequestPhase.OPEN
+    proposed: Bid | None = None
+    local_tokens: int = 0
+    crowded: bool = False
+    awaited: Bid | None = None
+    _succeeded: int = 0
+    _waited_seconds: float = 0.0
+    _waits_since: float | None = None
+    _asked_at: dict[str, float] = field(default_factory=dict)
+
+    def begin_admission(self) -> RequestPhase:
+        """Record that the engine wants to admit the request; return the phase until now."""
+        before = self.phase
+        if before is RequestPhase.FAILED:
+            self.phase = RequestPhase.RETRYING
+        elif before is RequestPhase.SERVED:
+            self.phase = RequestPhase.OPEN
+        return before
+
+    def exclusion_reason(self, bid: Bid) -> str:
+        """Return why a bid may not be taken: one of its sources is excluded. Empty if it may."""
+        if self.excluded:
+            for source in bid.sources:
+                if source in self.excluded:
+                    return self.excluded[source]
+        return ""
+
+    def waited_seconds(self, now: float) -> float:
+        """Return how long the request has waited, for a source or for blocks, until `now`.
+
+        Other time in the engine's queue does not count.
+        """
+        return self._waited_seconds + (0.0 if self._waits_since is None else now - self._waits_since)
+
+    def end_wait(self, unanswered: AbstractSet[str], speeds: Speeds, now: float) -> None:
+        """End a wait, as the sources have been asked again. Record how long answers took that have arrived.
+
+        Args:
+            unanswered: names of the answers that are still missing.
+        """
+        self._waited_seconds, self._waits_since = self.waited_seconds(now), None
+        for name in self._asked_at.keys() - unanswered:
+            speeds.record_answer(name, now - self._asked_at.pop(name))
+        for name in unanswered:
+            self._asked_at.setdefault(name, now)
+
+    def propose(
+        self, bid: Bid | None, local_tokens: int, now: float, *, crowded: bool, patience_seconds: float
+    ) -> int | None:
+        """Return the number of tokens to load beyond `local_tokens`; 0 to compute the prompt.
+
+        Return None while the request waits for free blocks, or for a source that is still looking up its KV.
+
+        Args:
+            bid: the chosen bid; None to compute.
+            crowded: as the attribute.
+        """
+        self.awaited = None
+        if bid is None:
+            self.proposed = None
+            return 0
+        if not bid.looking:
+            self.proposed, self.local_tokens, self.crowded = bid, local_tokens, crowded
+            if not crowded:
+                return bid.tokens
+            if self._waited_seconds >= patience_seconds:
+                return 0
+        self.awaited, self._waits_since = bid, now
+        return None
+
+    def admit(self, load_tokens: int, speeds: Speeds, now: float, *, waits: bool = True) -> Bid | None:
+        """Record that the engine has allocated blocks to the request; return the bid to load, if any.
+
+        A load uses up one attempt.
+
+        Args:
+            load_tokens: number of tokens that the engine expects to be loaded; 0 for none.
+            waits: True if the request waits for the end of its loads.
+        """
+        for name, since in self._asked_at.items():
+            speeds.record_unanswered(name, now - since)
+        self._asked_at.clear()
+        bid, self.proposed = self.proposed, None
+        self.phase = RequestPhase.SERVED
+        if not load_tokens or bid is None:
+            return None
+        self.attempts -= 1
+        if waits:
+            self.phase = RequestPhase.LOADING
+        return bid
+
+    def on_loaded(self) -> None:
+        # The attempt is given back only by `on_computed`: a load after which nothing is computed could repeat
+        # without end.
+        self.phase = RequestPhase.SERVED
+        self._succeeded += 1
+
+    def on_failed(self) -> None:
+        self.phase = RequestPhase.FAILED
+
+    def on_computed(self) -> None:
+        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
+        # A request that is preempted later may have to load its KV again, and needs attempts for that.
+        self.attempts, self._succeeded = self.attempts + self._succeeded, 0
+
 
 PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 """The values of ``source_policy``."""
@@ -48,46 +268,36 @@ class Policy(Protocol):
             missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
             computed_tokens: number of tokens that the engine computes if no bid is taken.
         """
+        return None
 
 
-class _TimelessPolicy:
-    """Base of policies that estimate no times."""
-
-    def saved_seconds(self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int) -> None:
-        del bid, instead, missing_tokens, computed_tokens
-
-
-class FirstPolicy(_TimelessPolicy):
+class FirstPolicy(Policy):
     """Gives all bids the same value, so that the bid of the first source is chosen."""
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        del missing_tokens
         return 0.0 if bid is None else 1.0
 
 
-class WeightPolicy(_TimelessPolicy):
-    """Values a bid by its tokens; the place of each token sets its weight."""
+class WeightPolicy(Policy):
+    """Values a bid by its tokens; the place of each token sets its weight, 1 for a place without an entry."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Create the policy.
-
-        Args:
-            weights: weight of a token by place. A place without an entry has weight 1.
-        """
         self._weights = dict(weights)
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        del missing_tokens
         if bid is None:
             return 0.0
-        values = [
-            sum(part.tokens * self._weights.get(part.place, 1.0) for part in parts)
-            for parts in bid.parts_by_source
-        ]
-        return sum(values) if all(values) else 0.0  # a source of weight 0 is never used, not even for a part
+        if bid.head is not None and bid.tail is not None:
+            first, last = self.value(bid.head, missing_tokens), self.value(bid.tail, missing_tokens)
+            # A source of weight 0 is never used, not even for a part.
+            return first + last if first and last else 0.0
+        value = 0.0
+        for part in bid.parts:
+            value += part.tokens * self._weights.get(part.place, 1.0)
+        return value
 
 
-class CostPolicy:
+class CostPolicy(Policy):
     """Values a bid by the inverse of the expected seconds to the first token."""
 
     def __init__(self, speeds: Speeds) -> None:
@@ -103,9 +313,11 @@ class CostPolicy:
         return other - self._seconds(bid, missing_tokens)
 
     def _seconds(self, bid: Bid | None, missing_tokens: int) -> float:
-        parts = () if bid is None else bid.parts
-        loading = max((self._speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
-        return loading + self._speeds.compute_seconds(missing_tokens - sum(part.tokens for part in parts))
+        loading = 0.0
+        for part in () if bid is None else bid.parts:
+            loading = max(loading, self._speeds.load_seconds(part.place, part.tokens))
+            missing_tokens -= part.tokens
+        return loading + self._speeds.compute_seconds(missing_tokens)
 
 
 def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
@@ -118,6 +330,24 @@ def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds)
     return policies[name]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do with a request, and why.
+
+    Attributes:
+        bid: bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
+        bids: all bids, with their values.
+        compute_value: value of computing the prompt.
+        unanswered: names of the answers that bids wait for.
+    """
+
+    bid: Bid | None
+    why: DecisionReason
+    bids: tuple[ValuedBid, ...]
+    compute_value: float
+    unanswered: frozenset[str]
+
+
 # Without a margin, requests that wait for free blocks would switch back and forth between sources.
 MARGIN = 1.1
 """Factor by which the value of another bid must exceed the value of the bid chosen before."""
@@ -125,64 +355,69 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class BidChooser:
-    """Chooses between sources' offers by a policy, and limits how long a request waits for an offer.
+    """Chooses between sources' bids by a policy, and limits how long a request waits for a bid.
 
     Attributes:
-        speeds: measured speeds. The admission adds the time of each load.
+        speeds: measured speeds.
         patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
             looking up its KV.
-        answer_times: times until sources answer. The admission adds the time of each answer.
     """
 
     policy: Policy
     speeds: Speeds
     patience_seconds: float
-    answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def choose(
         self,
-        bids: Sequence[Bid],
+        state: RequestState,
+        bids: Iterable[tuple[str, Bid]],
         missing_tokens: int,
-        *,
-        waited: float,
-        before: Bid | None,
-        computed_tokens: int | None = None,
-    ) -> Bid | None:
-        """Return the bid to take; None if the engine computes the prompt.
-
-        If the source of the returned bid is still looking up its KV, the request waits for this source.
+        computed_tokens: int,
+        now: float,
+    ) -> Choice:
+        """Choose the bid of the highest value; none if computing is better.
 
         Args:
-            bids: bids in the order of their sources, each of at least one token.
-            before: bid that was chosen for this request last time; None if there is none. A bid of the same
-                sources and places wins unless another bid has more than `MARGIN` times its value.
-            computed_tokens: number of tokens that the engine computes if no bid is taken; None for
-                `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a
-                load.
+            state: state of the request; not changed.
+            bids: bids in the order of their sources, with the sources' names in events.
+            missing_tokens: number of the request's tokens after the prefix that the bids extend.
+            computed_tokens: number of tokens that the engine computes if no bid is taken. It is larger if the
+                engine can use a part of its prefix cache only with a load.
+            now: monotonic seconds.
         """
-        computed = missing_tokens if computed_tokens is None else computed_tokens
-        answered = choose(
-            self.policy,
-            [bid for bid in bids if not bid.looking],
-            missing_tokens,
-            before=before,
-            computed_tokens=computed,
-        )
+        may_load = state.attempts > 0 and saves_computation(missing_tokens)
+        compute_value, waited = self.policy.value(None, computed_tokens), state.waited_seconds(now)
+        valued, eligible = list[ValuedBid](), list[ValuedBid]()
+        unanswered = frozenset[str]()
+        for source, bid in bids:
+            excluded = state.exclusion_reason(bid)
+            value = 0.0 if excluded else self.policy.value(bid, missing_tokens)
+            valued.append(one := ValuedBid(source, bid, value, excluded))
+            if may_load and not excluded and bid.tokens > 0:
+                eligible.append(one)
+                unanswered |= bid.unanswered
+        best = _best([one for one in eligible if not one.bid.looking], state.proposed, compute_value)
+        answered = None if best is None else best.bid
         rivals = [
-            bid
-            for bid in bids
-            if bid is answered
-            or (bid.looking and waited < self.wait_seconds(bid, answered, missing_tokens, computed))
+            one
+            for one in eligible
+            if one is best
+            or (
+                one.bid.looking
+                and waited < self._wait_seconds(one.bid, answered, missing_tokens, computed_tokens)
+            )
         ]
-        return choose(self.policy, rivals, missing_tokens, before=before, computed_tokens=computed)
+        best = _best(rivals, state.proposed, compute_value)
+        why = _why(valued, best, compute_value, attempts=state.attempts)
+        return Choice(None if best is None else best.bid, why, tuple(valued), compute_value, unanswered)
 
-    def wait_seconds(
+    def _wait_seconds(
         self, bid: Bid, answered: Bid | None, missing_tokens: int, computed_tokens: int
     ) -> float:
         """Return how long a request may wait, in all, for a bid whose sources are still looking.
 
         Args:
-            bid: bid whose sources are still looking. Its number of tokens is an upper bound.
+            bid: its number of tokens is an upper bound.
             answered: best bid of the sources that have answered; None if computing is better.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
@@ -191,7 +426,7 @@ class BidChooser:
             return self.patience_seconds if more_tokens > 0 else 0.0
         saved = self.policy.saved_seconds(bid, answered, missing_tokens, computed_tokens)
         if saved is not None:
-            expected = max(map(self.answer_times.seconds, bid.unanswered), default=0.0)
+            expected = max(map(self.speeds.answer_seconds, bid.unanswered), default=0.0)
             return min(saved, self.patience_seconds) if expected < saved else 0.0
         if answered is not None:
             return 0.0
@@ -201,33 +436,33 @@ class BidChooser:
         return min(self.speeds.compute_seconds(computed_tokens), self.patience_seconds)
 
 
-def choose(
-    policy: Policy,
-    bids: Sequence[Bid],
-    missing_tokens: int,
-    *,
-    before: Bid | None = None,
-    computed_tokens: int | None = None,
-) -> Bid | None:
-    """Return the bid of the highest value; None if computing is better.
-
-    >>> from kvferry.connector.load import PlaceTokens
-    >>> from kvferry.connector.choosing import WeightPolicy
-    >>> disk, host = Bid("a", (PlaceTokens("file", 300),)), Bid("b", (PlaceTokens("host", 256),))
-    >>> choose(WeightPolicy({"file": 0.5}), [disk, host], 400).source  # 300 * 0.5 < 256
-    'b'
+def _best(bids: Sequence[ValuedBid], before: Bid | None, compute_value: float) -> ValuedBid | None:
+    """Return the bid of the highest value, the first of equals; None if computing is better.
 
     Args:
-        bids: bids in the order of their sources, each of at least one token.
         before: bid that was chosen for this request last time; None if there is none. A bid of the same
             sources and places wins unless another bid has more than `MARGIN` times its value.
-        computed_tokens: number of tokens that the engine computes if no bid is taken; None for
-            `missing_tokens`. It is larger if the engine can use a part of its prefix cache only with a load.
     """
-    values = [(policy.value(bid, missing_tokens), bid) for bid in bids]
-    most, best = max(values, key=lambda one: one[0], default=(0.0, None))
-    for value, bid in values:
-        if bid.has_same_sources(before) and value * MARGIN >= most:
-            most, best = value, bid
-    computed_tokens = missing_tokens if computed_tokens is None else computed_tokens
-    return best if most > policy.value(None, computed_tokens) else None
+    best = max(bids, key=attrgetter("value"), default=None)
+    for one in bids:
+        if best is not None and one.bid.has_same_sources(before) and one.value * MARGIN >= best.value:
+            best = one
+    return best if best is not None and best.value > compute_value else None
+
+
+def _why(
+    bids: Sequence[ValuedBid], best: ValuedBid | None, compute_value: float, *, attempts: int
+) -> DecisionReason:
+    if best is not None and best.bid.looking:
+        return DecisionReason.LOOKING
+    least, answered, passed_over = compute_value if best is None else best.value, False, False
+    for one in bids:
+        answered |= not one.excluded and not one.bid.looking
+        passed_over |= one.bid.looking and one.value > least
+    if best is not None:
+        return DecisionReason.ANSWERED if passed_over else DecisionReason.BEST
+    if bids and attempts <= 0:
+        return DecisionReason.ATTEMPTS
+    if answered:
+        return DecisionReason.COMPUTING
+    return DecisionReason.UNANSWERED if passed_over else DecisionReason.NOTHING

@@ -10,22 +10,20 @@ from math import lcm
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.common.errors import ConfigError
 from kvferry.connector.admission import Admission
+from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser, policy_named
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.engine import BlockPool, DescribeBlocks, EngineFacts, PrefixCache
 from kvferry.connector.events import EventStream, Refusals
 from kvferry.connector.messages import WorkerInfo
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Source
-from kvferry.connector.speeds import AnswerTimes, Speeds
+from kvferry.connector.source import RunningLoads, Source
+from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.index.key_table import KeyTable
@@ -77,8 +75,14 @@ class Composition:
         self._prefix_cache, self._describe_blocks = prefix_cache, describe_blocks
         self.engine, self.config, self.pool, self.workers = engine, config, pool, workers
         self._groups, self.events, self.adapters, self._refusals = tuple(groups), events, adapters, refusals
-        self.speeds, self._idle = Speeds() if speeds is None else speeds, idle
-        self.loads = TransferBook[RunningLoad](workers, pool)
+        self.speeds, self._idle = Speeds(clock) if speeds is None else speeds, idle
+        self.loads = RunningLoads(
+            engine.groups,
+            workers=workers,
+            pool=pool,
+            timeout_seconds=config.load_timeout_seconds,
+            clock=clock,
+        )
         self.parts = PartBlocks(self._groups, pool, config.whole_blocks)
 
     def peer_source(
@@ -154,9 +158,8 @@ class Composition:
             parts=self.parts,
             headroom=Headroom.of(engine.groups, engine.step_tokens, self.pool),
             attempts=config.attempts,
-            timeout_seconds=config.load_timeout_seconds,
             sources=sources,
-            chooser=BidChooser(policy, self.speeds, config.patience_seconds, AnswerTimes(self._clock)),
+            chooser=BidChooser(policy, self.speeds, config.patience_seconds),
             events=self.events,
             prefix_cache=self._prefix_cache,
             clock=self._clock,

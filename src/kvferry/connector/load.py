@@ -74,16 +74,14 @@ class Bid:
 
     @property
     def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
+        tokens = 0
+        for part in self.parts:
+            tokens += part.tokens
+        return tokens
 
     @property
     def places(self) -> frozenset[str]:
         return frozenset(part.place for part in self.parts)
-
-    @property
-    def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
-        """The parts of each source, the source that loads the start of the prompt first."""
-        return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -109,55 +107,6 @@ def saves_computation(missing_tokens: int) -> bool:
     """Return whether a load could save computing any of the tokens that are not in the prefix cache."""
     # The engine always computes the last token, to sample from it.
     return missing_tokens > 1
-
-
-class Bidding:
-    """The excluded sources of one request, and its remaining attempts to load KV."""
-
-    def __init__(self, attempts: int) -> None:
-        self._left = attempts
-        self._excluded: dict[str, str] = {}
-        self._succeeded = 0
-
-    def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
-        """Return the bids that may be taken: none if no attempt is left, and none of excluded sources.
-
-        Args:
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-        """
-        if self._left <= 0 or not saves_computation(missing_tokens):
-            return []
-        return [bid for bid in bids if bid.tokens > 0 and self._excluded.keys().isdisjoint(bid.sources)]
-
-    @property
-    def spent(self) -> bool:
-        """Whether no attempt to load the request's KV is left."""
-        return self._left <= 0
-
-    def use_attempt(self) -> int:
-        """Use up one attempt to load the request's KV; return the number of attempts left."""
-        self._left -= 1
-        return self._left
-
-    def on_succeeded(self) -> None:
-        # Given back only by `on_computed`: a load after which nothing is computed could repeat without end.
-        self._succeeded += 1
-
-    def on_computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
-        # A request that is preempted later may have to load its KV again, and needs attempts for that.
-        self._left, self._succeeded = self._left + self._succeeded, 0
-
-    def exclude(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if it was excluded before."""
-        if source in self._excluded:
-            return False
-        self._excluded[source] = reason
-        return True
-
-    def exclusion_reason(self, source: str) -> str | None:
-        """Return why a source was excluded for this request; None if it was not."""
-        return self._excluded.get(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser, FirstPolicy, WeightPolicy
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
@@ -24,11 +25,8 @@ from kvferry.connector.events import (
 )
 from kvferry.connector.load import Bid, GroupBytes, Load, LoadFigures, LoadOutcome, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Answer
-from kvferry.connector.speeds import AnswerTimes, Speeds
-from kvferry.connector.transfer import TransferBook
+from kvferry.connector.source import Answer, RunningLoads
+from kvferry.connector.speeds import Speeds
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
@@ -64,8 +62,8 @@ class Stand:
     heard: list = field(default_factory=list)
     forgotten: list = field(default_factory=list)
 
-    def arrived(self, request, bidding):
-        self.bidding = bidding
+    def arrived(self, request, excluded):
+        self.excluded = excluded
         return self.serves
 
     def declined(self, request):
@@ -141,7 +139,7 @@ class StandFeed:
         if wanted:
             self.source.heard.append(("ended", report.failure))
             if report.failure is not None and self.source.strikes:
-                self.source.bidding.exclude(self.source.name, report.failure)
+                self.source.excluded.setdefault(self.source.name, report.failure)
 
 
 def engine_with(
@@ -156,17 +154,16 @@ def engine_with(
 ):
     """An engine with these sources behind admission."""
     engine = FakeEngine(CACHE_GROUPS, blocks=64, workers=workers)
-    engine.chooser = BidChooser(
-        policy or WeightPolicy({}), Speeds(engine.clock), patience, AnswerTimes(engine.clock)
-    )
+    engine.chooser = BidChooser(policy or WeightPolicy({}), Speeds(engine.clock), patience)
     parts = PartBlocks(GROUPS, engine.pool, whole)
     admission = Admission(
         CACHE_GROUPS,
-        loads=TransferBook(workers, engine.pool),
+        loads=RunningLoads(
+            CACHE_GROUPS, workers=workers, pool=engine.pool, timeout_seconds=30.0, clock=engine.clock
+        ),
         parts=parts,
         headroom=Headroom(windows, 8, engine.pool),
         attempts=attempts,
-        timeout_seconds=30.0,
         sources=sources,
         chooser=engine.chooser,
         events=engine.events,
@@ -264,20 +261,22 @@ def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute():
 def test_the_time_until_an_answer_is_measured():
     source = Stand("peer", 16, looking=True)
     engine = engine_with(source, patience=5.0)
-    times = engine.chooser.answer_times
+    speeds = engine.chooser.speeds
     one = arrive(engine)
     for _ in range(3):
         assert engine.admit(one) is None
         engine.clock.now += 1.0
     source.looking = False
     assert engine.admit(one) == 16
-    assert times.seconds("peer") == 3.0
+    assert speeds.answer_seconds("peer") == 3.0
     source.looking = True
     other = arrive(engine, "b")
     assert engine.admit(other) is None
     engine.clock.now += 13.0
     assert engine.admit(other) == 0
-    assert times.seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), "it had not answered by then"
+    assert speeds.answer_seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), (
+        "it had not answered by then"
+    )
 
 
 def test_a_load_waits_a_while_for_requests_that_need_the_free_blocks():
@@ -1205,8 +1204,8 @@ def test_errors_of_events_are_logged_once_and_change_nothing(caplog, monkeypatch
         engine.admission.finished(name)
     assert len(source.forgotten) == 2
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
-        "AdmissionEvents.asked",
-        "AdmissionEvents.ended",
+        "Admission._tell_asked",
+        "Admission._tell_ended",
     ]
 
 
@@ -1399,6 +1398,24 @@ def test_the_engines_prefix_is_kept_while_a_source_is_looking():
     source.looking = False
     assert engine.admission.matched(one, 16) is None
     assert cache.shortened == [12]
+
+
+@pytest.mark.parametrize("looking_at", [16, 4])
+def test_an_answer_that_only_one_of_two_questions_lacks_is_missing(looking_at):
+    """An admission may ask again for a shorter prefix, and only then has the peer anything to say."""
+
+    class Slow(Stand):
+        def bids(self, request, local_tokens):
+            return super().bids(request, local_tokens) if local_tokens == looking_at else []
+
+    source = Slow("one", looking_at + 8, looking=True)
+    engine = engine_with(source, prefix_cache=HalfPrefix(4), patience=0.0)
+    one = arrive(engine)
+    for _ in range(2):
+        assert engine.admission.matched(one, 16) == 0
+        engine.clock.now += 2.0
+    engine.allocate(one, 0)
+    assert engine.chooser.speeds.answer_seconds("one") == 4.0
 
 
 class FromTheStart(Stand):

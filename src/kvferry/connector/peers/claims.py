@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason
-from kvferry.connector.load import Bid, Bidding, GroupBytes, Load
+from kvferry.connector.load import Bid, GroupBytes, Load
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.planning.select import next_part
 from kvferry.tiers.names import PEER
@@ -64,7 +64,7 @@ class Pull:
         peer: name of the peer (`peer_name`), with the run of its engine once that is known.
         address: address of the peer's control channel.
         tokens: number of offered tokens, from the start of the prompt.
-        bidding: excluded sources of the request, and its remaining attempts to load KV.
+        excluded: `RequestState.excluded` of the request.
         began: monotonic seconds at which the request arrived, or at which its ticket was sent.
         cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
             until that is known, and for a turn.
@@ -86,7 +86,7 @@ class Pull:
     engine_id: str
     ticket: bytes
     tokens: int
-    bidding: Bidding
+    excluded: dict[str, str]
     began: float
     cached_tokens: int | None = None
     foreseen: bool = False
@@ -150,7 +150,7 @@ class Claims:
         while the producer computes the prompt. Mutates `pull`.
         """
         if pull.settled:
-            why = pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            why = pull.excluded.get(pull.peer) or "the claim on its lease has ended"
             return Unusable(why, pull.gone)
         before = pull.granted
         if pull.content is None or (before is not None and before.tokens >= pull.tokens):

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.connector.blocks import BlocksWanted, choose_leases_to_end
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
@@ -37,7 +38,6 @@ from kvferry.connector.peers.offer import (
 )
 from kvferry.connector.peers.streams import Stream, Streams, steps_readable
 from kvferry.connector.peers.turns import TurnKeeper
-from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address

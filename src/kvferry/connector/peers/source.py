@@ -15,16 +15,16 @@ from functools import partial
 
 from kvferry.common.errors import Incompatible, NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
+from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bid, Bidding, Load, PlaceTokens
+from kvferry.connector.load import Bid, Load, PlaceTokens
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.claims import Claims, PeerFeed, Pull, peer_name
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.source import Answer, common_alignment
-from kvferry.connector.transfer import RunningLoad, TransferBook, may_hold
+from kvferry.connector.source import Answer, RunningLoad, common_alignment
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.select import block_alignments
 from kvferry.planning.template import absent_layer_names, window_mismatches
@@ -79,7 +79,7 @@ class PeerSource:
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._turns, self._asking = turns, dict[str, Bidding]()
+        self._turns, self._asking = turns, dict[str, dict[str, str]]()
         self._pulls: dict[str, Pull] = {}
         self._claims = Claims(client, idle, clock)
         self._meets, self._met = tuple(meets), dict[Address, int]()
@@ -93,7 +93,7 @@ class PeerSource:
         """Return the number of unfinished requests for which a peer may hold KV."""
         return len(self._pulls)
 
-    def arrived(self, request: Request, bidding: Bidding) -> bool:
+    def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         """Redeem the request's ticket; without one, ask all peers that keep turns of conversations."""
         name = request.request_id
         try:
@@ -104,7 +104,7 @@ class PeerSource:
         if offer is None:
             if self._stopped or not self._turns.ask(request):
                 return False
-            self._asking[name] = bidding
+            self._asking[name] = excluded
             return True
         if request.was_rejected:
             return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
@@ -119,7 +119,7 @@ class PeerSource:
             engine_id=offer.remote_engine_id,
             ticket=bytes.fromhex(offer.remote_request_id),
             tokens=tokens,
-            bidding=bidding,
+            excluded=excluded,
             began=self._clock(),
             cached_tokens=offer.remote_prefill_cached_tokens,
             foreseen=offer.remote_num_tokens is None,
@@ -158,7 +158,7 @@ class PeerSource:
         pull = self._pulls.get(request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
-        if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
+        if (why := pull.excluded.get(pull.peer)) is not None:
             return SourceMiss(PEER, MissReason.GONE if pull.gone else MissReason.REFUSED, detail=why)
         return SourceMiss(
             PEER, MissReason.LOCAL, detail=f"{counted(pull.tokens, 'token')} offered, {local_tokens} here"
@@ -308,7 +308,7 @@ class PeerSource:
         found = self._turns.found(request)
         if isinstance(found, Pending):
             return _shorter(_LOOKING, most)
-        bidding = self._asking.pop(name)
+        excluded = self._asking.pop(name)
         if found is not None:
             tokens, address, kept = found
             self._pulls[name] = Pull(
@@ -318,7 +318,7 @@ class PeerSource:
                 engine_id=kept.engine_id,
                 ticket=kept.ticket,
                 tokens=tokens,
-                bidding=bidding,
+                excluded=excluded,
                 began=self._clock(),
                 granted=Redeemed(0, kept.incarnation, kept.grant, tokens),
             )
@@ -387,7 +387,8 @@ class PeerSource:
         self._exclude(pull, report.failure or "")
 
     def _exclude(self, pull: Pull, reason: str) -> None:
-        if pull.bidding.exclude(pull.peer, reason):
+        if pull.peer not in pull.excluded:
+            pull.excluded[pull.peer] = reason
             self._refusals.say(pull.request.request_id, pull.peer, reason)
         pull.bid = None
         self.settled(pull.request.request_id)

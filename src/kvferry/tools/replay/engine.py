@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.connector.choosing import LocalPrefix, last_boundary_before
 from kvferry.connector.load import saves_computation
-from kvferry.connector.room import LocalPrefix, last_boundary_before
 from kvferry.geometry import GroupKind
 from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
 from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended

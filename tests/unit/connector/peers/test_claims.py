@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.load import Bidding
 from kvferry.connector.peers.claims import IDLE_STEP_WAIT_SECONDS, STEP_WAIT_SECONDS, Claims, Pull
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
@@ -51,7 +50,7 @@ def begin(claims: Claims, content=MINE, name="a"):
         engine_id="engine",
         ticket=ticket(name),
         tokens=4,
-        bidding=Bidding(2),
+        excluded={},
         began=0.0,
     )
     claims.begin(pull, content)

@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.reading import SlowTier
+from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing

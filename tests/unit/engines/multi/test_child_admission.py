@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
+from kvferry.connector.blocks import Headroom
 from kvferry.connector.choosing import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
@@ -151,17 +151,17 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
         CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=64),
         CacheGroup(kind=GroupKind.SLIDING, attention_span=64, block_tokens=64),
     ]
-    ours.phases.headroom = Headroom(groups, 256, pool)
+    ours.headroom = Headroom(groups, 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
-        ours.phases.headroom.on_resumed({name})
+        ours.headroom.on_resumed({name})
     ours.allocated(request("a"), blocks(1), 640)
     pool.get_num_free_blocks = lambda: 20
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.take_results({"a"}, {"a"}, set())
-    ours.phases.headroom.on_resumed({"a"})
+    ours.headroom.on_resumed({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
     assert ours.matched(request("d"), 0) == (None, False)
@@ -228,7 +228,7 @@ def test_a_failure_before_the_last_load_withdraws_no_later_offer() -> None:
     assert [ours.matched(request(), 0) for _ in range(2)] == [(None, False), (100, True)]
     ours.allocated(request(), blocks(1), 100)
     ours.take_results({"r"}, set(), set())
-    ours.phases.scheduled({"r"})
+    ours.scheduled({"r"})
     assert [ours.matched(request(), 0) for _ in range(2)] == [(100, True)] * 2, "it was preempted"
 
 
@@ -248,7 +248,7 @@ def test_a_preempted_request_may_be_served_again() -> None:
         ours.allocated(request(), blocks(1), 300)
         ours.take_results({"r"}, set(), set())
         assert ours.matched(request(), 0) == (0, False), "nothing was computed since"
-        ours.phases.scheduled({"r"})
+        ours.scheduled({"r"})
     assert children[0].allocated == [300] * 3
 
 
@@ -277,9 +277,9 @@ def test_a_request_that_ends_right_after_its_load_is_forgotten() -> None:
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(1), 300)
     ours.take_results({"r"}, set(), set())
-    assert ours.phases._loaded
+    assert ours._loaded
     ours.finished("r")
-    assert not ours.phases._loaded
+    assert not ours._loaded
 
 
 def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:
