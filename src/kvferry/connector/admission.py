@@ -94,11 +94,7 @@ class _RequestState(RequestState):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The sources' answers about a request, and the choice between the plans made of them.
-
-    Attributes:
-        local_tokens: number of the request's tokens after which the offered tokens begin.
-    """
+    """The sources' answers about tokens after the first `local_tokens`, and the choice of a plan."""
 
     local_tokens: int
     answers: Sequence[tuple[Source, Answer]]
@@ -133,10 +129,8 @@ class Admission:
         """Begin without requests.
 
         Args:
-            loads: record of loads that the sources share.
             attempts: maximum number of attempts to load one request's prefix.
-            sources: all sources of KV, in the order in which they are asked. Of equally good offers, that of
-                the first source is taken.
+            sources: all sources of KV. Of equally good offers, that of the first source is taken.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
                 state; None if the engine can use its own prefix without a load.
         """
@@ -153,11 +147,9 @@ class Admission:
         self._late_blocks = 0
 
     def __len__(self) -> int:
-        """Return the number of unfinished requests whose KV at least one source may be able to load."""
         return len(self._states)
 
     def on_new_request(self, request: Request) -> None:
-        """Ask every source whether it may be able to load KV of a new request, and remember the answers."""
         excluded = dict[str, str]()
         sources, others = list[Source](), list[Source]()
         for source in self._sources:
@@ -192,10 +184,7 @@ class Admission:
         return self._choose(request, state, LocalPrefix.of(self._prefix_cache, request, local_tokens))
 
     def awaited(self, request_id: str) -> Bid | None:
-        """Return the bid that a request waits for; None if `matched` has not put it off for a bid.
-
-        Its source is still looking up its KV, or too few blocks are free.
-        """
+        """Return the bid that a request waits for; None if `matched` has not put it off for a bid."""
         state = self._states.get(request_id)
         return None if state is None else state.awaited
 
@@ -258,7 +247,6 @@ class Admission:
         return not plan.bid.looking and self._parts.would_fill_partly(span, alignments)
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether there are enough blocks to begin the loads of a plan now."""
         tokens, load_tokens = request.num_tokens, plan.bid.tokens
         if not self._headroom.fits(request.request_id, local_tokens + load_tokens, tokens):
             return False
@@ -272,7 +260,7 @@ class Admission:
 
         Args:
             blocks: all blocks of the request. The loads write into them.
-            load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
+            load_tokens: number of tokens to load, as `matched` returned it last.
         """
         self.admitted += 1
         name = request.request_id
@@ -370,7 +358,6 @@ class Admission:
         self._tell_late_blocks()
 
     def _ended(self, one: RunningLoad) -> None:
-        """Take in the end of a load that all workers have reported."""
         assert one.report is not None
         load, merged, name = one.load, one.report, one.load.request_id
         state = self._states.get(name)
@@ -403,10 +390,7 @@ class Admission:
         self._events.emit(Scheduled(name, self._clock(), cached, load.span.prompt, loads=began))
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
-        """Drop the loads of the other parts of a prefix after the load of one part has failed.
-
-        Their sources are not excluded, because these loads have not failed.
-        """
+        """Drop the loads of the other parts of a prefix. Their sources are not excluded."""
         state = self._states.get(failed.load.request_id)
         for one in state.loads if state is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
@@ -437,7 +421,7 @@ class Admission:
 
     @log_errors
     def _tell_asked(self, request: Request, state: _RequestState, prefix: LocalPrefix, asked: _Asked) -> None:
-        """Emit a `SourcesAsked` event, unless the last one shows the same bids, choice and prefix."""
+        # A choice that shows what the last one did is no event.
         choice, offered = asked.choice, [plan.bid for plan in asked.plans]
         shown = prefix, asked.local_tokens, offered, choice.bid, state.attempts <= 0
         if state.shown == shown:
@@ -454,7 +438,8 @@ class Admission:
             chosen=choice.bid,
             why=choice.why,
         )
-        self._show(state, event, shown)
+        state.event, state.shown = event, shown
+        self._events.emit(event)
 
     @log_errors
     def _tell_not_asked(
@@ -474,13 +459,15 @@ class Admission:
             chosen=None,
             why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,
         )
-        self._show(state, event, (local_tokens, miss))
+        state.event, state.shown = event, (local_tokens, miss)
+        self._events.emit(event)
 
     def _tell_no_room(self, request_id: str, state: _RequestState, local_tokens: int) -> None:
         """Emit a `SourcesAsked` event: a prompt is computed because too few blocks are free to load it."""
         if (last := state.event) is None:
             return
-        event = replace(
+        state.shown = None
+        state.event = replace(
             last,
             at=self._clock(),
             local_tokens=local_tokens,
@@ -488,20 +475,11 @@ class Admission:
             chosen=None,
             why=DecisionReason.NO_ROOM,
         )
-        self._show(state, event, None)
-
-    def _show(self, state: _RequestState, event: SourcesAsked, shown: object) -> None:
-        state.event, state.shown = event, shown
-        self._events.emit(event)
+        self._events.emit(state.event)
 
     @log_errors
     def _tell_ended(self, one: RunningLoad, unwanted: str | None) -> None:
-        """Emit a `LoadEnded` event.
-
-        Args:
-            unwanted: None if the request still waits for the load. Otherwise the reason why it does not;
-                empty if the reason is not known.
-        """
+        """Emit a `LoadEnded` event. `unwanted` says why no request waits for the load; None if one does."""
         assert one.report is not None
         report, failed = one.report, one.report.failure is not None
         moved = one.feed.moved(report)
@@ -529,7 +507,6 @@ class Admission:
         self._events.emit(Scheduled(name, self._clock(), available, request.num_tokens, others))
 
     def _tell_late_blocks(self) -> None:
-        """Emit a `LateBlocks` event if the number of blocks that late loads hold has changed."""
         if (blocks := self.loads.late_blocks()) != self._late_blocks:
             self._late_blocks = blocks
             self._events.emit(LateBlocks(self._clock(), blocks))

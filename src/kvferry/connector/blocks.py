@@ -8,22 +8,6 @@ stays allocated until nothing of the transfer is in flight on any worker, even i
 
 The blocks of late loads are counted per source and bounded. Any load in flight may become late, so a load
 begins only if all loads together, in flight and late, stay below the bound (`may_hold`).
-
-`Headroom`: vLLM begins an asynchronous load if there are enough blocks for it and for the requests whose
-loads began before. For sliding windows it reserves too few blocks: it subtracts the length of a request's
-block table from the maximum number of blocks that the request may hold, but table entries before the window
-are null blocks (`get_num_blocks_to_allocate`, where the cap applies). Requests that hold blocks resume in
-order. If the first one needs more blocks than are free and no request runs, none of them ever resumes. So a
-load begins only if it leaves as many free blocks as the next step of any of them needs. A single waiting
-request resumes when the running ones have ended. Without windows vLLM's own count is exact.
-
-`PartBlocks`: if a source has smaller blocks than this engine, it may have only the end of the block in which
-an attention window begins. The waiting request does not attend to the missing tokens. But vLLM would reuse
-the block for any prompt with the same prefix, and a shorter prompt would attend to them. So such a block is
-evicted from vLLM's prefix cache as soon as it is there. It is neither stored nor offered to other engines.
-vLLM caches a block once, when all its tokens are computed: when the request goes on after its load, or some
-tokens later if the window is shorter than the block. The block is *watched* until then, or until the request
-no longer attends to it.
 """
 
 from __future__ import annotations
@@ -102,7 +86,6 @@ class TransferBook(Generic[TransferT]):
     """
 
     def __init__(self, workers: int, pool: BlockPool) -> None:
-        """Begin without transfers."""
         self._workers, self._pool = workers, pool
         self._transfers: dict[str, TransferT] = {}
         # Counted, because a step may order many stores while hundreds are under way.
@@ -121,11 +104,7 @@ class TransferBook(Generic[TransferT]):
         return self._transfers[key]
 
     def begin(self, transfer: TransferT) -> None:
-        """Pin the blocks of a transfer, and remember it until it is over.
-
-        Raises:
-            ValueError: a transfer of this name is under way.
-        """
+        """Pin the blocks of a transfer, and remember it until it is over."""
         if transfer.key in self._transfers:
             raise ValueError(f"transfer {transfer.key!r} has begun already")
         self._pool.touch(transfer.blocks)
@@ -155,8 +134,7 @@ class TransferBook(Generic[TransferT]):
     def end(self, key: str, workers: int) -> bool:
         """Record that nothing of a transfer is in flight any more on so many further workers.
 
-        Return True if the transfer is over now, and its blocks are unpinned. A name of another book is
-        ignored.
+        Return True if the transfer is over now, and its blocks are unpinned. Other names are ignored.
         """
         if (one := self._transfers.get(key)) is None:
             return False
@@ -186,6 +164,13 @@ class TransferBook(Generic[TransferT]):
         return blocks
 
 
+# vLLM begins an asynchronous load if there are enough blocks for it and for the requests whose loads began
+# before. For sliding windows it reserves too few: it subtracts the length of a request's block table from
+# the maximum number of blocks that the request may hold, but table entries before the window are null
+# blocks (`get_num_blocks_to_allocate`, where the cap applies). Requests that hold blocks resume in order.
+# If the first one needs more blocks than are free and no request runs, none of them ever resumes. So a load
+# begins only if it leaves as many free blocks as the next step of any of them needs. A single waiting
+# request resumes when the running ones have ended. Without windows vLLM's own count is exact.
 @dataclass(slots=True)
 class Headroom:
     """Decides whether a load may start: only if enough blocks stay free for requests that wait for loads.
@@ -218,7 +203,6 @@ class Headroom:
 
         Args:
             tokens_after_load: number of the request's tokens whose KV the engine has after the load.
-            tokens: number of all tokens of the request.
         """
         if not self._needs.keys() - {request_id}:
             return True
@@ -252,8 +236,7 @@ class Headroom:
     def _blocks_to_resume(self, tokens_after_load: int, tokens: int) -> int:
         """Return the number of additional blocks that a request needs to continue after its load.
 
-        These are the blocks of its next step. For groups that attend to all tokens, they also include the
-        blocks of all later steps of the prompt.
+        These are the blocks of its next step, or of all later steps for groups that attend to all tokens.
         """
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         blocks = 0
@@ -272,33 +255,30 @@ def _additional_blocks(group: CacheGroup, local_tokens: int, tokens: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A block that a load fills only in part.
-
-    Attributes:
-        at: position of the block in the request's block table.
-        until: number of computed tokens at which the request stops attending to the block.
-    """
+    """A block that a load fills only in part, at a position of the request's block table."""
 
     group: int
     at: int
     block: int
-    until: int
+    until: int  # number of computed tokens at which the request stops attending to the block
 
 
 @dataclass(slots=True)
 class _Watch:
-    """The partly filled blocks of a request that are not in vLLM's prefix cache yet.
-
-    Attributes:
-        admission: `request.num_preemptions` when the request was admitted.
-        parts: those that vLLM has not cached yet and that the request still attends to.
-    """
+    """The partly filled blocks of a request that vLLM has not cached, and to which the request attends."""
 
     request: Request
-    admission: int
+    admission: int  # `request.num_preemptions` when the request was admitted
     parts: list[_Part]
 
 
+# If a source has smaller blocks than this engine, it may have only the end of the block in which an
+# attention window begins. The waiting request does not attend to the missing tokens. But vLLM would reuse
+# the block for any prompt with the same prefix, and a shorter prompt would attend to them. So such a block
+# is evicted from vLLM's prefix cache as soon as it is there. It is neither stored nor offered to other
+# engines. vLLM caches a block once, when all its tokens are computed: when the request goes on after its
+# load, or some tokens later if the window is shorter than the block. The block is watched until then, or
+# until the request no longer attends to it.
 class PartBlocks:
     """The blocks that loads have filled only in part. Only the engine's thread calls it.
 
@@ -321,11 +301,7 @@ class PartBlocks:
         self._distrusted.add(request_id)
 
     def would_fill_partly(self, span: LoadSpan, alignments: Sequence[int]) -> bool:
-        """Return whether a load would fill a block only in part.
-
-        Args:
-            alignments: of the loaded content in tokens, for each KV cache group, as in `Source.alignments`.
-        """
+        """Return whether a load would fill a block only in part. `alignments` are those of `Source`."""
         return any(
             partial_block(group, span, alignment_tokens) is not None
             for group, alignment_tokens in zip(self._groups, alignments, strict=True)
@@ -334,12 +310,7 @@ class PartBlocks:
     def begin(
         self, request: Request, tables: Sequence[Int64s], span: LoadSpan, alignments: Sequence[int]
     ) -> None:
-        """Record the blocks that a load fills only in part, and forget those of the request's earlier load.
-
-        Args:
-            tables: destination block table of each KV cache group, int64, indexed by block position.
-            alignments: as for `would_fill_partly`.
-        """
+        """Record the blocks that a load fills only in part. `tables` are those of `Load`."""
         self.forget(request.request_id)
         found = []
         for number, (group, ids, alignment_tokens) in enumerate(
@@ -354,15 +325,12 @@ class PartBlocks:
             self._loading[request.request_id] = _Watch(request, request.num_preemptions, found)
 
     def evict(self) -> bool:
-        """Evict partly loaded blocks from the engine's prefix cache; return True if any was in the cache.
-
-        Admission calls this for every waiting request of a scheduling pass.
-        """
-        found = self._evict(self._loading)
+        """Evict partly loaded blocks from the engine's prefix cache; return True if any was in the cache."""
+        found = bool(self._loading) and self._evict(self._loading)
         if not self._looked:
             # Once per pass: the engine has scheduled all running requests before the first waiting one.
             self._looked = True
-            found |= self._evict(self._resumed)
+            found |= bool(self._resumed) and self._evict(self._resumed)
         return found
 
     @property
@@ -426,11 +394,7 @@ class BlocksWanted:
     """Computes how many KV blocks the largest waiting request needs."""
 
     def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Begin without requests.
-
-        Args:
-            tokens_in_flight: maximum number of tokens of one request that are scheduled but not yet computed.
-        """
+        """Begin without requests, each of at most `tokens_in_flight` tokens scheduled but not computed."""
         self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
         self._requests: dict[str, Request] = {}
 
@@ -453,15 +417,10 @@ class BlocksWanted:
 
 
 def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
-    """Choose leases (blocks kept for other engines) to end, so that at least `lacking` blocks become free.
-
-    The leases are taken in their order, even if a later lease alone would be enough ("b" in this example):
+    """Return the first leases that together hold at least `lacking` blocks; all if they hold fewer.
 
     >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
     (['a', 'b'], [])
-
-    Returns:
-        Names of the first leases that together hold enough blocks; all names if there are too few blocks.
     """
     found = []
     for name, blocks in held.items():

@@ -48,12 +48,7 @@ class LocalPrefix:
 
     @classmethod
     def of(cls, cache: PrefixCache | None, request: Request, tokens: int) -> LocalPrefix:
-        """Look up the part of a request that is in the engine's own prefix cache.
-
-        Args:
-            cache: None if the engine can always continue after `tokens` tokens.
-            tokens: number of the request's tokens whose attention blocks the engine has.
-        """
+        """Ask the prefix cache after how many of `tokens` tokens the engine can continue; None for all."""
         if cache is None or not tokens:
             return cls(tokens, tokens)
         return cls(tokens, min(tokens, cache.resumable_tokens(request)))
@@ -65,12 +60,9 @@ class LocalPrefix:
 
 
 def last_boundary_before(end: int, alignment_tokens: int) -> int:
-    """Return the position of the last block boundary before the last token of a prefix.
+    """Return the position of the last block boundary before the last token of a prefix of `end` tokens.
 
     A prefix cache that finds this many tokens leaves at least one token to a load that ends at `end`.
-
-    Args:
-        end: length of the prefix in tokens, at least 1.
 
     >>> last_boundary_before(512, 128), last_boundary_before(500, 128), last_boundary_before(513, 128)
     (384, 384, 512)
@@ -79,11 +71,7 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
-    """Return why the engine must compute a request, with an explanation for people; None if it may load KV.
-
-    Args:
-        local_tokens: number of tokens of the request in the engine's own prefix cache.
-    """
+    """Return why the engine must compute a request, with a text for people; None if it may load KV."""
     if (why := request.cache_refusal) is not None:
         return MissReason.SKIPPED, f"{why}, so the engine computes the whole prompt"
     if saves_computation(request.num_tokens - local_tokens):
@@ -114,11 +102,7 @@ class RequestState:
           │                             └─one failed─▶ FAILED ─others pass it once─▶ RETRYING
           └─admitted without a load─▶ SERVED ─preempted, admitted anew─▶ OPEN
 
-    RETRYING goes on like OPEN, but a bid that does not find enough blocks at once is not waited for: vLLM
-    queues a request whose load has failed before requests whose loads hold blocks, and keeps blocks reserved
-    for the failed load. If the request needed more blocks than are left, neither it nor the others would ever
-    go on. So it lets the others pass once, and then its prompt is computed, for which vLLM reserves nothing.
-
+    RETRYING goes on like OPEN, but a bid that does not find enough blocks at once is not waited for.
     All times are monotonic seconds.
 
     Attributes:
@@ -147,6 +131,10 @@ class RequestState:
 
     def begin_admission(self) -> RequestPhase:
         """Record that the engine wants to admit the request; return the phase until now."""
+        # vLLM queues a request whose load has failed before requests whose loads hold blocks, and keeps
+        # blocks reserved for the failed load. If the request needed more blocks than are left, neither it
+        # nor the others would ever go on. So it lets the others pass once. If its next bid does not find
+        # enough blocks at once, its prompt is computed, for which vLLM reserves nothing.
         before = self.phase
         if before is RequestPhase.FAILED:
             self.phase = RequestPhase.RETRYING
@@ -163,18 +151,11 @@ class RequestState:
         return ""
 
     def waited_seconds(self, now: float) -> float:
-        """Return how long the request has waited, for a source or for blocks, until `now`.
-
-        Other time in the engine's queue does not count.
-        """
+        """Return how long the request has waited for a source or for blocks, not otherwise in the queue."""
         return self._waited_seconds + (0.0 if self._waits_since is None else now - self._waits_since)
 
     def end_wait(self, unanswered: AbstractSet[str], speeds: Speeds, now: float) -> None:
-        """End a wait, as the sources have been asked again. Record how long answers took that have arrived.
-
-        Args:
-            unanswered: names of the answers that are still missing.
-        """
+        """End a wait, as the sources have been asked again. Record how long new answers took."""
         self._waited_seconds, self._waits_since = self.waited_seconds(now), None
         for name in self._asked_at.keys() - unanswered:
             speeds.record_answer(name, now - self._asked_at.pop(name))
@@ -187,10 +168,6 @@ class RequestState:
         """Return the number of tokens to load beyond `local_tokens`; 0 to compute the prompt.
 
         Return None while the request waits for free blocks, or for a source that is still looking up its KV.
-
-        Args:
-            bid: the chosen bid; None to compute.
-            crowded: as the attribute.
         """
         self.awaited = None
         if bid is None:
@@ -208,10 +185,8 @@ class RequestState:
     def admit(self, load_tokens: int, speeds: Speeds, now: float, *, waits: bool = True) -> Bid | None:
         """Record that the engine has allocated blocks to the request; return the bid to load, if any.
 
-        A load uses up one attempt.
-
         Args:
-            load_tokens: number of tokens that the engine expects to be loaded; 0 for none.
+            load_tokens: number of tokens that the engine expects to be loaded.
             waits: True if the request waits for the end of its loads.
         """
         for name, since in self._asked_at.items():
@@ -261,12 +236,8 @@ class Policy(Protocol):
     ) -> float | None:
         """Return the seconds by which a bid is expected to give the first token sooner than another one.
 
-        Return None if this policy estimates no times.
-
-        Args:
-            instead: the other bid; None for computing.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-            computed_tokens: number of tokens that the engine computes if no bid is taken.
+        Return None if this policy estimates no times. `instead` is the other bid; None for computing
+        `computed_tokens` tokens.
         """
         return None
 
@@ -383,7 +354,6 @@ class BidChooser:
             missing_tokens: number of the request's tokens after the prefix that the bids extend.
             computed_tokens: number of tokens that the engine computes if no bid is taken. It is larger if the
                 engine can use a part of its prefix cache only with a load.
-            now: monotonic seconds.
         """
         may_load = state.attempts > 0 and saves_computation(missing_tokens)
         compute_value, waited = self.policy.value(None, computed_tokens), state.waited_seconds(now)
@@ -417,7 +387,6 @@ class BidChooser:
         """Return how long a request may wait, in all, for a bid whose sources are still looking.
 
         Args:
-            bid: its number of tokens is an upper bound.
             answered: best bid of the sources that have answered; None if computing is better.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
@@ -439,9 +408,7 @@ class BidChooser:
 def _best(bids: Sequence[ValuedBid], before: Bid | None, compute_value: float) -> ValuedBid | None:
     """Return the bid of the highest value, the first of equals; None if computing is better.
 
-    Args:
-        before: bid that was chosen for this request last time; None if there is none. A bid of the same
-            sources and places wins unless another bid has more than `MARGIN` times its value.
+    A bid of the same sources and places as `before` wins unless another has `MARGIN` times its value.
     """
     best = max(bids, key=attrgetter("value"), default=None)
     for one in bids:

@@ -35,18 +35,17 @@ def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, 
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """A source's offer to load KV for a request: the KV of tokens that the engine does not have.
+    """A source's offer to load KV of tokens that the engine does not have.
 
     Attributes:
         source: a peer's name, or ``tiers``.
         parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
             upper bounds.
-        promised: True if the source is still looking, but the request came with a peer's ticket for the
-            tokens. The numbers in `parts` are then what the ticket says.
-        head: bid of another source for the start of the prefix, if two sources load one prefix together.
-            `parts` begins with the parts of that bid. None if `source` loads everything.
-        tail: bid of `source` for the rest of the prefix, if there is a `head`; else None.
+        promised: True if the source is still looking, but the request came with a peer's ticket, which says
+            the numbers in `parts`.
+        head, tail: bids for the start and the rest of the prefix, if two sources load one prefix together:
+            another source and `source`. None if `source` loads everything.
         growing: True if the place still computes some of the tokens. The time of the load then tells nothing
             about the speed of the place.
     """
@@ -61,7 +60,7 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Return one bid that combines the bids of two sources for the two parts of a prefix."""
+        """Combine the bids of two sources for the two parts of a prefix."""
         looking = [bid for bid in (head, tail) if bid.looking]
         return cls(
             tail.source,
@@ -113,20 +112,14 @@ def saves_computation(missing_tokens: int) -> bool:
 class Load:
     """A load of the KV of a prompt prefix, or of a part of a prefix, from one source.
 
-    Two loads are equal only if they are the same object.
-
     Attributes:
         key: name of the load, unique in this engine.
-        request_id: id of the request that waits for the load.
-        attempt: name of the attempt to serve the request. Two loads that each load a part of one prefix have
-            the same attempt.
-        loads: number of loads of the attempt, 1 or 2.
-        bid: the source's offer that was chosen.
-        span: range of prompt tokens to load.
+        attempt: name of the attempt to load the prefix, which has one load, or two that each load a part.
+        loads: number of loads of the attempt.
         tables: destination block table of each KV cache group, int64, indexed by block position. The table of
             a recurrent state group has one entry, the block that receives the state snapshot.
         timeout_seconds: seconds from the time when a worker begins the load to its deadline.
-        began: time at which the load began, monotonic seconds in the scheduler's process.
+        began: monotonic seconds in the scheduler's process.
     """
 
     key: str
@@ -146,15 +139,11 @@ class Load:
 
 
 class LoadOutcome(StrEnum):
-    """The outcome of a load.
-
-    READY: the load succeeded. FAILED: the load failed. EXPIRED: the load was reported as failed while it was
-    still in flight, usually because its deadline passed. DROPPED: the request no longer waits for the load.
-    """
+    """The outcome of a load."""
 
     READY = "ready"
     FAILED = "failed"
-    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
+    EXPIRED = "expired"  # failed in flight, mostly at its deadline; late writes may still land in its blocks
     DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
 
 
@@ -165,7 +154,7 @@ class GroupBytes:
     Attributes:
         group: number and kind of the group, such as ``0 full_attention``.
         strategy: name of the transfer strategy; ``copied`` for a load from tiers.
-        size: number of bytes.
+        size: bytes.
     """
 
     group: str
@@ -186,14 +175,11 @@ class LoadFigures:
         strategies_by_group: names of the transfer strategies; empty for a group without bytes.
         reads: number of reads of the load: more than 1 if the peer was still computing the KV when it began.
         pages: number of contiguous runs of bytes before merging adjacent runs.
-        descriptors: number of transfer descriptors: one for each run after merging.
-        run_bytes: size in bytes of the largest run after merging.
-        plan_seconds: seconds that the slowest worker took to plan the read.
-        transfer_seconds: seconds that the slowest worker took to transfer the bytes.
-        check_seconds: seconds that the slowest worker took to check afterwards that the peer had not reused
-            the blocks.
-        read_bytes_per_second: measured speed of READs from the peer, on the slowest worker; 0 if it was not
-            measured.
+        descriptors: number of runs after merging, each with a transfer descriptor.
+        run_bytes: bytes of the largest run after merging.
+        plan_seconds, transfer_seconds, check_seconds: time of the slowest worker to plan the read, to move
+            the bytes, and to check afterwards that the peer had not reused the blocks.
+        read_bytes_per_second: speed of READs from the peer, on the slowest worker; 0 if not measured.
         not_shared: why a worker cannot map host memory of the peer; empty if all do.
     """
 
@@ -210,11 +196,7 @@ class LoadFigures:
     not_shared: str = ""
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
-        """Return these figures merged with another worker's figures for the same load.
-
-        Numbers of bytes and descriptors are added. For the largest run and for times the larger value is
-        kept, for the speed the smaller.
-        """
+        """Return these figures merged with another worker's figures for the same load."""
         longer = self.bytes_by_group or (0,) * len(other.bytes_by_group)
         others = other.bytes_by_group or (0,) * len(longer)
         return LoadFigures(

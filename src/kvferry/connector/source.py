@@ -34,14 +34,12 @@ class Answer:
     """The answer of a source that was asked for a request. It is of use until the source is asked again.
 
     Attributes:
-        bids: the source's offers; empty if it has none.
-        why_none: function that returns why there are no bids. It may be slow, so it is called only if the
-            reason is told.
-        head: function that returns an offer to load only the start of the prefix, if another source loads the
-            rest; None if there is none. The offer covers only layers that attend to all tokens, and ends at a
-            multiple of the function's argument, counted in tokens from the start of the prompt.
-        tail: function that returns an offer to load the rest of the prefix, if another source loads its
-            start; None if there is none. Its argument is the position of the first token of the rest.
+        why_none: returns why there are no bids. It may be slow, so it is called only if the reason is told.
+        head: returns an offer to load only the start of the prefix, if another source loads the rest; None if
+            there is none. It covers only layers that attend to all tokens. The argument is the alignment of
+            its end, in tokens from the start of the prompt.
+        tail: returns an offer to load the rest of the prefix, if another source loads its start; None if
+            there is none. The argument is the position of the first token of the rest.
     """
 
     bids: Sequence[Bid]
@@ -58,7 +56,7 @@ class Feed(Protocol):
 
     @property
     def origin(self) -> str:
-        """The place that the KV comes from: ``peer``, or the name of the slowest tier that the load uses."""
+        """``peer``, or the name of the slowest tier that the load uses."""
 
     def next_parts(self) -> Sequence[LoadPart]:
         """Return what the workers do for the load in the coming step.
@@ -73,7 +71,7 @@ class Feed(Protocol):
         """
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that the load has copied, per KV cache group."""
+        """Return what the load has copied, per KV cache group."""
 
     def miss(self, report: Report) -> MissReason:
         """Return why the load has failed."""
@@ -89,13 +87,9 @@ class Feed(Protocol):
 
 
 class Source(Protocol):
-    """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block.
+    """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block."""
 
-    Attributes:
-        name: name in metrics.
-    """
-
-    name: str
+    name: str  # in metrics
 
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         """Return whether this source may be able to load KV for a new request. If so, remember it.
@@ -120,10 +114,7 @@ class Source(Protocol):
         """Begin to load KV from this source. Return what brings it to the workers, part by part."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of loaded KV in tokens, for each KV cache group.
-
-        The KV that is loaded for the request begins at a multiple of it, possibly in the middle of a block.
-        """
+        """Return the multiple of tokens at which loaded KV begins, for each KV cache group."""
 
     def settled(self, request_id: str) -> None:
         """Release the leases on peers' blocks of a request that needs no more loads."""
@@ -134,11 +125,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load the KV of a prompt prefix: one source loads all of it, or two sources load a part each.
+    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each.
 
     Attributes:
-        bid: offer to load the whole prefix, by one source or by two.
-        source_bids: source and bid of each part of the prefix, the start of the prompt first.
+        bid: offer to load the whole prefix.
+        source_bids: source and bid of each part, the start of the prompt first.
     """
 
     bid: Bid
@@ -155,7 +146,6 @@ class LoadPlan:
         Args:
             local_tokens: number of tokens of the prefix that the engine had when the plan was made.
             load_tokens: number of tokens of the prefix that the engine does not have now.
-            prompt: number of tokens of the prompt.
         """
         total, last = local_tokens + self.bid.tokens, local_tokens
         found = list[tuple[Source, Bid, LoadSpan]]()
@@ -171,14 +161,10 @@ class LoadPlan:
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the alignment, in tokens, of the position where the parts of a prefix from two sources meet.
 
-    It is the least common multiple of the block sizes of the groups that attend to all tokens; 0 without such
-    a group.
+    It is the common multiple of the blocks of the groups that attend to all tokens; 0 without such a group.
 
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
-
-    Args:
-        blocks: kind and block size in tokens of every KV cache group.
     """
     found = [tokens for kind, tokens in blocks if attends_to_all(kind)]
     return lcm(*found) if found else 0
@@ -189,9 +175,7 @@ def load_plans(
 ) -> list[LoadPlan]:
     """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
-    Args:
-        local_tokens: number of the request's tokens in the engine's own prefix cache.
-        alignment_tokens: alignment of the position where two sources' parts may meet; 0 for one source only.
+    Two sources' parts meet at a multiple of `alignment_tokens`; 0 for one source only.
     """
     found = list[LoadPlan]()
     for source, answer in answers:
@@ -214,9 +198,6 @@ class RunningLoad(Transfer):
 
     Attributes:
         load: the load as sent to the workers.
-        source: source of the load.
-        feed: what brings the KV to the workers.
-        began: event of the load's start.
         told: True if the workers know of the load.
         fed: True if no more parts come from the feed.
         useless: reason to give the load up, which the workers are to be told; None if there is none.
@@ -245,12 +226,7 @@ class RunningLoads(TransferBook[RunningLoad]):
         timeout_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Begin without loads.
-
-        Args:
-            workers: number of workers, each of which reports every load.
-            clock: function that returns monotonic seconds.
-        """
+        """Begin without loads. `workers` is the number of workers, each of which reports every load."""
         super().__init__(workers, pool)
         self._groups, self._timeout, self._clock = tuple(groups), timeout_seconds, clock
         # The loads about which the workers are to be told something, now or later.

@@ -52,7 +52,7 @@ class _Line:
 
     @staticmethod
     def of(tokens: int, seconds: float) -> _Line:
-        """Create the line from a single measurement, of at least one token. Its slope is unknown."""
+        """Create the line from a single measurement, of at least one token."""
         return _Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -63,10 +63,7 @@ class _Line:
         self.products = NEWEST * (tokens * seconds) + old * self.products
 
     def seconds(self, tokens: int) -> float:
-        """Return the expected seconds to load `tokens` tokens.
-
-        As the number of tokens grows, the result never falls, and the time per token never rises.
-        """
+        # As the number of tokens grows, the result never falls, and the time per token never rises.
         most = self.seconds_mean / self.tokens
         spread = self.squares - self.tokens**2
         if spread <= (_ALIKE * self.tokens) ** 2:
@@ -97,12 +94,9 @@ class Speeds:
         self._rate = 0.0
 
     def record_load(self, parts: Sequence[PlaceTokens], seconds: float) -> None:
-        """Record the seconds from the start of a load to its end.
-
-        A load reads from its places in parallel, so its time is the time of the slowest place. The time is
-        recorded for one place only: one of unknown speed if there is one, else the one with the longest
-        expected time.
-        """
+        """Record the seconds from the start of a load to its end, for the slowest of its places."""
+        # A load reads from its places in parallel. The slowest is one of unknown speed if there is one, else
+        # the one with the longest expected time.
         if not parts or seconds <= 0:
             return
         slowest, most = parts[0], (False, -1.0, 0)
