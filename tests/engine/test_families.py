@@ -12,7 +12,7 @@ import pytest
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from support.vllm_engine.inside import distance
 from support.vllm_engine.lengths import limit_admissions, of_each_length, through
-from support.vllm_engine.marks import families
+from support.vllm_engine.marks import families, with_second_runner
 from support.vllm_engine.pair import SOON, TEXTS, TOGETHER, Pair, Setup, prompt
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -21,6 +21,7 @@ WINDOWS = Setup("gemma4", options=SHORT_STEPS, exact=True, asynchronous=True)
 # vLLM's Mamba2 for CPUs caches prefixes if no step of prefill goes past the end of a block.
 STATES = Setup("nemotronh", "cached", {"enable_prefix_caching": True, "max_num_batched_tokens": 128})
 LATENTS = Setup("dsv3", asynchronous=True)
+WHOLE_PAGES = Setup("dsv4")
 SETUPS = (
     WINDOWS,
     STATES,
@@ -46,6 +47,7 @@ SETUPS = (
     ),
     Setup("lfm2", options=SHORT_STEPS),
     Setup("lfm2", "uncached", {**NO_CACHE, **SHORT_STEPS}, asynchronous=True),
+    *with_second_runner(WHOLE_PAGES),
 )
 pytestmark = pytest.mark.engine
 every_kind = families("pair", SETUPS, *map(str, (WINDOWS, STATES, LATENTS)))
@@ -57,7 +59,9 @@ with_states = families("pair", SETUPS, str(STATES))
 def test_content_of_pages_is_claimed_only_if_proved(pair: Pair) -> None:
     right, wrong = ("latent", "packed_kv") if pair.setup.family.startswith("dsv") else ("cpu_kv", "packed_kv")
     for kind, content, fields in pair.decode.call("contents"):
-        if kind == "state":
+        if pair.setup == WHOLE_PAGES:
+            assert [name.partition(" ")[0] for name in fields] == ["opaque"], content
+        elif kind == "state":
             assert fields, content
             assert all(name.startswith(("ssm", "conv")) for name in fields), fields
         else:

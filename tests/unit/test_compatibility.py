@@ -76,8 +76,10 @@ def cell(said: str, numbers: dict[str, int]) -> str:
 
 def proofs_of(family: str, setting: str) -> list[str]:
     """Names of the proofs of a family that ran with engines of a setting, in the order of `proofs`."""
-    names = DATA["settings"].get(family, {}).get(setting, [])
-    of_table = DATA["families"][family] if setting == "V1" else []
+    names = DATA["settings"].get(family, {}).get(setting)
+    # An empty list says that the engines of the table were others.
+    of_table = DATA["families"][family] if setting == "V1" and names != [] else []
+    names = names or []
     return [name for name in DATA["proofs"] if name in names or f"engine:{name}" in of_table]
 
 

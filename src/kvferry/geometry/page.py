@@ -2,7 +2,8 @@
 
 Two engines can exchange a field if its name, axis names, axis totals and element size are equal. Strides,
 order of axes and ranges may differ: `planning.cell_copy` converts between them. The axis ``token`` is divided
-into blocks, so only a field with this axis can move between engines with different block sizes.
+into blocks, so only a field with this axis can move between engines with different block sizes. Its elements
+may stand for several tokens each; a field without it has one element per block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOKEN = "token"
 MAX_ELEMENTS = 1 << 20
 
 # The axis that stores the rank number of an opaque page.
-_SHARD = "shard"
+SHARD = "shard"
 
 
 def loop_offsets(first: int, loops: Iterable[tuple[int, int]]) -> npt.NDArray[np.int64]:
@@ -172,10 +173,10 @@ class PageFormat:
                     f"of a page of {self.page_bytes}"
                 )
             token = field.axis(TOKEN)
-            if token is not None and token.count != self.block_tokens:
+            if token is not None and self.block_tokens % token.count:
                 raise GeometryError(
-                    f"page {self.content!r}: field {field.name!r} has {token.count} tokens, "
-                    f"the block has {self.block_tokens}"
+                    f"page {self.content!r}: field {field.name!r} has {token.count} elements along its "
+                    f"tokens; expected a divisor of the block's {self.block_tokens} tokens"
                 )
 
     @property
@@ -185,7 +186,12 @@ class PageFormat:
     @property
     def opaque(self) -> bool:
         """True if the meaning of some bytes is unknown, so that the page can only be copied whole."""
-        return any(field.axis(_SHARD) for field in self.fields)
+        return any(field.axis(SHARD) for field in self.fields)
+
+    def element_tokens(self, field: Field) -> int:
+        """Return the number of tokens for which one element of a field stands; 0 in a snapshot."""
+        token = field.axis(TOKEN)
+        return self.block_tokens // token.count if token else self.block_tokens
 
 
 def opaque_page(
@@ -205,7 +211,7 @@ def opaque_page(
     """
     # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
     # axis, it moves only between equal block sizes.
-    axes = [Axis(_SHARD, ((1, 0),), rank, ranks)]
+    axes = [Axis(SHARD, ((1, 0),), rank, ranks)]
     if loops:
         axes.append(Axis("stretch", loops))
     field = Field(f"opaque {content}", run_bytes, 0, tuple(axes))

@@ -182,14 +182,13 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
             found.append(
                 f"field {name!r}: elements of {other.item_bytes} bytes there, {field.item_bytes} here"
             )
-        here, there = (_listed(a.name for a in f.axes) for f in (field, other))
+        here, there = (_listed(a.name for a in f.axes if a.name != TOKEN) for f in (field, other))
         if here != there:
-            found.append(f"field {name!r}: axes {there} there, {here} here")
+            found.append(f"field {name!r}: axes {there or 'none'} there, {here or 'none'} here")
             continue
-        if field.axis(TOKEN) is None and src.block_tokens != dst.block_tokens:
+        if (per := src.element_tokens(other)) != dst.element_tokens(field):
             found.append(
-                f"field {name!r}: one value per block, which has {src.block_tokens} tokens there, "
-                f"{dst.block_tokens} here"
+                f"field {name!r}: one value per {per} tokens there, per {dst.element_tokens(field)} here"
             )
         # Ranges of an axis such as heads may differ, because a transfer can reshard. Its total may not.
         for axis in field.axes:
@@ -227,22 +226,21 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
     # Both block sizes are whole multiples of the greatest common divisor, so no cell crosses a block's end.
+    # Each is a multiple of the tokens per element too, so no cell splits an element.
     cell = gcd(src.block_tokens, dst.block_tokens)
-    cell_copies = merge_cell_copies(cell_copy for pair in pairs for cell_copy in _field_copies(*pair, cell))
+    cell_copies = merge_cell_copies(
+        copy for a, b in pairs for copy in _field_copies(a, b, cell // (dst.element_tokens(b) or 1))
+    )
     if not cell:
         return PageCopy(0, 1, 1, cell_copies)
     return PageCopy(cell, src.block_tokens // cell, dst.block_tokens // cell, cell_copies)
 
 
-def _field_copies(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy]:
+def _field_copies(src: Field, dst: Field, cell_elements: int) -> Iterator[CellCopy]:
+    """Yield the copies of a field, of which a cell has so many elements; 0 for a snapshot."""
     axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
-    here = dst.axis(TOKEN)
-    if here is None:
-        copies = strided_copies(dst.item_bytes, src.offset, dst.offset, axes)
-        yield CellCopy(ONE_CELL, ONE_CELL, tuple(copies))
-        return
     for src_offsets, dst_offsets, *tokens in split_tokens(
-        _axis(src, TOKEN).offsets(), here.offsets(), cell_tokens
+        _token_offsets(src), _token_offsets(dst), cell_elements or 1
     ):
         found = strided_copies(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
         yield CellCopy(src_offsets, dst_offsets, tuple(found))
@@ -250,6 +248,12 @@ def _field_copies(src: Field, dst: Field, cell_tokens: int) -> Iterator[CellCopy
 
 def _axis(field: Field, name: str) -> Axis:
     return next(axis for axis in field.axes if axis.name == name)
+
+
+def _token_offsets(field: Field) -> Int64s:
+    """Return the byte offset of each element along the tokens of a block; 0 for the only one without them."""
+    token = field.axis(TOKEN)
+    return token.offsets() if token else np.zeros(1, np.int64)
 
 
 def _common(src: Axis, dst: Axis) -> tuple[Int64s, Int64s]:

@@ -23,7 +23,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def ask(questions: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, A
 
 def _main() -> None:
     with redirect_stdout(sys.stderr):
-        _replace()
+        replace_parts()
         answers = [_answer(json.loads(line)) for line in sys.stdin]
     for answer in answers:
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -67,14 +67,14 @@ def _main() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
-        engine = _built(question["config"], question["tp"])
+        engine = built_engine(question["config"], question["tp"])
         return {"layers": list(_layers(engine)), "groups": _groups(engine)}
     except Exception as error:  # noqa: BLE001 - whatever vLLM says of this configuration is the answer
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return {"error": f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"}
 
 
-def _replace() -> None:
+def replace_parts() -> None:
     """Take out of vLLM's way what this machine lacks, or has and other machines lack."""
     import torch
     from transformers import AutoConfig
@@ -131,7 +131,7 @@ def _replace() -> None:
     torch.cuda.Stream = torch.Event
 
 
-def _built(config: dict[str, Any], tp: int) -> Any:
+def built_engine(config: dict[str, Any], tp: int) -> Any:
     """vLLM's configuration, with the layers of the model that was built by it."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -205,13 +205,16 @@ def _groups(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (platform, layout) in SETUPS.items():
         try:
-            found[name] = _formed(engine, platform, layout)
+            with formed_groups(engine, platform, layout) as groups:
+                found[name] = [_alike(group) for group in groups]
         except (NotImplementedError, ValueError) as refusal:
             found[name] = str(refusal)
     return found
 
 
-def _formed(engine: Any, platform: str, layout: str) -> list[list[tuple[str, int, int]]]:
+@contextmanager
+def formed_groups(engine: Any, platform: str, layout: str) -> Iterator[list[Any]]:
+    """The groups that vLLM forms on a platform, while the engine's configuration is of that set-up."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms.cpu import CpuPlatform
     from vllm.platforms.interface import Platform
@@ -238,8 +241,7 @@ def _formed(engine: Any, platform: str, layout: str) -> list[list[tuple[str, int
                     replaced.enter_context(mock.patch.object(backend, method, instead))
         (CpuPlatform if platform == "cpu" else Platform).update_block_size_for_backend(engine)
         with set_current_vllm_config(engine):
-            groups = get_kv_cache_groups(engine, dict(_specs(engine)))
-    return [_alike(group) for group in groups]
+            yield get_kv_cache_groups(engine, dict(_specs(engine)))
 
 
 def _specs(engine: Any) -> Iterator[tuple[str, Any]]:

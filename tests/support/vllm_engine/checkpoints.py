@@ -68,8 +68,36 @@ _QWEN3_5 = Family(
     },
     dtype="bfloat16",
 )
+_DSV4 = Family(
+    # Not one of kvferry's: vLLM runs it on a CPU only with Triton's interpreter, by the second runner.
+    name="dsv4",
+    groups="3 windows of latents, 2 compressed latents, an indexer, 3 windows of a compressor",
+    config="DeepseekV4Config",
+    # Sizes that vLLM's kernels for CPUs take; no smaller ones are among them for heads, latents and experts.
+    settings={
+        "num_hidden_layers": 3,
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "compress_ratios": [0, 4, 128],
+        "sliding_window": 128,
+        "q_lora_rank": 128,
+        "o_lora_rank": 64,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 64,
+        "num_hash_layers": 0,
+    },
+    engine_reads={"compress_ratios": [0, 4, 128], "num_hash_layers": 0, "topk_method": "noaux_tc"},
+    dtype="bfloat16",
+    scale=0.2,
+    engine={"max_model_len": 1024, "tokenizer_mode": "auto"},
+)
 _OF_TESTS: Mapping[str, Family] = MappingProxyType(
-    SMALL | {"phi3": _PHI3, "qwen3_5": _QWEN3_5} | {name: _mimo(modules) for name, modules in MODULES.items()}
+    SMALL
+    | {"phi3": _PHI3, "qwen3_5": _QWEN3_5, "dsv4": _DSV4}
+    | {name: _mimo(modules) for name, modules in MODULES.items()}
 )
 
 
@@ -88,7 +116,28 @@ def checkpoint_of(name: str, folder: Path) -> Path:
         _write(_OF_TESTS[name], trained_tokenizer(folder), model)
         if name in MODULES:
             _add_modules(model, MODULES[name])
+        if name == "dsv4":
+            _write_as_published(model)
     return model
+
+
+def _write_as_published(model: Path) -> None:
+    """Give weights and settings of DeepSeek V4 the names of published files, which vLLM reads."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters"):
+        del config[name]
+    (model / "config.json").write_text(json.dumps(config))
+
+    path = model / "model.safetensors"
+    names = {"model.": "", "embed_tokens": "embed", "hc_head.hc_": "hc_head_", "attn.norm": "attn.kv_norm"}
+    weights = {}
+    for name, weight in load_file(path).items():
+        for old, new in names.items():
+            name = name.replace(old, new)  # noqa: PLW2901 - one step of several
+        weights[name] = weight
+    save_file(weights, path, {"format": "pt"})
 
 
 def _add_modules(model: Path, modules: int) -> None:

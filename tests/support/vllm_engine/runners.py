@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def declare() -> None:
 
         topk_topp_sampler.HAS_TRITON = False
         _hasten_interpreter()
+        _complete_deepseek_v4()
+
+
+def _complete_deepseek_v4() -> None:
+    """Add what vLLM 0.32 forgets in DeepSeek V4's metadata on a CPU: plans for CUDA, which are None there."""
+    from vllm.models.deepseek_v4.cpu import cpu_mla
+
+    def plans(*_: Any) -> dict[str, None]:
+        return defaultdict(lambda: None)
+
+    cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = plans
 
 
 def _hasten_interpreter() -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import Attention, Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
+from kvferry.geometry.canonical.derive import whole_block_tokens
 from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
 from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.select import LoadSpan, select_cells
@@ -216,6 +217,62 @@ def test_content_stays_what_it_was():
     assert canonical_form_of([rank_of(kv_page())], 16).content[:16] == "feb5fd9ece5038f5"
 
 
+# -- one value per block
+
+
+def test_whole_pages_lie_in_a_section_of_blocks():
+    canonical = canonical_form_of([rank_of(kv_page(), opaque_page("FLASH_SPARSE", 16, 64, 0, 1))], 32)
+    (group,) = canonical.groups
+    found = [(s.axis, s.total, s.element_tokens, s.elements, s.unit_bytes) for s in group.sections]
+    assert found == [("shard", 1, 16, 2, 2 * 64), ("head", 2, 1, 32, 32 * 16)]
+    assert canonical.opaque
+    assert not canonical_form_of([rank_of(kv_page())], 32).opaque
+    assert "section 'shard' 1 in 1 units, one value per 16 tokens" in canonical.describe()
+    # Chunks on disk are found by it: if this changes, raise FORMAT.
+    assert canonical.content[:16] == "a4e618e6726914e0"
+
+
+def test_each_rank_stores_its_own_whole_pages_or_one_those_that_all_hold():
+    apart = [rank_of(opaque_page("riddle", 128, 64, r, 2), tp=(r, 2)) for r in range(2)]
+    assert bytes_stored(apart) == [64, 64]
+    alike = [rank_of(opaque_page("riddle", 128, 64, 0, 1), tp=(r, 2)) for r in range(2)]
+    assert sorted(bytes_stored(alike)) == [0, 64]
+    assert canonical_form_of(alike, 128) == canonical_form_of(
+        [rank_of(opaque_page("riddle", 128, 64, 0, 1))], 128
+    )
+
+
+@pytest.mark.parametrize(("tokens", "content"), [(32, "riddle"), (16, "other")], ids=["block", "content"])
+def test_engines_with_other_whole_pages_have_other_chunks(tokens: int, content: str):
+    forms = [
+        canonical_form_of([rank_of(opaque_page(c, n, 64, 0, 1))], 32)
+        for c, n in (("riddle", 16), (content, tokens))
+    ]
+    assert forms[0].content != forms[1].content
+
+
+def test_a_value_per_block_beside_tokens_is_stored_with_its_block():
+    kv = kv_page().fields[0]
+    page = PageFormat("kv", 16, kv.extent()[1] + 8, (kv, Field("scale", 8, kv.extent()[1], ())))
+    (group,) = canonical_form_of([rank_of(page)], 64).groups
+    assert [(s.axis, s.element_tokens, s.unit_bytes) for s in group.sections] == [
+        ("", 16, 32),
+        ("head", 1, 1024),
+    ]
+
+
+def test_blocks_that_a_chunk_holds_whole():
+    window = rank_of(kv_page(48), kind=GroupKind.SLIDING, attention_span=64)
+    for expected, *ranks in (
+        (1, rank_of(kv_page(48))),
+        (1, rank_of(state_page(), kind=GroupKind.STATE)),
+        (48, window),
+        (32, rank_of(kv_page(32), opaque_page("riddle", 32, 64, 0, 1))),
+        (96, window, rank_of(opaque_page("riddle", 32, 64, 0, 1))),
+    ):
+        assert whole_block_tokens(ranks) == expected
+
+
 # -- what has no canonical form
 
 
@@ -225,14 +282,11 @@ def refusal(ranks, chunk_tokens: int = 16) -> str:
     return str(caught.value)
 
 
-def test_opaque_pages_are_refused_in_words():
-    said = refusal([rank_of(kv_page(), opaque_page("FLASH_SPARSE", 16, 64, 0, 1))])
-    assert said.startswith("layer 'layers.1': FLASH_SPARSE has no canonical form, its bytes are opaque")
-
-
-def test_field_with_one_value_per_block_is_refused():
-    field = Field("scale", 4, 0, (Axis("head", ((2, 4),)),))
-    assert "field 'scale' has one value per block" in refusal([rank_of(PageFormat("kv", 16, 8, (field,)))])
+def test_chunks_that_would_split_a_whole_page_are_refused():
+    assert refusal([rank_of(kv_page(), opaque_page("FLASH_SPARSE", 16, 64, 0, 1))], 24) == (
+        "chunks of 24 tokens of full_attention; expected a multiple of 16, because its pages have one value "
+        "per as many tokens"
+    )
 
 
 def test_a_shard_of_another_axis_is_refused():

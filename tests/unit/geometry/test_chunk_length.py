@@ -6,8 +6,8 @@ import pytest
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry.canonical.derive import (
+    check_blocks,
     check_prompt_length,
-    check_windows,
     chunk_length,
     divisor,
     snapshot_interval,
@@ -52,11 +52,11 @@ def test_no_block_of_a_window_is_cut() -> None:
     for interval in (1, 128, 544, 1024, 300):
         for block in (1, 16, 48, 512, 544):
             tokens = chunk_length(None, interval, block)
-            check_windows(tokens, block)
+            check_blocks(tokens, block)
             assert (
                 interval == 1
                 or interval % tokens == 0
                 or not any(interval % n == 0 for n in range(block, interval + 1, block))
             )
     with pytest.raises(ConfigError, match="set chunk_tokens to 128"):
-        check_windows(64, 128)
+        check_blocks(64, 128)

@@ -54,9 +54,15 @@ def test_a_field_that_leaves_its_page_is_refused():
         PageFormat("kv", 0, 15, (Field("ssm", 8, 8, ()),))
 
 
-def test_a_field_has_as_many_tokens_as_its_block():
-    with pytest.raises(GeometryError, match="'k' has 8 tokens, the block has 16"):
-        PageFormat("kv", 16, 64, (Field("k", 2, 0, (Axis("token", ((8, 2),)),)),))
+def test_elements_of_a_field_divide_the_tokens_of_its_block():
+    def page(elements: int) -> PageFormat:
+        return PageFormat("kv", 16, 64, (Field("k", 2, 0, (Axis("token", ((elements, 2),)),)),))
+
+    assert [page(n).element_tokens(page(n).fields[0]) for n in (16, 8, 1)] == [1, 2, 16]
+    with pytest.raises(GeometryError, match="'k' has 7 elements along its tokens; expected a divisor of the"):
+        page(7)
+    with pytest.raises(GeometryError, match="'k' has 32 elements"):
+        page(32)
 
 
 def test_a_page_without_fields_is_refused():

@@ -155,11 +155,16 @@ def test_unknown_pages_are_described_as_the_connector_describes_them(layout: str
     assert "at strides of" in page.content
 
 
-def test_whole_pages_are_not_kept_in_tiers(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = json.loads(printed(capsys, SPARSE_BLOCKS, "--json"))["tiers"]
-    assert kept["groups"] == kept["settings"] == []
-    assert "MINIMAX_M3_SPARSE" in kept["why_not"]
-    assert kept["why_not"].endswith("it can be handed over to an equal engine, but not be stored")
+@pytest.mark.parametrize("name", [SPARSE_BLOCKS, COMPRESSED])
+def test_whole_pages_are_kept_in_tiers_as_large_as_they_move(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = json.loads(printed(capsys, name, "--json"))
+    assert said["tiers"]["why_not"] == ""
+    assert {group["moves_as"] for group in said["groups"]} == {"whole pages"}
+    (kept,) = (one["content_bytes"] for one in said["tiers"]["groups"] if one["label"] == "mla")
+    moved = sum(one["kv_bytes_per_token"] for one in said["groups"] if one["kind"] == "mla")
+    assert kept / said["tiers"]["chunk_tokens"] == pytest.approx(moved, rel=0.01)
 
 
 def test_json_and_table_say_how_pages_move(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import lcm
 from typing import TypeAlias
 
 import numpy as np
@@ -27,11 +26,12 @@ from kvferry.connector.worker.mover import check_storable
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.derive import (
+    check_blocks,
     check_prompt_length,
-    check_windows,
     chunk_length,
     late_prefix,
     snapshot_interval,
+    whole_block_tokens,
 )
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
@@ -307,9 +307,9 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
             "--mamba-cache-mode align), or configure no tiers"
         )
     interval = snapshot_interval(*(block for block in blocks if block))
-    block = lcm(*(group.block_tokens for group in engine.groups if group.attention_span))
+    block = whole_block_tokens(ranks)
     tokens = chunk_length(config.chunk_tokens, interval, block)
-    check_windows(tokens, block)
+    check_blocks(tokens, block)
     check_prompt_length(tokens, interval, engine.longest_request)
     if late := late_prefix(tokens, interval):
         logger.warning("tiers: %s", late)
@@ -318,8 +318,8 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
         check_storable(canonical, ranks)
     except (GeometryError, Incompatible) as error:
         raise ConfigError(
-            f"tiers: {error}; add --dtype float32 on a CPU, choose an attention backend, layout and KV cache "
-            "dtype whose pages docs/backends.md lists by fields, or configure no tiers"
+            f"tiers: {error}; choose another attention backend, layout or KV cache dtype (docs/backends.md), "
+            "or configure no tiers"
         ) from error
     return canonical
 

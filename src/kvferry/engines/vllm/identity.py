@@ -20,7 +20,12 @@ from kvferry.cache.weights import weights_of
 from kvferry.common.errors import ConfigError
 from kvferry.connector.content import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.engines.vllm.built import Built
-from kvferry.engines.vllm.compat.model import draft_layer_names, keeps_draft_layers, processor_settings
+from kvferry.engines.vllm.compat.model import (
+    draft_layer_names,
+    keeps_draft_layers,
+    kind_of_device,
+    processor_settings,
+)
 from kvferry.engines.vllm.compat.specs import cache_dtype, state_dtypes
 from kvferry.engines.vllm.version import installed, vllm_version
 from kvferry.geometry.canonical import CanonicalForm
@@ -189,6 +194,10 @@ def namespace_of(vllm_config: Any, must_agree: Mapping[str, Fact], canonical: Ca
             "from run to run; use a checkpoint that has them"
         )
     name = str(model.served_model_name or model.model)
+    if canonical.opaque:
+        # Nobody has said what these bytes mean, so they are for the software and the kind of device that
+        # wrote them.
+        must_agree = {**must_agree, "writer of opaque pages": f"vLLM {vllm_version()} on {kind_of_device()}"}
     return namespace_of_facts(must_agree, canonical, name)
 
 

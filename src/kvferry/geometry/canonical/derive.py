@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry.canonical.form import CanonicalForm, CanonicalGroup, FormSection, SectionField
-from kvferry.geometry.page import TOKEN, Field
-from kvferry.geometry.rank import Attention, Group, GroupKind, GroupPattern, Layer, RankGeometry, group_label
+from kvferry.geometry.page import SHARD, TOKEN, Field
+from kvferry.geometry.rank import Attention, GroupKind, GroupPattern, Layer, RankGeometry, group_label
 
-# Axes that tensor parallelism shards. If a field has both (channels of a head), ``head`` is sharded. The
+# Axes that tensor parallelism shards. If a field has several (channels of a head), the first is sharded. The
 # geometry of an engine with one rank does not show which axis that is, so the name must decide.
-SHARDED = ("head", "channel")
+SHARDED = (SHARD, "head", "channel")
 
 # The default, before it is adjusted to the snapshot interval and to the block size of windows.
 CHUNK_TOKENS = 256
@@ -28,8 +28,8 @@ CHUNK_TOKENS = 256
 # sliding-window groups. A change requires another `form.FORMAT`.
 WINDOW_ALIGNMENT_TOKENS = 128
 
-# `FormSection.axis`, `FormSection.total`, and the field.
-_StoredField: TypeAlias = tuple[str, int, SectionField]
+# `FormSection.axis`, `FormSection.total`, `FormSection.element_tokens`, and the field.
+_StoredField: TypeAlias = tuple[str, int, int, SectionField]
 
 # The properties of a layer's cache that are the same on all ranks.
 _StoredLayer: TypeAlias = tuple[Attention, tuple[_StoredField, ...]]
@@ -60,7 +60,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     stored: dict[str, _StoredLayer] = {}
     for group in (group for rank in ranks for group in rank.groups):
         for layer in group.layers:
-            found = Attention(group.kind, group.attention_span), _stored_fields(group, layer)
+            found = Attention(group.kind, group.attention_span), _stored_fields(layer)
             if stored.setdefault(layer.identity, found) != found:
                 raise GeometryError(
                     f"layer {layer.name!r}: ranks of one engine describe it differently, "
@@ -80,24 +80,19 @@ def _check_complete(ranks: Sequence[RankGeometry]) -> None:
     raise GeometryError(f"the canonical form needs every rank of one engine once, these are {have}")
 
 
-def _stored_fields(group: Group, layer: Layer) -> tuple[_StoredField, ...]:
-    if layer.page.opaque:
-        raise GeometryError(
-            f"layer {layer.name!r}: {layer.page.content} has no canonical form, its bytes are opaque; "
-            "it can be handed over to an equal engine, but not be stored"
-        )
+def _stored_fields(layer: Layer) -> tuple[_StoredField, ...]:
     if any(len(scale.factors) > 1 for scale in layer.scales):
         raise GeometryError(
             f"layer {layer.name!r}: its quantised cache has a scale per head, which the canonical form "
             "cannot hold; it can be handed over to an engine of equal scales, but not be stored"
         )
-    found = [_sharded(layer, field, group.kind) for field in layer.page.fields]
+    found = [_sharded(layer, field) for field in layer.page.fields]
     # The largest elements come first, so that every field in a chunk is aligned.
-    found.sort(key=lambda one: (-one[2].item_bytes, one[2].field))
+    found.sort(key=lambda one: (-one[-1].item_bytes, one[-1].field))
     return tuple(found)
 
 
-def _sharded(layer: Layer, field: Field, kind: GroupKind) -> _StoredField:
+def _sharded(layer: Layer, field: Field) -> _StoredField:
     axis = next((axis for axis in map(field.axis, SHARDED) if axis is not None), None)
     name, total = (axis.name, axis.total) if axis else ("", 1)
     if others := [other for other, _, _ in field.held if other != name]:
@@ -105,24 +100,28 @@ def _sharded(layer: Layer, field: Field, kind: GroupKind) -> _StoredField:
             f"layer {layer.name!r}: field {field.name!r} is sharded along {others[0]!r}; "
             f"the canonical form knows {', '.join(SHARDED)}"
         )
-    if kind is not GroupKind.STATE and field.axis(TOKEN) is None:
-        raise GeometryError(
-            f"layer {layer.name!r}: field {field.name!r} has one value per block; "
-            "the canonical form has only what every token has, since blocks differ between engines"
-        )
     inner = tuple((one.name, one.count) for one in field.axes if one.name not in (TOKEN, name))
-    return name, total, SectionField(layer.identity, field.name, field.item_bytes, inner, layer.scales)
+    part = SectionField(layer.identity, field.name, field.item_bytes, inner, layer.scales)
+    return name, total, layer.page.element_tokens(field) or 1, part
 
 
 def _group(attention: Attention, stored: dict[str, _StoredLayer], chunk_tokens: int) -> CanonicalGroup:
-    sections: dict[tuple[str, int], list[SectionField]] = {}
+    sections: dict[tuple[str, int, int], list[SectionField]] = {}
     for layer in sorted(stored, key=_by_number):
         its_attention, fields = stored[layer]
         if its_attention == attention:
-            for axis, total, part in fields:
-                sections.setdefault((axis, total), []).append(part)
+            for axis, total, each, part in fields:
+                sections.setdefault((axis, total, each), []).append(part)
     tokens = 0 if attention.kind is GroupKind.STATE else chunk_tokens
-    found = [FormSection(axis, total, tokens, tuple(parts)) for (axis, total), parts in sections.items()]
+    if split := [each for _, _, each in sections if tokens % each]:
+        raise GeometryError(
+            f"chunks of {chunk_tokens} tokens of {group_label(attention)}; expected a multiple of "
+            f"{lcm(*split)}, because its pages have one value per as many tokens"
+        )
+    found = [
+        FormSection(axis, total, tokens, tuple(parts), each)
+        for (axis, total, each), parts in sections.items()
+    ]
     return CanonicalGroup(attention.kind, attention.attention_span, tuple(sorted(found, key=_by_element)))
 
 
@@ -132,9 +131,23 @@ def _by_number(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(word), word) if word.isdecimal() else (1, 0, word) for word in words)
 
 
-def _by_element(section: FormSection) -> tuple[int, str, int]:
+def _by_element(section: FormSection) -> tuple[int, str, int, int]:
     # The largest elements come first, so that every field in a chunk is aligned.
-    return (-max(part.item_bytes for part in section.parts), section.axis, section.total)
+    largest = max(part.item_bytes for part in section.parts)
+    return -largest, section.axis, section.total, section.element_tokens
+
+
+def whole_block_tokens(ranks: Sequence[RankGeometry]) -> int:
+    """Return the number of tokens of which a chunk must hold a multiple, so that it ends where blocks end.
+
+    It is the least common multiple of the tokens per block of all groups with sliding windows, and per
+    element of all fields; 1 without either.
+    """
+    groups = [group for rank in ranks for group in rank.groups if group.kind is not GroupKind.STATE]
+    # A load of a window would fill only a part of its last block, and other prompts could not share it.
+    windows = (group.block_tokens for group in groups if group.attention_span)
+    pages = {layer.page for group in groups for layer in group.layers}
+    return lcm(*windows, *(page.element_tokens(field) for page in pages for field in page.fields))
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
@@ -147,7 +160,7 @@ def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
 
     Args:
         interval: `snapshot_interval`; 1 without snapshots.
-        block: tokens per block of the sliding-window groups, or the least common multiple; 1 without any.
+        block: `whole_block_tokens`.
     """
     if asked:
         return asked
@@ -195,13 +208,13 @@ def late_prefix(chunk_tokens: int, interval: int) -> str:
     )
 
 
-def check_windows(chunk_tokens: int, block: int) -> None:
-    """Raise a ConfigError if a chunk ends inside a block of a sliding-window group (`chunk_length`)."""
-    # A load would fill only a part of its last block, and other prompts could not share that block.
+def check_blocks(chunk_tokens: int, block: int) -> None:
+    """Raise a ConfigError if a chunk ends inside a block that it must hold whole (`whole_block_tokens`)."""
     if chunk_tokens % block:
         raise ConfigError(
-            f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens for "
-            f"sliding windows; set chunk_tokens to {-(-chunk_tokens // block) * block}"
+            f"tiers: chunks of {chunk_tokens} tokens end inside this engine's blocks of {block} tokens, "
+            f"which must be stored whole (windows, or pages of unknown content); set chunk_tokens to "
+            f"{-(-chunk_tokens // block) * block}"
         )
 
 

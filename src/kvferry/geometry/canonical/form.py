@@ -1,12 +1,15 @@
 """The order of the bytes of a chunk.
 
     chunk    [section][section]...                    each starts at a multiple of 4096 bytes, zero-padded
-    section  [unit][unit]...                          one section per sharded axis (name and length)
+    section  [unit][unit]...                          one per sharded axis, and tokens per element
     unit     [layer][token][field][index][inner...]   all layers of the group; a snapshot has no token
 
 A *section* holds all fields that are sharded along the same axis. A *unit* is a piece that the usual
 tensor-parallel sizes do not split: a KV head, a state head, or a range of channels. Fields that every rank
 holds whole are in a section of one unit. So a rank's part of a section is one contiguous range of units.
+
+Opaque pages, whose bytes move only whole, are fields of one element per block, sharded by rank. So a chunk
+holds whole blocks of them, and only engines with equal blocks and equally many ranks share such chunks.
 
 In a chunk of a sliding-window group, the writer may have freed the first tokens already. Their bytes are
 zero. `derive.content_alignment` tells where valid content begins.
@@ -26,7 +29,7 @@ from itertools import accumulate, groupby
 from math import gcd, prod
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
+from kvferry.geometry.page import SHARD, TOKEN, Axis, Field, PageFormat
 from kvferry.geometry.rank import Group, GroupKind, Layer, RankGeometry, Region, Scale, group_label
 
 # The version must change whenever equal bytes would have another meaning.
@@ -84,12 +87,19 @@ class FormSection:
         total: number of elements of the axis over all ranks; 1 without an axis.
         tokens: number of tokens per chunk; 0 for a snapshot.
         parts: in memory order: by layer, then by field.
+        element_tokens: number of tokens per element of the token axis, a divisor of `tokens`.
     """
 
     axis: str
     total: int
     tokens: int
     parts: tuple[SectionField, ...]
+    element_tokens: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Number of elements along the tokens of a chunk; 0 for a snapshot."""
+        return self.tokens // self.element_tokens
 
     @property
     def units(self) -> int:
@@ -102,7 +112,7 @@ class FormSection:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit over all layers and tokens of the chunk."""
-        return max(self.tokens, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
+        return max(self.elements, 1) * self.unit_elements * sum(part.element_bytes for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -157,6 +167,11 @@ class CanonicalForm:
     def labels(self) -> list[str]:
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
+    @property
+    def opaque(self) -> bool:
+        """True if the meaning of some bytes is known only to the software that wrote them."""
+        return any(section.axis == SHARD for group in self.groups for section in group.sections)
+
     def index(self, label: str) -> int:
         """Return the index of the group with this label; raise a KeyError if there is none."""
         return {group.label: number for number, group in enumerate(self.groups)}[label]
@@ -167,7 +182,8 @@ class CanonicalForm:
         for group in self.groups:
             yield f"group {group.label}"
             for section in group.sections:
-                yield f"section {section.axis!r} {section.total} in {section.units} units"
+                each = f", one value per {section.element_tokens} tokens" * (section.element_tokens > 1)
+                yield f"section {section.axis!r} {section.total} in {section.units} units{each}"
                 for part in section.parts:
                     inner = " ".join(f"{name!r}:{count}" for name, count in part.inner)
                     scales = "".join(f" scaled {s.source!r}:{s.factors[0]!r}" for s in part.scales)
@@ -222,8 +238,9 @@ def chunk_pool(
             f"least {group.chunk_bytes} bytes"
         )
     scales = {part.layer: part.scales for section in group.sections for part in section.parts}
+    tokens = 0 if group.kind is GroupKind.STATE else canonical.chunk_tokens
     layers = tuple(
-        _layer(name, fields, scales[name], address, stride) for name, fields in _fields(group).items()
+        _layer(name, fields, tokens, scales[name], address, stride) for name, fields in _fields(group).items()
     )
     groups = tuple(
         Group(other.kind, canonical.chunk_tokens, other.attention_span, layers if other is group else ())
@@ -254,7 +271,7 @@ def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
             for part in parts:
                 found[layer].append(_field(section, part, offset, pitch))
                 offset += section.unit_elements * part.element_bytes
-            at += max(section.tokens, 1) * pitch
+            at += max(section.elements, 1) * pitch
     return found
 
 
@@ -263,8 +280,8 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
         axes.append(Axis(section.axis, loops))
-    if section.tokens:
-        axes.append(Axis(TOKEN, ((section.tokens, pitch),)))
+    if section.elements:
+        axes.append(Axis(TOKEN, ((section.elements, pitch),)))
     stride = part.element_bytes
     for name, count in part.inner:
         stride //= count
@@ -272,11 +289,12 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
     return Field(part.field, part.item_bytes, offset, tuple(axes))
 
 
-def _layer(name: str, fields: list[Field], scales: tuple[Scale, ...], address: int, stride: int) -> Layer:
+def _layer(
+    name: str, fields: list[Field], tokens: int, scales: tuple[Scale, ...], address: int, stride: int
+) -> Layer:
     # The page starts at the layer's first field. So equal layers have equal page formats, and the planner
     # plans their transfer only once.
     first = fields[0].offset
     placed = tuple(Field(f.name, f.item_bytes, f.offset - first, f.axes) for f in fields)
-    tokens = max((axis.count for f in placed if (axis := f.axis(TOKEN))), default=0)
     page = PageFormat("canonical", tokens, max(f.extent()[1] for f in placed), placed)
     return Layer(name, address + first, stride, page, scales)

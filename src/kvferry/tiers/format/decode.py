@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_128
 
 from kvferry.common.errors import ChunkError, OtherVersion
-from kvferry.geometry.canonical import CanonicalGroup
+from kvferry.geometry.canonical import CanonicalGroup, FormSection
 from kvferry.tiers.format.chunk import (
     GROUP,
     HEADER_DIGEST_BYTES,
@@ -51,10 +51,13 @@ def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
     Args:
         tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
     """
-    sections = (
-        ChunkSection(f"{one.axis or 'all'}.{one.total}", one.units, one.unit_bytes) for one in group.sections
-    )
+    sections = (ChunkSection(_section_name(one), one.units, one.unit_bytes) for one in group.sections)
     return ChunkGroup(group.label, tokens, tuple(sections))
+
+
+def _section_name(section: FormSection) -> str:
+    each = f".{section.element_tokens}" if section.element_tokens > 1 else ""
+    return f"{section.axis or 'all'}.{section.total}{each}"
 
 
 def make_header(chunk: Chunk, body: memoryview) -> bytes:

@@ -122,8 +122,8 @@ def notes_of(pages: tuple[BackendPages | None, ...]) -> Iterator[str]:
     for one in dict.fromkeys(pages):
         if one is not None and one.why_whole:
             yield (
-                f"pages of {one.backend} move whole, between engines with equal blocks, layout and ranks, "
-                f"and not into tiers: {one.why_whole}"
+                f"pages of {one.backend} move whole, between engines with equal blocks, layout and ranks: "
+                f"{one.why_whole}"
             )
 
 

@@ -11,7 +11,13 @@ import numpy as np
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
-from kvferry.geometry.canonical.derive import check_windows, chunk_length, first_prefix, snapshot_interval
+from kvferry.geometry.canonical.derive import (
+    check_blocks,
+    chunk_length,
+    first_prefix,
+    snapshot_interval,
+    whole_block_tokens,
+)
 from kvferry.geometry.models import ModelReading
 from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
 from kvferry.planning.retention import (
@@ -152,15 +158,16 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
     steps = SnapshotSteps(block_tokens(reading, side)[0], settings.step_tokens, settings.retention)
     # vLLM uses one block size for all groups of a model with recurrent state.
     interval = snapshot_interval(*([steps.block_tokens] if GroupKind.STATE in kinds else []))
-    block = steps.block_tokens if kinds & {GroupKind.SLIDING, GroupKind.CHUNKED} else 1
+    # The form does not depend on the pool, so the smallest one will do.
+    ranks = lay_out_engine(reading, side, num_blocks=1)
+    block = whole_block_tokens(ranks)
     chunk = chunk_length(settings.chunk_tokens, interval, block)
-    check_windows(chunk, block)
+    check_blocks(chunk, block)
     every = settings.snapshot_tokens or chunk
     if every % chunk:
         raise ConfigError(f"--snapshot-tokens is {every}; it must be a multiple of a chunk's {chunk} tokens")
     return StoredForm(
-        # The form does not depend on the pool, so the smallest one will do.
-        canonical=canonical_form_of(lay_out_engine(reading, side, num_blocks=1), chunk),
+        canonical=canonical_form_of(ranks, chunk),
         steps=steps,
         snapshot_tokens=every,
         first_tokens=first_prefix(chunk, interval),

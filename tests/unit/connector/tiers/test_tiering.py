@@ -11,7 +11,7 @@ from kvferry.connector.config import ConnectorConfig, Tiers
 from kvferry.connector.tiers.tiering import _canonical, _host_bytes
 from kvferry.engines.vllm.compat import specs
 from kvferry.engines.vllm.scheduler import cache_group
-from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, opaque_page
+from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region, Scale, opaque_page
 from kvferry.tiers.host import settings as memory_check
 from kvferry.tiers.host.settings import HostSettings
 from support.engine_info import made_up
@@ -53,15 +53,30 @@ def test_the_error_of_an_engine_without_snapshots_says_what_to_do(spec, way_out)
         _canonical(ConnectorConfig(), engine, [])
 
 
-def test_opaque_pages_are_refused_with_a_remedy():
-    group = Group(GroupKind.FULL, 16, 0, (Layer("layers.0", 0, 64, opaque_page("NEW", 16, 64, 0, 1)),))
-    rank = RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 256),))
+def whole_pages(*scales: Scale) -> RankGeometry:
+    page = opaque_page("NEW", 96, 64, 0, 1)
+    group = Group(GroupKind.FULL, 96, 0, (Layer("layers.0", 0, 64, page, scales),))
+    return RankGeometry(0, 1, 0, 1, 4, (group,), (Region(0, 256),))
+
+
+def test_chunks_hold_whole_pages_of_unknown_content():
+    engine = made_up(longest_request=1024)
+    assert _canonical(ConnectorConfig(), engine, [whole_pages()]).chunk_tokens == 192
     with pytest.raises(ConfigError) as caught:
-        _canonical(ConnectorConfig(chunk_tokens=64), made_up(longest_request=1024), [rank])
+        _canonical(ConnectorConfig(chunk_tokens=100), engine, [whole_pages()])
     assert str(caught.value) == (
-        "tiers: layer 'layers.0': NEW has no canonical form, its bytes are opaque; it can be handed over to "
-        "an equal engine, but not be stored; add --dtype float32 on a CPU, choose an attention backend, "
-        "layout and KV cache dtype whose pages docs/backends.md lists by fields, or configure no tiers"
+        "tiers: chunks of 100 tokens end inside this engine's blocks of 96 tokens, which must be stored "
+        "whole (windows, or pages of unknown content); set chunk_tokens to 192"
+    )
+
+
+def test_layers_that_cannot_be_stored_are_refused_with_a_remedy():
+    with pytest.raises(ConfigError) as caught:
+        _canonical(ConnectorConfig(), made_up(longest_request=1024), [whole_pages(Scale("k", (0.5, 0.25)))])
+    assert str(caught.value) == (
+        "tiers: layer 'layers.0': its quantised cache has a scale per head, which the canonical form cannot "
+        "hold; it can be handed over to an engine of equal scales, but not be stored; choose another "
+        "attention backend, layout or KV cache dtype (docs/backends.md), or configure no tiers"
     )
 
 

@@ -293,3 +293,13 @@ def item_data(feature: Any) -> Mapping[str, Any] | None:
     if feature.data is None or "address" in feature.data:
         return None
     return {name: element.data for name, element in feature.data.items()}
+
+
+def kind_of_device() -> str:
+    """Return the kind of device that computes KV: ``cuda 9.0`` (compute capability), ``cpu``, ..."""
+    # Its value, a lazily chosen platform, is not known when this module is imported.
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    capability = current_platform.get_device_capability()
+    kind = str(current_platform.device_type)
+    return kind if capability is None else f"{kind} {capability.as_version_str()}"
