@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from kvferry.connector.choosing import (
     BidChooser,
     Choice,
-    CostPolicy,
-    FirstPolicy,
-    Policy,
     RequestState,
-    WeightPolicy,
 )
 from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import Speeds
@@ -50,8 +46,22 @@ def bid(source: str = "a", looking: bool = False, promised: bool = False, **part
     )
 
 
+def first_policy() -> BidChooser:
+    return BidChooser("first", Speeds(Clock()), 10.0)
+
+
+def weight_policy(weights: Mapping[str, float]) -> BidChooser:
+    return BidChooser("weight", Speeds(Clock()), 10.0, weights)
+
+
+def cost_policy(measured: Speeds) -> BidChooser:
+    return BidChooser("cost", measured, 10.0)
+
+
 POLICIES = st.one_of(
-    st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
+    st.builds(first_policy),
+    st.builds(weight_policy, WEIGHTS),
+    RATES.map(lambda rates: cost_policy(speeds(rates))),
 )
 
 
@@ -73,6 +83,8 @@ def choose(
     return chooser.choose(state, named, missing, missing if computed is None else computed, waited)
 
 
-def best(policy: Policy, bids: Sequence[Bid], missing: int = PROMPT, before: Bid | None = None) -> Bid | None:
+def best(
+    policy: BidChooser, bids: Sequence[Bid], missing: int = PROMPT, before: Bid | None = None
+) -> Bid | None:
     """The best of the bids of sources that have answered."""
-    return choose(BidChooser(policy, Speeds(Clock()), 10.0), bids, missing, before=before).bid
+    return choose(policy, bids, missing, before=before).bid

@@ -454,7 +454,7 @@ class Admission:
             local_tokens=local_tokens,
             resumable_tokens=local_tokens,
             bids=(),
-            compute_value=self._chooser.policy.value(None, request.num_tokens - local_tokens),
+            compute_value=self._chooser.value(None, request.num_tokens - local_tokens),
             misses=tuple([SourceMiss(source.name, miss, detail=detail) for source in state.sources]),
             chosen=None,
             why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,

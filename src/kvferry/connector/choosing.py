@@ -10,7 +10,7 @@ are used at once. A request waits for a source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
-- the policy estimates times, and the answer is expected to save more time than it takes.
+- the policy estimates times (``cost``), and the answer is expected to save more time than it takes.
 
 Another engine has computed a ticket's tokens for this request, so only patience limits the wait for it. The
 source withdraws the bid if the ticket's engine refuses it or is gone. Every other wait ends when it has taken
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from kvferry.common.units import counted
 from kvferry.connector.engine import PrefixCache, Request
@@ -220,87 +220,6 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 """The values of ``source_policy``."""
 
 
-class Policy(Protocol):
-    """Assigns a value to each bid, to choose the best."""
-
-    def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the value of a bid, 0 or more: a bid of twice the value is twice as good.
-
-        Args:
-            bid: None for computing all tokens.
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-        """
-
-    def saved_seconds(
-        self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
-    ) -> float | None:
-        """Return the seconds by which a bid is expected to give the first token sooner than another one.
-
-        Return None if this policy estimates no times. `instead` is the other bid; None for computing
-        `computed_tokens` tokens.
-        """
-        return None
-
-
-class FirstPolicy(Policy):
-    """Gives all bids the same value, so that the bid of the first source is chosen."""
-
-    def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        return 0.0 if bid is None else 1.0
-
-
-class WeightPolicy(Policy):
-    """Values a bid by its tokens; the place of each token sets its weight, 1 for a place without an entry."""
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = dict(weights)
-
-    def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        if bid is None:
-            return 0.0
-        if bid.head is not None and bid.tail is not None:
-            first, last = self.value(bid.head, missing_tokens), self.value(bid.tail, missing_tokens)
-            # A source of weight 0 is never used, not even for a part.
-            return first + last if first and last else 0.0
-        value = 0.0
-        for part in bid.parts:
-            value += part.tokens * self._weights.get(part.place, 1.0)
-        return value
-
-
-class CostPolicy(Policy):
-    """Values a bid by the inverse of the expected seconds to the first token."""
-
-    def __init__(self, speeds: Speeds) -> None:
-        self._speeds = speeds
-
-    def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
-
-    def saved_seconds(
-        self, bid: Bid, instead: Bid | None, missing_tokens: int, computed_tokens: int
-    ) -> float | None:
-        other = self._seconds(instead, computed_tokens if instead is None else missing_tokens)
-        return other - self._seconds(bid, missing_tokens)
-
-    def _seconds(self, bid: Bid | None, missing_tokens: int) -> float:
-        loading = 0.0
-        for part in () if bid is None else bid.parts:
-            loading = max(loading, self._speeds.load_seconds(part.place, part.tokens))
-            missing_tokens -= part.tokens
-        return loading + self._speeds.compute_seconds(missing_tokens)
-
-
-def policy_named(name: PolicyName, weights: Mapping[str, float], speeds: Speeds) -> Policy:
-    """Return the policy with a name of the setting ``source_policy``."""
-    policies: dict[str, Policy] = {
-        "weight": WeightPolicy(weights),
-        "cost": CostPolicy(speeds),
-        "first": FirstPolicy(),
-    }
-    return policies[name]
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What to do with a request, and why.
@@ -329,14 +248,17 @@ class BidChooser:
     """Chooses between sources' bids by a policy, and limits how long a request waits for a bid.
 
     Attributes:
-        speeds: measured speeds.
+        policy: ``weight`` (the most tokens, each times the weight of its place), ``cost`` (the least expected
+            seconds to the first token) or ``first`` (the bid of the first source).
         patience_seconds: maximum seconds that a request waits for free blocks, or for a source that is still
             looking up its KV.
+        weights: weight of a token by place, for the policy ``weight``; 1 for a place without an entry.
     """
 
-    policy: Policy
+    policy: PolicyName
     speeds: Speeds
     patience_seconds: float
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def choose(
         self,
@@ -356,12 +278,12 @@ class BidChooser:
                 engine can use a part of its prefix cache only with a load.
         """
         may_load = state.attempts > 0 and saves_computation(missing_tokens)
-        compute_value, waited = self.policy.value(None, computed_tokens), state.waited_seconds(now)
+        compute_value, waited = self.value(None, computed_tokens), state.waited_seconds(now)
         valued, eligible = list[ValuedBid](), list[ValuedBid]()
         unanswered = frozenset[str]()
         for source, bid in bids:
             excluded = state.exclusion_reason(bid)
-            value = 0.0 if excluded else self.policy.value(bid, missing_tokens)
+            value = 0.0 if excluded else self.value(bid, missing_tokens)
             valued.append(one := ValuedBid(source, bid, value, excluded))
             if may_load and not excluded and bid.tokens > 0:
                 eligible.append(one)
@@ -381,6 +303,36 @@ class BidChooser:
         why = _why(valued, best, compute_value, attempts=state.attempts)
         return Choice(None if best is None else best.bid, why, tuple(valued), compute_value, unanswered)
 
+    def value(self, bid: Bid | None, missing_tokens: int) -> float:
+        """Return the value of a bid, 0 or more: a bid of twice the value is twice as good.
+
+        Args:
+            bid: None for computing all tokens.
+            missing_tokens: number of the request's tokens after the prefix that the bid extends.
+        """
+        if self.policy == "cost":
+            return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
+        if bid is None:
+            return 0.0
+        if self.policy == "first":
+            return 1.0
+        if bid.head is not None and bid.tail is not None:
+            first, last = self.value(bid.head, missing_tokens), self.value(bid.tail, missing_tokens)
+            # A source of weight 0 is never used, not even for a part.
+            return first + last if first and last else 0.0
+        value = 0.0
+        for part in bid.parts:
+            value += part.tokens * self.weights.get(part.place, 1.0)
+        return value
+
+    def _seconds(self, bid: Bid | None, missing_tokens: int) -> float:
+        """Return the expected seconds to the first token."""
+        loading = 0.0
+        for part in () if bid is None else bid.parts:
+            loading = max(loading, self.speeds.load_seconds(part.place, part.tokens))
+            missing_tokens -= part.tokens
+        return loading + self.speeds.compute_seconds(missing_tokens)
+
     def _wait_seconds(
         self, bid: Bid, answered: Bid | None, missing_tokens: int, computed_tokens: int
     ) -> float:
@@ -393,8 +345,9 @@ class BidChooser:
         # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.
         if bid.promised:
             return self.patience_seconds if more_tokens > 0 else 0.0
-        saved = self.policy.saved_seconds(bid, answered, missing_tokens, computed_tokens)
-        if saved is not None:
+        if self.policy == "cost":
+            other = self._seconds(answered, computed_tokens if answered is None else missing_tokens)
+            saved = other - self._seconds(bid, missing_tokens)
             expected = max(map(self.speeds.answer_seconds, bid.unanswered), default=0.0)
             return min(saved, self.patience_seconds) if expected < saved else 0.0
         if answered is not None:

@@ -11,7 +11,7 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.common.errors import ConfigError
 from kvferry.connector.admission import Admission
 from kvferry.connector.blocks import Headroom, PartBlocks
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.engine import BlockPool, DescribeBlocks, EngineFacts, PrefixCache
@@ -151,7 +151,6 @@ class Composition:
         """
         engine, config = self.engine, self.config
         weights = {PEER: config.load_weight, **(tier_weights or {})}
-        policy = policy_named(config.source_policy, weights, self.speeds)
         return Admission(
             engine.groups,
             loads=self.loads,
@@ -159,7 +158,7 @@ class Composition:
             headroom=Headroom.of(engine.groups, engine.step_tokens, self.pool),
             attempts=config.attempts,
             sources=sources,
-            chooser=BidChooser(policy, self.speeds, config.patience_seconds),
+            chooser=BidChooser(config.source_policy, self.speeds, config.patience_seconds, weights),
             events=self.events,
             prefix_cache=self._prefix_cache,
             clock=self._clock,

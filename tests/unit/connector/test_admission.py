@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.connector.admission import Admission
 from kvferry.connector.blocks import Headroom, PartBlocks
-from kvferry.connector.choosing import BidChooser, FirstPolicy, WeightPolicy
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
     DecisionReason,
@@ -33,6 +32,7 @@ from kvferry.planning.select import LoadSpan
 from support.block_pool import request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, counted, events_of
+from support.offers import first_policy, weight_policy
 
 BLOCK, PROMPT = 4, 40
 CACHE_GROUPS = (
@@ -154,7 +154,9 @@ def engine_with(
 ):
     """An engine with these sources behind admission."""
     engine = FakeEngine(CACHE_GROUPS, blocks=64, workers=workers)
-    engine.chooser = BidChooser(policy or WeightPolicy({}), Speeds(engine.clock), patience)
+    engine.chooser = replace(
+        policy or weight_policy({}), speeds=Speeds(engine.clock), patience_seconds=patience
+    )
     parts = PartBlocks(GROUPS, engine.pool, whole)
     admission = Admission(
         CACHE_GROUPS,
@@ -318,13 +320,13 @@ def test_a_failed_or_aborted_load_keeps_no_blocks_free(ends):
 
 def test_weights_decide_which_source_serves():
     far, near = Stand("far", 24), Stand("near", 16)
-    engine = engine_with(far, near, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(far, near, policy=weight_policy({"near": 2.0}))
     assert engine.admit(arrive(engine)) == 16
     assert near.heard == [("begin", 0, 16)]
 
 
 def test_the_policy_first_takes_the_first_source():
-    engine = engine_with(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
+    engine = engine_with(Stand("few", 8), Stand("many", 24), policy=first_policy())
     assert engine.admit(arrive(engine)) == 8
 
 
@@ -728,7 +730,7 @@ def test_freed_blocks_of_a_preempted_request_are_not_evicted():
 
 def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     near, far = Stand("near", 0, head_until=18), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}))
     one = arrive(engine)
     assert engine.admit(one, local_tokens=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
@@ -747,7 +749,7 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
 
 def composed(**options):
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}), **options)
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}), **options)
     one = arrive(engine)
     assert engine.admit(one) == 39
     return engine, one, near, far
@@ -889,7 +891,7 @@ def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_h
 
 def test_an_engine_that_takes_less_may_need_the_second_part_alone():
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}))
     one = arrive(engine)
     assert engine.admission.matched(one, 0) == 39
     engine.allocate(one, 19)
@@ -920,7 +922,7 @@ def test_a_request_waits_for_a_promised_tail():
 @pytest.mark.parametrize("total", [16, 12])
 def test_a_head_is_combined_only_with_a_longer_tail(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0, "far": 0.1}))
     assert engine.admit(arrive(engine)) == 8
     assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
 
@@ -1221,7 +1223,7 @@ class Counting(RuleBasedStateMachine):
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
         sources[1].head_until = head * BLOCK
-        self.engine = engine_with(*sources, workers=1, policy=WeightPolicy({"tiers": 2.0}))
+        self.engine = engine_with(*sources, workers=1, policy=weight_policy({"tiers": 2.0}))
         self.whole, self.count = MetricsDelta(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
         self.served, self.settled, self.failed = 0, set(), set()

@@ -1,11 +1,10 @@
 """The bids that a request may take: sources are excluded until only computing is left."""
 
-from kvferry.connector.choosing import BidChooser, FirstPolicy, RequestState
+from kvferry.connector.choosing import RequestState
 from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.speeds import Speeds
-from support.offers import choose
+from support.offers import choose, first_policy
 
-CHOOSER = BidChooser(FirstPolicy(), Speeds(), 10.0)
+CHOOSER = first_policy()
 
 
 def bid(source, tokens, place="host"):

@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from kvferry.connector.choosing import (
-    BidChooser,
-    CostPolicy,
-    FirstPolicy,
-    RequestState,
-    WeightPolicy,
-    policy_named,
-)
+from kvferry.connector.choosing import BidChooser, RequestState
 from kvferry.connector.events import DecisionReason
 from kvferry.connector.load import Bid
 from kvferry.connector.speeds import Speeds
@@ -38,7 +31,7 @@ def chooser(name, weights, rates, patience=10.0, answers=None):
     measured = speeds(rates)
     for answer, seconds in (answers or {}).items():
         measured.record_answer(answer, seconds)
-    return BidChooser(policy_named(name, weights, measured), measured, patience)
+    return BidChooser(name, measured, patience, weights)
 
 
 def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
@@ -70,12 +63,17 @@ def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, ans
     assert waited < limit + step, "the last question that is answered with a wait comes before the limit"
 
 
+def seconds_to_first_token(speeds, one, missing):
+    parts = () if one is None else one.parts
+    loading = max((speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
+    return loading + speeds.compute_seconds(missing - sum(part.tokens for part in parts))
+
+
 def expected(ours, bids, excluded, waited, missing, computed):
     """The bid and the reason by the rules of `choosing`, each bid alone against all others."""
-    policy, speeds = ours.policy, ours.speeds
-    computing = policy.value(None, computed)
+    speeds, computing = ours.speeds, ours.value(None, computed)
     allowed = [one for one in bids if missing > 1 and one.tokens and not excluded & {*one.sources}]
-    values = {id(one): policy.value(one, missing) for one in bids}
+    values = {id(one): ours.value(one, missing) for one in bids}
 
     def first_of_best(some):
         some = [one for one in some if values[id(one)] > computing]
@@ -88,8 +86,9 @@ def expected(ours, bids, excluded, waited, missing, computed):
         limit = ours.patience_seconds
         if one.promised:
             return waited < limit and (answered is None or one.tokens > answered.tokens)
-        saved = policy.saved_seconds(one, answered, missing, computed)
-        if saved is not None:
+        if ours.policy == "cost":
+            other = seconds_to_first_token(speeds, answered, computed if answered is None else missing)
+            saved = other - seconds_to_first_token(speeds, one, missing)
             slowest = max(speeds.answer_seconds(name) for name in one.unanswered)
             return slowest < saved and waited < min(saved, limit)
         if speeds.computing_is_known:
@@ -130,7 +129,7 @@ def test_the_choice_is_the_best_bid_that_may_be_taken(named, bids, excluded, wai
     assert found.why is why
     assert [one.bid for one in found.bids] == bids
     for one in found.bids:
-        value = 0.0 if one.excluded else ours.policy.value(one.bid, missing)
+        value = 0.0 if one.excluded else ours.value(one.bid, missing)
         assert (one.value, bool(one.excluded)) == (value, bool(excluded & {*one.bid.sources}))
     state.attempts = 0
     spent = choose(ours, bids, missing, waited=waited, computed=missing + more, state=state)
@@ -144,7 +143,7 @@ def test_policies_weight_and_first_use_an_answered_source_at_once(named, bids, w
     assume(named[0] != "cost")
     ours = chooser(*named, answers=answers)
     bids = [replace(one, promised=False) for one in bids]
-    answered = best(ours.policy, [one for one in bids if not one.looking])
+    answered = best(ours, [one for one in bids if not one.looking])
     found = choose(ours, bids, waited=waited).bid
     assert found is answered or (answered is None and found.looking)
 
@@ -156,7 +155,7 @@ def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bid
     assume(name != "cost")
     ours = chooser(*named, answers=answers)
     bids = [replace(one, looking=True, promised=False) for one in bids]
-    assume(best(ours.policy, [replace(one, looking=False) for one in bids]) is not None)
+    assume(best(ours, [replace(one, looking=False) for one in bids]) is not None)
     limit = min(10.0, PROMPT / rates["computed"]) if "computed" in rates else 10.0
     assert choose(ours, bids, waited=limit * 0.99).bid is not None
     assert choose(ours, bids, waited=limit * 1.01).bid is None
@@ -270,7 +269,7 @@ def test_the_rest_of_a_prefix_that_a_ticket_promises_is_waited_for_like_the_tick
 
 def test_a_choice_that_waits_for_blocks_is_left_for_a_ticket_that_is_better_by_the_margin():
     measured = speeds(COMPUTING)
-    ours = BidChooser(WeightPolicy({}), measured, 10.0)
+    ours = BidChooser("weight", measured, 10.0)
     ready = bid("tiers", tiers=9_500)
     assert choose(ours, [TICKET, ready], TOKENS).bid is TICKET
     assert choose(ours, [TICKET, ready], TOKENS, before=ready).bid is ready
@@ -288,6 +287,6 @@ def test_answer_times_of_computing_peers_are_kept_apart():
     assert bid("host", host=5).unanswered == frozenset()
 
 
-@pytest.mark.parametrize("policy", [FirstPolicy(), WeightPolicy({}), CostPolicy(Speeds())])
+@pytest.mark.parametrize("policy", ["first", "weight", "cost"])
 def test_no_source_is_chosen_without_a_bid(policy):
     assert choose(BidChooser(policy, Speeds(), 10.0), []).bid is None

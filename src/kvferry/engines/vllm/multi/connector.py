@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kvferry.common.errors import ConfigError
 from kvferry.connector.blocks import Headroom
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.load import Bid
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.engines.vllm.compat.connectors import (
@@ -102,8 +102,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in children}
-        policy = policy_named(settings.source_policy, weights, self._speeds)
-        chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
+        chooser = BidChooser(settings.source_policy, self._speeds, settings.patience_seconds, weights)
         self._admission = ChildAdmission(
             self._names,
             self._connectors,
