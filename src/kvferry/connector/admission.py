@@ -197,11 +197,12 @@ class Admission:
             state.proposed = None
             self._tell_not_asked(request, state, prefix.resumable_tokens, *why)
             return 0
-        asked, now = self._ask(request, state, prefix, prefix.tokens), self._clock()
+        asked = self._ask(request, state, prefix, prefix.tokens)
         unanswered = asked.choice.unanswered
         if asked.choice.bid is None and prefix.needs_load and not state.shortened:
             asked = self._ask(request, state, prefix, prefix.resumable_tokens)
             unanswered |= asked.choice.unanswered
+        now = self._clock()
         state.end_wait(unanswered, self._chooser.speeds, now)
         self._tell_asked(request, state, prefix, asked)
         bid, local_tokens, crowded = asked.choice.bid, asked.local_tokens, False
