@@ -34,11 +34,11 @@ PAIR_AND_TIER := $(addprefix tests/engine/, \
   'test_families.py::test_spoiled_block_of_any_group_changes_the_answer[gemma4]' \
   'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]' \
   'test_tiers.py::test_kv_events_tell_a_router_which_tier_has_which_blocks[gemma3]' \
-  'test_tiers.py::test_loaded_chunks_are_used_and_damaged_chunks_are_not[gemma3]')
+  'test_tiers.py::test_loaded_chunks_are_used_and_damaged_chunks_are_not[gemma3]' test_weights_change.py)
 # Tests that run with vLLM's second model runner in place of the first, one of a kind: `make test-all` has both.
 SECOND_RUNNER := $(addprefix tests/engine/, test_streaming.py test_next_turn.py \
   'test_speculative.py::test_load_clears_draft_layers_that_the_peer_lacks[gemma3-no-draft-to-eagle]' \
-  'test_tiers.py::test_prompt_is_loaded_from_files[gemma3]')
+  $(addprefix test_tiers.py::test_prompt_is_loaded_from_files,'[gemma3]' '[dsv4]'))
 # Of `make faults`, `make soak` and `make mutants`.
 SEED ?= 1
 MUTANTS ?= 80
@@ -179,7 +179,7 @@ test-fast: $(VENV)/.dev ## the quick unit tests, without engine, NIXL and tests 
 test-all: $(VENV)/.dev ## all other tests, in parts of at most ten minutes; writes docs/test-record.md (PART=families-3)
 	PYTHONPATH=tests $(PYTHON) -m support.long.run $(PART)
 
-# The tests that inspect vLLM; then a pair over NIXL with its negative control, and a tier.
+# The tests that inspect vLLM; then a pair over NIXL with its negative control, a tier, sleep and other weights.
 contract: $(VENV)/.dev $(if $(VLLM),$(VENV)/vllm-$(VLLM)/.installed) ## kvferry's assumptions and a pair with a tier, on another release of vLLM (VLLM=0.31.0)
 	PYTHONPATH=$(if $(VLLM),$(CURDIR)/$(VENV)/vllm-$(VLLM)) $(PYTHON) -m pytest $(ARGS) $(ASSUMPTIONS) $(PAIR_AND_TIER)
 

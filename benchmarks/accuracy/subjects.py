@@ -11,7 +11,7 @@ from benchmarks.accuracy.questions import EXAMPLES
 from benchmarks.accuracy.recall.models import MODELS, Trained
 from benchmarks.accuracy.ways import Way
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models.read import read_model
+from kvferry.tools.models.read import read_model
 from kvferry.tools.serving.devices import visible_devices
 from kvferry.tools.serving.smollm2 import SMOLLM2, missing_smollm2, smollm2_checkpoint
 

@@ -12,7 +12,8 @@ from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.role import Role
 
 PEER = "peer"
 _TIERS = "tiers"

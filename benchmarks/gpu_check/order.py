@@ -24,14 +24,14 @@ from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory.device_stream import DeviceEvent, record_event
-from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.names import TIERS
+from kvferry.tools.measuring.owned import OwnedCache, allocate
+from kvferry.tools.models.layout import EngineShape
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 
 _NAME = "order after the forward"
 _TOKENS, _CHUNK, _BLOCK = 1024, 256, 16

@@ -19,9 +19,9 @@ from benchmarks.plugins import plugin_environment
 from kvferry.common.errors import ConfigError, KVFerryError, TransferError
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec, EngineState
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet, LaunchError
 from kvferry.tools.serving.processes import temporary_folder
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import decode_body, kv_params_of, prefill_body
 
 

@@ -15,8 +15,8 @@ from benchmarks.handover.client import Answer, get, post_all
 from benchmarks.handover.engine import STEP_TOKENS, Setup
 from kvferry.common.errors import TransferError
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState, last_lines
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import death_notice
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import COMPLETIONS
 from kvferry.tools.serving.specs import flag
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.overhead.planning import PlanningTimes
-from kvferry.geometry.layout import lay_out
 from kvferry.planning.packed_image import PackedImage, fetch_image, gather_image
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import Route, build_templates
 from kvferry.tools.bench.rounds import MoverRounds
 from kvferry.tools.measuring.rounds import Spread
 from kvferry.tools.measuring.simulated import SimulatedEngine
+from kvferry.tools.models.layout import lay_out
 
 CHOSEN = "chosen"
 READS = (Strategy.DIRECT, Strategy.OVER_READ, Strategy.STAGED)

@@ -18,7 +18,6 @@ from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTabl
 from benchmarks.overhead import planning
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import ModelReading
 from kvferry.planning.select import needed_tokens
 from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import KVFerryMover, Mover, raw_nixl
@@ -28,6 +27,7 @@ from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine, span_of
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide, block_tokens
 from kvferry.transport.costs import TransferSettings, load_costs
 

@@ -18,9 +18,9 @@ from benchmarks.offload.engine_parts import HOOKS, TTFT, EngineRequests
 from benchmarks.offload.first_token import FirstToken
 from benchmarks.offload.lookup import LookUpResults
 from benchmarks.offload.tier_hooks import HookCost
-from kvferry.geometry.models import ModelReading
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, chunk_group
 from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
+from kvferry.tools.models import ModelReading
 
 PARTS = ("lookup", "asking", HOOKS, TTFT)
 ASKED_FOR = 10

@@ -30,8 +30,6 @@ from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.observe.traces import TraceBuffer
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -46,6 +44,8 @@ from kvferry.tiers.paths import chunk_name
 from kvferry.tiers.storage_tier import StorageTier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.tools.bench.storage_chunks import bench_namespace
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import PeerInfo

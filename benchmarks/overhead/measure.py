@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.overhead import hooks, planning, readiness
-from kvferry.geometry.models import ModelReading
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide
 
 

@@ -19,23 +19,22 @@ import numpy as np
 import zmq
 
 from kvferry.geometry import GroupKind, Region
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.strategy import LANE_BYTES
 from kvferry.tools.measuring.producer_process import ProducerProcess
 from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader, as_arrays
 from kvferry.tools.measuring.rounds import Spread
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.agent import Agent
 from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.read_plan import ReadOrder, Share
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.staging import LaneResources, StagingArea
 
 _WORDS = Region(1 << 30, 4096)
@@ -83,7 +82,6 @@ def measure(
         rank: number of the reading rank in `dst`.
         lanes: number of reading threads that share the request.
     """
-    share = Share(0, lanes, LANE_BYTES)
     tables, plan, chunks = [], [], []
     with closing(PlannedPeer(src, dst, rank)) as paper:
         src_lists, dst_lists = ([table.tolist() for table in one.tables] for one in (src, dst))
@@ -91,7 +89,7 @@ def measure(
             started = time.perf_counter()
             arrays = as_arrays(src_lists), as_arrays(dst_lists)
             tables.append(time.perf_counter() - started)
-            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET, None, share))
+            first, later = paper.plan(ReadOrder("", "", src.span, *arrays, _TICKET, shares=lanes))
             plan.append(first)
             chunks.append(later)
         pages = sum(
@@ -194,14 +192,13 @@ class PlannedPeer:
         """Plan a load. Return the seconds until the first READ is ready, and those for later index arrays."""
         started = time.perf_counter()
         plan = self._peer.plan(order)
-        packed = (part for source in plan.ranks for part in source.packed)
-        chunks = ((part.method, cells) for part in packed for cells in part.method.segments(part.cells))
+        chunks = ((part.method, cells) for part in plan.packed for cells in reversed(part.rest))
         for way, cells in itertools.islice(chunks, 1):
             way.indices(cells, 0, 0)
         first = time.perf_counter()
         for way, cells in chunks:
             way.indices(cells, 0, 0)
-        self.strategies = tuple(map("+".join, plan.strategies_by_group))
+        self.strategies = tuple(map("+".join, plan.figures.strategies_by_group))
         return first - started, time.perf_counter() - first
 
     def close(self) -> None:

@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from kvferry.common.errors import TransferError
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.tools.measuring.rounds import Spread, percentile
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Pending

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.common.extras import BENCH, require
 from kvferry.tools.cli.bench import progress_line, work_folder
+from kvferry.tools.extras import BENCH, require
 
 
 def replay(
@@ -36,7 +36,7 @@ def replay(
     from benchmarks.replay import report
     from benchmarks.replay.measure import measure
     from benchmarks.replay.trace import write_trace
-    from kvferry.common.text import Report
+    from kvferry.tools.report import Report
 
     with work_folder(path) as folder, progress_line() as progress:
         if trace is None:

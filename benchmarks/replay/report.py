@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.replay.cases import READING, Measured
-from kvferry.common.text import Column, Report
 from kvferry.tools.measuring.rounds import Spread
+from kvferry.tools.report import Column, Report
 
 _MIB = 1 << 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.geometry.models import ModelReading
 from kvferry.tools.measuring.rounds import Spread
+from kvferry.tools.models import ModelReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

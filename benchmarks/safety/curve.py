@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
+from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strategy import Strategy
 from kvferry.tools.bench.movers import KVFerryMover
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
@@ -28,10 +30,10 @@ from kvferry.tools.measuring.simulated import simulate_engine
 from kvferry.tools.plan.side import EngineSide
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER
-from kvferry.transport.gather_client import Done, Gather, Gathered
+from kvferry.transport.gather_client import Done, Gather, GatherClient, Gathered
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.listener import Authenticator
 from kvferry.transport.messages import Release, encode
-from kvferry.transport.read_plan import ReadPlan
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
 TARGET = 0.02
@@ -129,8 +131,9 @@ def _transfer(job: SafetyJob, strategy: Strategy, on: _Pair, off: _Pair) -> Prot
         ferry = KVFerryMover("kvferry", reader, source, strategy=strategy)
         ferry.move()
         for number in range(job.repeats):
-            moved.append(ferry.move())
-            talk = messages_of(ferry.plan, [table.tolist() for table in source.tables], job.tokens)
+            with _recording_gathers() as gathers:
+                moved.append(ferry.move())
+            talk = messages_of(gathers, [table.tolist() for table in source.tables], job.tokens)
             talks.append(_both(number, partial(_often, on, talk), partial(_often, off, talk)))
     work = f"{len(talk)} messages of a {'+'.join(dict.fromkeys(ferry.strategies))} transfer"
     with_it, without = zip(*talks, strict=True)
@@ -142,11 +145,26 @@ def _often(pair: _Pair, talk: _Talk) -> float:
     return sum(pair.say(talk) for _ in range(_REPLAYS)) / _REPLAYS
 
 
-def messages_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int) -> _Talk:
+@contextmanager
+def _recording_gathers() -> Iterator[list[int]]:
+    """Record the number of cells in each request to gather that readers send while the block runs."""
+    ask, found = GatherClient.ask, list[int]()
+
+    def recording(
+        self: GatherClient, route: int, lease: LeaseWord, blocks: Int64s, *rest: Any, **named: Any
+    ) -> int:
+        found.append(len(blocks))
+        return ask(self, route, lease, blocks, *rest, **named)
+
+    with patch.object(GatherClient, "ask", recording):
+        yield found
+
+
+def messages_of(gathers: Sequence[int], tables: Sequence[list[int]], tokens: int) -> _Talk:
     """Return the messages of schedulers and workers for one transfer, with their answers.
 
     Args:
-        plan: read plan of the transfer; None for a transfer that reads nothing.
+        gathers: number of cells in each request to gather.
         tables: block tables in the answer to the ticket.
         tokens: length of the request, in tokens.
     """
@@ -154,11 +172,9 @@ def messages_of(plan: ReadPlan | None, tables: Sequence[list[int]], tokens: int)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
     redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
     talk = [(encode(redeem), encode(redeemed))]
-    ranks = plan.ranks if plan is not None else ()
-    for packed in (each for rank in ranks for each in rank.packed if each.method.announced_route >= 0):
-        for cells in packed.method.segments(packed.cells):
-            talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * len(cells)), 0)), _SMALL_ANSWER))
-            talk.append((encode(Done(1)), b""))
+    for cells in gathers:
+        talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * cells), 0)), _SMALL_ANSWER))
+        talk.append((encode(Done(1)), b""))
     talk.append((encode(Release(1, [ticket])), b""))
     return talk
 

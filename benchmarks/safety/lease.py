@@ -76,8 +76,8 @@ def _believing() -> Iterator[None]:
 
     def believe(self: lane.Lane, read: lane._Read) -> None:
         read.data_done = time.perf_counter()
-        for number, rank in enumerate(read.plan.ranks):
-            word = read.order.lease.word(rank.source.card.incarnation)
+        for number, source in enumerate(read.plan.sources):
+            word = read.order.lease.word(source.card.incarnation)
             self._lane.words[read.landing + number] = word
 
     with patch.object(lane.Lane, "_read_words", believe):

@@ -22,7 +22,6 @@ from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.connector.worker.mover import ChunkMover
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.models import ModelReading
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -32,6 +31,7 @@ from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import TIERS, GetOutcome, PutOutcome
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
 from kvferry.tools.bench.storage_chunks import bench_namespace
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide
 
 _POLL_SECONDS = 200e-6

@@ -26,8 +26,8 @@ from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.speeds import Speeds
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tools.measuring.simulated import span_of
+from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Unusable

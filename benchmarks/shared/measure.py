@@ -97,5 +97,6 @@ def measure(size: int, repeats: int, transports: str, progress: Callable[[str], 
 def _times(
     reader: Reader, number: int, source: SimulatedEngine, seconds: dict[Strategy, list[float]]
 ) -> LayoutTimes:
-    plan = reader.plan(source, number)
-    return LayoutTimes(LAYOUTS[number], seconds, "+".join(plan.strategies_by_group[0]), plan.bytes_per_second)
+    found = reader.figures(source, number)
+    strategy = "+".join(found.strategies_by_group[0])
+    return LayoutTimes(LAYOUTS[number], seconds, strategy, found.read_bytes_per_second)

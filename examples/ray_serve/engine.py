@@ -14,8 +14,9 @@ import httpx
 
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
 from kvferry.tools.serving.launch import death_notice
+from kvferry.tools.serving.role import Role
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.tools.doctor.identity import listening_ports
+from kvferry.tools.doctor.ports import listening_ports
 from support.namespaces import Host
 from support.open_to_others import session
 from support.vllm_engine.inside import distance

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.models import per_layer, read_model
+from kvferry.tools.models import per_layer, read_model
 from kvferry.tools.plan.side import EngineSide, shape
 from kvferry.tools.serving.tiny import FAMILIES
 from support.vllm_engine.checkpoints import checkpoint_of, family_of

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from kvferry.observe.metrics import CONNECTOR, EXPOSED
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from kvferry.tools.top.exposition import parse_page, window
 from kvferry.tools.top.figures import compute_figures

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.engines.vllm.machine import check_machine
 from kvferry.engines.vllm.transfer_config import TransferCheck
+from kvferry.tools.serving.machine import check_machine
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.transfer_configs import CORPUS, mutations
 from support.vllm_engine.pair import SOON, connector, prompt

@@ -56,7 +56,11 @@ BF16 = {"enable_prefix_caching": True, "dtype": "bfloat16"}
 EVERY = "prefix_cache_retention_interval"
 """How often vLLM keeps a snapshot, besides the last one that a prompt can be continued from."""
 ASYNC = {"async_scheduling": True}
-REPRESENTATIVE = (Family("gemma3", 700, other=SMALL),)
+# The pages of DeepSeek V4 move whole, so no engine with other blocks reads its chunks.
+REPRESENTATIVE = (
+    Family("gemma3", 700, other=SMALL),
+    *with_second_runner(Family("dsv4", 700, exact=False)),
+)
 ALL = (
     Family("lfm2", 640, {EVERY: 128, **ASYNC}, other=SMALL, settings={"chunk_tokens": 64}, exact=False),
     Family("gemma4", 700, other=SMALL),
@@ -76,8 +80,6 @@ ALL = (
         for name in ("qwen3next", "qwen3_5")
     ),
     Family("nemotronh", 512, {**BF16, EVERY: 256}, exact=False),
-    # Its pages move whole, so no engine with other blocks reads its chunks.
-    *with_second_runner(Family("dsv4", 700, exact=False)),
 )
 TEXT = prompt(512, 21)
 """Ends where chunks, blocks and steps end."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvferry.tools.serving.devices import free_ports, visible_devices
 from kvferry.tools.serving.engine import EngineSpec, EngineState
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import Fleet, death_notice, fleet_specs
+from kvferry.tools.serving.role import Role
 
 _ENGINE = (
     "--enforce-eager",

@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.tools.serving.engine import EngineProcess
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 
 REST_SECONDS = 40.0
 """How long engines may take until they hold nothing, once nobody asks."""

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import entries
 from support.families import ARCHITECTURES, default_config
 from support.vllm_engine.built import ask

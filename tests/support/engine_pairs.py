@@ -13,9 +13,9 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.connector.choosing import LocalPrefix
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.blocks import SnapshotSteps
 from kvferry.tools.plan.kept import StoredForm
 from kvferry.tools.replay.content import RequestKeys, keys_of_each

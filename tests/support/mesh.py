@@ -25,7 +25,7 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
-from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord

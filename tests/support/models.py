@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.rank import LAYOUTS, is_compact
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 
 COMPACT = tuple(name for name in LAYOUTS if is_compact(name))
 """Layouts in which pages of different size can share slots."""

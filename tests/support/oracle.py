@@ -17,7 +17,6 @@ import numpy as np
 
 from kvferry.geometry import Field, Group, GroupKind, Layer, RankGeometry
 from kvferry.planning.descriptors import Descriptors, concatenate
-from kvferry.planning.prepared_lists import _positions
 from kvferry.planning.select import Cells, LoadSpan
 from kvferry.planning.template import Route
 
@@ -225,7 +224,9 @@ def expand_cells(route: Route, cells: Cells) -> Descriptors:
     """Return the descriptors of a request as absolute addresses and lengths, row-major."""
     found = []
     for cell_copy in route.cell_copies:
-        src, dst = _positions(route, cell_copy, cells)
+        src_at, dst_at = np.array(cell_copy.src_offsets), np.array(cell_copy.dst_offsets)
+        src = cells.src_block * route.src_stride + src_at[cells.number % route.src_cells]
+        dst = cells.dst_block * route.dst_stride + dst_at[cells.number % route.dst_cells]
         rows = cell_copy.descriptors
         length = np.repeat(rows.length, len(cells))
         found.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.engine import EngineCache

@@ -226,7 +226,11 @@ class Reader:
         """Return how an order ended; None if it has not."""
         for result in self.thread.results():
             assert result.key not in self._results, f"{result.key} has two results"
-            assert 0 <= result.transfer_seconds + result.check_seconds <= time.perf_counter() - self._began
+            assert (
+                0
+                <= result.figures.transfer_seconds + result.figures.check_seconds
+                <= time.perf_counter() - self._began
+            )
             self._results[result.key] = result
         return self._results.get(key)
 

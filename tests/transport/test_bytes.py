@@ -139,8 +139,8 @@ def test_the_bytes_read_are_the_bytes_written(world, case, strategy):
         spans = [span] * len(case.dst.groups)
         expected = expect(reader.rank, sources, spans, dst_tables, reader.before, cleared=True)
         expected.check(reader.memory.bytes)
-        assert sum(result.plan.bytes_by_group) == result.plan.counts.bytes > 0
-        assert strategy is None or set(result.plan.strategies_by_group) == {(strategy,)}
+        assert sum(result.figures.bytes_by_group) > 0
+        assert strategy is None or set(result.figures.strategies_by_group) == {(strategy,)}
 
 
 def test_several_reads_in_flight_do_not_disturb_each_other(world):
@@ -178,5 +178,5 @@ def test_a_prompt_that_is_there_already_is_not_read(world):
     reader.submit("load", "P", LoadSpan(64, 64, 65), tables, tables)
     result = reader.result("load")
     assert result.failure is None
-    assert result.plan.counts.bytes == reader.agent.posted == 0
+    assert sum(result.figures.bytes_by_group) == reader.agent.posted == 0
     assert (reader.memory.bytes == reader.before).all()

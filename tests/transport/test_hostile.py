@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvferry.geometry import Region
-from kvferry.tools.doctor.identity import listening_ports
+from kvferry.tools.doctor.ports import listening_ports
 from kvferry.transport.agent import VARIABLE, addresses
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.metadata_sandbox import MetadataSandbox

@@ -24,6 +24,6 @@ def test_the_first_load_over_tcp_is_shared_already(world, over_tcp):
     reader.submit("load", "P", SPAN, FROM, INTO)
     result = reader.result("load")
     assert result.failure is None, result.failure
-    assert (result.plan.strategies_by_group, result.plan.not_shared) == ((("shared",),), "")
-    assert 1e6 < result.plan.bytes_per_second < 5e9
+    assert (result.figures.strategies_by_group, result.figures.not_shared) == ((("shared",),), "")
+    assert 1e6 < result.figures.read_bytes_per_second < 5e9
     expect(reader.rank, [RANK], [SPAN], INTO, reader.before).check(reader.memory.bytes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from kvferry.tools.doctor.identity import listening_ports
+from kvferry.tools.doctor.ports import listening_ports
 from transport import large
 from transport.pair import Producer
 

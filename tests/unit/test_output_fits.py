@@ -12,16 +12,16 @@ from hypothesis import given, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvferry.common.text import Column, Report, fit_table, wrap
-from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
 from kvferry.tools.bench import tiers as tiers_report, transfer as transfer_report
+from kvferry.tools.models import read_model
 from kvferry.tools.plan import show as plan_show
 from kvferry.tools.plan.find import entries, find_config
 from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
 from kvferry.tools.plan.show import show_kept
 from kvferry.tools.plan.side import EngineSide, resolve_layout
+from kvferry.tools.report import Column, Report, fit_table, wrap
 from kvferry.tools.serving.demo import report as demo_report
 from kvferry.tools.serving.demo.report import AnswerVerdict, RequestRow, Screen, Transfer
 from kvferry.tools.top import detail as top_detail, lines as top_lines

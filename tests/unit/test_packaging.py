@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvferry
-from kvferry.common.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 from kvferry.engines.vllm.version import SUPPORTED, TESTED, is_supported
 from kvferry.tools.doctor import nixl
+from kvferry.tools.extras import BENCH, INSTALL_PAGE, ROUTER, VLLM
 from support.long.run import RELEASES
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from kvferry.cache.reading import WantedChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, coverage
+from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, find_coverage
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan, attends_to_all
 from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
@@ -169,7 +169,7 @@ class PromptChunks:
             local_tokens,
         )
         tags = self._tags(chunked)
-        found = coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
+        found = find_coverage(self._groups, chunked, tier_numbers(tags.ravel()).reshape(tags.shape))
         self.shared_tokens = found.full_attention_tokens
         # They are those of one look-up: chunks may have been evicted since.
         self._stand_ins.clear()
@@ -219,7 +219,7 @@ class PromptChunks:
                     of_each = tier_numbers(tags_of([chunk.key for chunk in chunks]))
                     self._stand_ins[key] = chunks[fastest := int(of_each.argmin())]
                     numbers[group, number] = of_each[fastest]
-                longer = coverage(self._groups, replace(found.chunked, tokens=end), numbers)
+                longer = find_coverage(self._groups, replace(found.chunked, tokens=end), numbers)
                 if longer.tokens == end:
                     return longer
         return found

@@ -1,1 +1,1 @@
-"""Helpers for any package: errors, units, text tables, files, processes. They import no other package."""
+"""Helpers for any package: errors, units, text, files, processes. They import no other package."""

@@ -11,3 +11,7 @@ step.
 - `worker` carries out the orders on each rank.
 - `events` describe what happened, for listeners.
 """
+
+from kvferry.common.lazy import lazy_names
+
+__getattr__ = lazy_names(__name__, __file__)

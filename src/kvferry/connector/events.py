@@ -28,7 +28,8 @@ from typing import ParamSpec, TypeAlias
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.connector.engine import BlockRun
-from kvferry.connector.load import NO_FIGURES, Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
+from kvferry.transport.read_plan import NO_FIGURES, LoadFigures
 
 logger = logging.getLogger(__name__)
 

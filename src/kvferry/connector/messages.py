@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
-from kvferry.connector.load import NO_FIGURES, Load, LoadFigures
+from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
 from kvferry.memory.shared_memory import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
 
 
 @dataclass(frozen=True, slots=True)

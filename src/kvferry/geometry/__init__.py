@@ -4,19 +4,35 @@ All classes here are frozen dataclasses. `page` describes the bytes of one page 
 `rank` describes where the pages of one worker lie in memory. `planning` computes transfers from both.
 """
 
-from kvferry.geometry.page import Axis, Field, PageFormat, opaque_page
+from kvferry.geometry.page import (
+    TOKEN,
+    Axis,
+    Field,
+    PageFormat,
+    join_loops,
+    loop_offsets,
+    opaque_page,
+    whole_page,
+)
 from kvferry.geometry.rank import (
+    LAYOUTS,
     Attention,
     Group,
     GroupKind,
     GroupPattern,
     Layer,
+    PageMap,
+    PoolRoom,
     RankGeometry,
     Region,
     Scale,
+    is_compact,
+    page_map,
 )
 
 __all__ = [
+    "LAYOUTS",
+    "TOKEN",
     "Attention",
     "Axis",
     "Field",
@@ -25,8 +41,15 @@ __all__ = [
     "GroupPattern",
     "Layer",
     "PageFormat",
+    "PageMap",
+    "PoolRoom",
     "RankGeometry",
     "Region",
     "Scale",
+    "is_compact",
+    "join_loops",
+    "loop_offsets",
     "opaque_page",
+    "page_map",
+    "whole_page",
 ]

@@ -218,10 +218,7 @@ class _Registered:
 
 
 def _overlaps(field: Field, blocks: int, block_stride: int) -> bool:
-    """Return True if two elements of a field may share a byte, in one block or in different blocks.
-
-    The check may report an overlap where there is none, but it never misses one.
-    """
+    """Return True if two elements of a field may share a byte. An overlap is never missed."""
     # No elements overlap if each stride is at least as long as the memory that all shorter strides cover.
     loops = [(blocks, block_stride), *(loop for axis in field.axes for loop in axis.loops)]
     extent = field.item_bytes
@@ -252,8 +249,7 @@ class PageMap:
 
     Attributes:
         address: of the first byte of layer 0, block 0.
-        counts: number of layers, kernel blocks, heads, tokens and content bytes. A group of recurrent state
-            has one head and one token, and the content is the whole snapshot.
+        counts: layers, kernel blocks, heads, tokens and content bytes: of recurrent state, of a snapshot.
         strides: bytes between neighbours along each of these axes.
         kernels: number of consecutive kernel blocks per block.
     """
@@ -269,7 +265,6 @@ class PageMap:
         return self.strides[1] * self.kernels
 
     def page(self, layer: int, block: int) -> int:
-        """Return the address of a page, by index of the layer in the group and block id."""
         return self.address + layer * self.strides[0] + block * self.block_stride
 
 

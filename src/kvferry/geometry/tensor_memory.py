@@ -65,8 +65,7 @@ Computed: TypeAlias = TensorMemory | tuple[TensorMemory, ...]
 def find_difference(handed: TensorMemory, computed: Computed) -> str:
     """Return how the memory that a layer computes in differs from the tensor handed over; empty if equal.
 
-    A single tensor must cover the same bytes of the same blocks, along the same axes, but may split blocks
-    into kernel blocks. The tensors of several states must divide the pages among them, in order.
+    A single tensor may split blocks into kernel blocks. Those of several states divide the pages, in order.
     """
     if isinstance(computed, TensorMemory):
         same = computed.address == handed.address and computed.storage == handed.storage

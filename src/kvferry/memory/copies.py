@@ -51,7 +51,8 @@ class ChunkCopies(PoolCells):
         storing = side == "src"
         # Byte offset of each cell in its chunk, for each part of the route.
         self._chunk_cells = [
-            part.dst_offset_array if storing else part.src_offset_array for part in route.cell_copies
+            np.array(part.dst_offsets if storing else part.src_offsets, np.int64)
+            for part in route.cell_copies
         ]
         parts = [
             PoolCopies(

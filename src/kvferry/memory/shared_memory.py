@@ -216,7 +216,7 @@ def _advise(address: int, length: int, advice: int) -> int:
     return error
 
 
-def read(path: str) -> str | None:
+def read_kernel_file(path: str) -> str | None:
     """Return the text of a file of ``/proc`` or ``/sys``; None if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
@@ -224,7 +224,7 @@ def read(path: str) -> str | None:
         return None
 
 
-def available_memory(read: Read = read) -> tuple[int, str] | None:
+def available_memory(read: Read = read_kernel_file) -> tuple[int, str] | None:
     """Return the bytes that this process can still allocate, and what limits them; None if unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
     room = [(int(found[1]) << 10, "available on this machine")] if found else []

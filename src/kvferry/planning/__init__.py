@@ -15,3 +15,7 @@ request.
 - `strategy`: the cheapest transfer method. `packed_image`: cells packed for over-read and staged transfers.
 - `prepared_lists`: the descriptors of one request as indices, without a Python loop over them.
 """
+
+from kvferry.common.lazy import lazy_names
+
+__getattr__ = lazy_names(__name__, __file__)

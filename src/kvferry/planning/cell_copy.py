@@ -1,12 +1,8 @@
 """Cell copies: the strided copies of one cell, and the offsets of all cells in a block.
 
 Blocks of 784 and of 400 tokens, for example, have 49 and 25 cells of 16 tokens. The offset of a cell in its
-block depends on one side only. So this copy is described by the strided copies of a single cell, the offsets
-of 49 source cells, and those of 25 destination cells. Memory and time grow with the sum of both numbers, not
-with their product.
-
-Fields whose cells have equal offsets share a cell copy. If K and V are packed per token, one is enough. If K
-is transposed and V is not, two are needed.
+block depends on one side only, so memory and time grow with the sum of both numbers, not with their product.
+Fields whose cells have equal offsets share a cell copy, such as K and V that are packed per token.
 """
 
 from __future__ import annotations
@@ -33,12 +29,9 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """Strided copies of one cell of a block, and the offsets at which they are repeated for the other cells.
+    """The `copies` of the cell with offset 0 on both sides, and the offsets at which to repeat them.
 
-    Attributes:
-        src_offsets, dst_offsets: byte offset of each cell of a block on each side, relative to the cell with
-            the lowest address. The two blocks may have different numbers of cells.
-        copies: strided copies of the cell with offset 0 on both sides.
+    The blocks of the two sides may have different numbers of cells.
     """
 
     src_offsets: Offsets
@@ -47,41 +40,13 @@ class CellCopy:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """Runs of the cell with offset 0. Runs that are contiguous on both sides are merged."""
+        """Runs of the cell with offset 0, merged if contiguous on both sides."""
         return expand_copies(self.copies)
-
-    @cached_property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Distinct (length in bytes, number of runs of this length) of the runs of one cell."""
-        found = np.unique(self.descriptors.length, return_counts=True)
-        return tuple(zip(*(array.tolist() for array in found), strict=True))
-
-    @cached_property
-    def src_steps(self) -> frozenset[int]:
-        """Distinct distances in bytes between neighbouring cells of a source block."""
-        return frozenset(np.diff(self.src_offset_array).tolist())
-
-    @cached_property
-    def dst_steps(self) -> frozenset[int]:
-        return frozenset(np.diff(self.dst_offset_array).tolist())
-
-    @cached_property
-    def src_offset_array(self) -> Int64s:
-        return np.array(self.src_offsets, np.int64)
-
-    @cached_property
-    def dst_offset_array(self) -> Int64s:
-        return np.array(self.dst_offsets, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCopies:
-    """Strided copies of one cell between the blocks of a pool and packed memory.
-
-    Attributes:
-        at: byte offset of each cell in its block.
-        nests: strided copies of the cell with offset 0.
-    """
+    """Copies, of the cell with offset 0, between the blocks of a pool and packed memory."""
 
     at: Offsets
     # Messages between engines contain this name (`transport.gather_messages`), so it must not change.
@@ -90,12 +55,7 @@ class PoolCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolDescriptors:
-    """Descriptors of one cell between the blocks of a pool and packed memory.
-
-    Attributes:
-        at: byte offset of each cell in its block.
-        descriptors: runs of the cell with offset 0.
-    """
+    """Runs, of the cell with offset 0, between the blocks of a pool and packed memory."""
 
     at: Offsets
     descriptors: Descriptors
@@ -121,13 +81,11 @@ def split_tokens(
     """Split the tokens of a cell into groups, so that one `CellCopy` can describe each group.
 
     Args:
-        src, dst: byte offset of every token of a block on each side, int64 of shape (tokens,). The number of
-            tokens is a multiple of `cell_tokens`.
+        src, dst: byte offset of every token of a block on each side, int64.
 
     Yields:
-        (src_offsets, dst_offsets, src_tokens, dst_tokens). The first two are as in `CellCopy`. The other two
-        are the byte offsets, in the block, of the group's tokens in the cell with offset 0, int64 of shape
-        (tokens of the group,).
+        (src_offsets, dst_offsets, src_tokens, dst_tokens): as in `CellCopy`, and the byte offsets of the
+        group's tokens in the cell with offset 0, int64.
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])
@@ -153,12 +111,7 @@ class PageCopy:
 
     Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is
     cell ``c % src_cells`` of block ``c // src_cells``, and likewise at the destination. A snapshot is one
-    cell, which fills a block on both sides.
-
-    Attributes:
-        cell_tokens: number of tokens per cell; 0 for a snapshot.
-        src_cells, dst_cells: number of cells per block on each side.
-        cell_copies: strided copies of a cell, with byte offsets from the start of the page on each side.
+    cell of 0 tokens. The byte offsets of `cell_copies` are from the start of the page.
     """
 
     cell_tokens: int
@@ -201,8 +154,7 @@ def differences(src: PageFormat, dst: PageFormat) -> list[str]:
 def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | None = None) -> PageCopy:
     """Compute the copy of a cell from a page of format `src` to a page of format `dst`.
 
-    Example: blocks of 4 tokens are copied to blocks of 6 tokens, so cells have 2 tokens. A token has one
-    element of 2 bytes.
+    Example: blocks of 4 tokens are copied to blocks of 6, so cells have 2. A token is one element of 2 bytes.
 
     >>> def page(tokens):
     ...     field = Field("kv", 2, 0, (Axis("token", ((tokens, 2),)),))

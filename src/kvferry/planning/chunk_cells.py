@@ -1,7 +1,6 @@
-"""Selection of the cells that a rank copies to store chunks of a prompt, or to load chunks of a prefix.
+"""Selection of the cells that a rank copies to store or load chunks, numbered by position in the prompt.
 
-The functions call `select.select_cells` with a block table on one side and a chunk table on the other. Chunks
-are numbered by position in the prompt.
+The other side of each selection is a buffer of chunks, whose block ids are positions that start at 1.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from kvferry.geometry import Attention, GroupKind, GroupPattern
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import (
     ALL_TOKENS,
+    NO_CELLS,
     Cells,
     LoadSpan,
     check_part_edges,
@@ -28,20 +28,13 @@ _STATE = Attention(GroupKind.STATE)
 
 @dataclass(frozen=True, slots=True)
 class TableSlice:
-    """A contiguous part of a block table.
-
-    Attributes:
-        first: position of the first entry in the block table; 0 in a state group.
-        ids: block ids from that position on; in a state group, the id of the one block with the snapshot.
-    """
+    """The ids of a block table from position `first` on; in a state group, the block of the snapshot."""
 
     first: int
     ids: tuple[int, ...]
 
     def table(self) -> Int64s:
-        """Return the block table from its start to the end of this part, int64 of shape (first + len(ids),).
-
-        Positions before `first` have 0, the id of the null block.
+        """Return the block table to the end of this part, with null blocks before it, int64.
 
         >>> TableSlice(2, (7, 9)).table().tolist()
         [0, 0, 7, 9]
@@ -60,7 +53,7 @@ def slice_table(ids: Sequence[int], low: int, high: int, block_tokens: int) -> T
 
 
 def runs_of(numbers: Sequence[int]) -> list[range]:
-    """Group ascending numbers into ranges of consecutive numbers.
+    """Group ascending numbers into ranges.
 
     >>> runs_of([3, 4, 5, 9])
     [range(3, 6), range(9, 10)]
@@ -75,10 +68,7 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
 
 
 def chunk_table(numbers: Sequence[int]) -> Int64s:
-    """Return a block table for a buffer of chunks, int64 of shape (max(numbers) + 1,).
-
-    Entry ``n`` is 1 + the position of the prompt's chunk ``n`` in the buffer, or 0, the null block, if the
-    buffer does not hold this chunk.
+    """Return a block table for a buffer that holds these chunks of a prompt, int64 of shape (max + 1,).
 
     >>> chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
@@ -93,17 +83,12 @@ def cells_to_store(
 ) -> list[Cells]:
     """Return the cells to copy from blocks into a buffer of chunks, per range of consecutive chunks.
 
-    Destination block ids are positions in the buffer, starting at 1 (`chunk_table`).
-
     Args:
-        numbers: indices in the prompt of the chunks to store, ascending, in the order of the buffer; exactly
-            one for a snapshot.
-        available: range of prompt tokens whose content the blocks hold, beginning at the start of a cell.
-            Cells without any of these tokens are not copied. Unused for a snapshot.
-        blocks: part of the source group's block table that contains the blocks with the chunks' tokens.
+        numbers: chunks to store, ascending, in the order of the buffer; exactly one for a snapshot.
+        available: prompt tokens whose content the blocks hold, from the start of a cell on. Cells without any
+            of them are not copied. Unused for a snapshot.
 
-    Raises:
-        TransferError: a block is missing, null or not in its pool; or `available` begins inside a cell.
+    Raise TransferError if a block is missing, null or not in its pool, or `available` begins inside a cell.
     """
     if not route.cell_tokens:
         # Any load that is not empty transfers the one snapshot.
@@ -117,14 +102,13 @@ def cells_to_store(
 
 
 def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return those cells of a chunk for which the engine's blocks hold no tokens; empty for a snapshot.
+    """Return the cells of a chunk that must be cleared, because the engine's blocks hold no tokens of them.
 
-    Nothing is copied into these cells when the chunk is stored, so they must be cleared. All source block ids
-    are 0. All destination block ids are 1, as if the chunk were the only one in its buffer.
+    All source block ids are 0. All destination block ids are 1, as if the chunk were alone in its buffer.
     """
     cell = route.cell_tokens
     if not cell:
-        return Cells(*(np.zeros(0, np.int64) for _ in range(3)))
+        return NO_CELLS
     cells = np.arange(number * chunk_tokens // cell, (number + 1) * chunk_tokens // cell, dtype=np.int64)
     cells = cells[(cells < available.start // cell) | (cells >= -(-available.stop // cell))]
     return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells)
@@ -140,18 +124,11 @@ def cells_to_load(
 ) -> list[Cells]:
     """Return the cells to copy from a buffer of loaded chunks into blocks, per range of consecutive chunks.
 
-    Source block ids are positions in the buffer, starting at 1 (`chunk_table`).
+    Raise TransferError as `select_cells`, for the whole load.
 
     Args:
         span: tokens of the whole load.
-        numbers: indices in the prompt of the chunks in the buffer, ascending. The buffer may hold only a part
-            of the load's chunks; for a snapshot, exactly one.
-        table: block ids of the destination group by position, int64 of shape (blocks,).
-
-    Raises:
-        TransferError: a block is missing, null or not in its pool; or the prefix that the engine already has
-            ends inside a cell; or the load is a part of a prefix, and begins or ends inside a block that the
-            adjacent part also writes.
+        numbers: chunks in the buffer, ascending, maybe a part of those of the load; one for a snapshot.
     """
     if not route.cell_tokens:
         return [select_cells(route, group, span, np.ones(1, np.int64), table)]

@@ -1,26 +1,18 @@
 """Coverage: the longest usable prefix of a prompt when groups have different chunks cached.
 
-A prompt is divided into chunks of equal length, except that the last chunk may be a shorter *tail*. The end
-of a chunk is a *boundary*. A prefix that ends at a boundary is usable if every group can continue there. A
-group needs these chunks to continue:
+The last chunk of a prompt may be a shorter *tail*. A prefix that ends at a *boundary*, the end of a chunk, is
+usable if every group can continue there. Unless the engine itself holds the tokens, a group needs:
 
 - full attention and MLA: every chunk before the boundary
-- sliding window: the chunks with tokens of the next computed token's window (`select.first_attended`)
-- chunked local attention: the chunks with tokens of the next computed token's attention chunk
+- sliding window, chunked local attention: the chunks with tokens that the next computed token attends to
 - state: the snapshot (recurrent state) at the boundary itself
 
-Every needed chunk must be in some tier, unless the engine itself holds its tokens.
+These chunks are consecutive and end at the boundary. So one number per group and boundary is enough: the
+slowest of the tiers that hold them.
 
-For every kind of group, the needed chunks are consecutive and end at the boundary. So one number per group
-and boundary is enough: the slowest tier among the tiers that hold these chunks. If no tier holds one of the
-chunks, the boundary is unusable. The longest prefix without slow tiers ends at the last boundary for which
-this number is small enough. Block sizes do not matter here.
-
-The end of the prompt is special, because the engine always computes the last prompt token itself, to sample
-from it. Attention overwrites the KV of that token with the same content, so a prefix may extend to the end of
-the prompt. The next computed token is then the last prompt token, and its window counts. A recurrent state
-after the last token would consume that token twice. So if the model has a state group, a prefix has at most
-``prompt - 1`` tokens (`longest_usable_prefix`), and the prompt cannot use a snapshot at its own end.
+The engine always computes the last prompt token itself, to sample from it. Attention overwrites its KV with
+the same content, but recurrent state would consume the token twice. So if the model has a state group, a
+prefix has at most ``prompt - 1`` tokens (`longest_usable_prefix`).
 """
 
 from __future__ import annotations
@@ -49,17 +41,13 @@ _NO_CHUNK = np.zeros(1, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """A prompt that is divided into chunks, so that the chunks can be looked up in the tiers.
+    """A prompt that is divided into chunks.
 
     Attributes:
-        tokens: number of tokens to look up, from the start of the prompt; at most `prompt`. Tokens after the
-            last whole chunk form a shorter chunk, the tail.
-        chunk_tokens: number of tokens per chunk.
-        prompt: length of the whole prompt in tokens.
-        local_tokens: length in tokens of the prefix that the engine itself holds, in every group. It may end
-            inside a chunk. Of a sliding window, the engine may hold only the trailing part.
-        first: length in tokens of the prefix that another source loads for the groups that attend to all
-            tokens; 0 if there is no such source.
+        tokens: number of tokens to look up, from the start of the prompt; at most `prompt`, its length.
+        local_tokens: length of the prefix that the engine itself holds, in every group. It may end inside a
+            chunk. Of a sliding window, the engine may hold only the trailing part.
+        first: length of the prefix that another source loads for the groups that attend to all tokens; or 0.
     """
 
     tokens: int
@@ -81,7 +69,7 @@ class ChunkedPrompt:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks, including a shorter last chunk."""
+        """Number of chunks, including the tail."""
         return -(-self.tokens // self.chunk_tokens)
 
     @property
@@ -94,12 +82,9 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MissingChunk:
-    """A chunk that no tier holds, and without which a KV cache group cannot use a longer prefix.
+    """The first chunk that a KV cache group lacks for a longer prefix, by its index in the prompt.
 
-    Attributes:
-        group: index of the KV cache group.
-        chunk: index, in the prompt, of the first chunk that the group lacks. In a state group, index of the
-            chunk at whose end no snapshot is stored.
+    In a state group, the chunk at whose end no snapshot is stored.
     """
 
     group: int
@@ -108,16 +93,15 @@ class MissingChunk:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Coverage:
-    """The usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
+    """The usable prefixes of a prompt, and the chunks that are missing for longer ones.
 
     Attributes:
         tier_numbers: number of the fastest tier that holds each chunk, int64 of shape (groups, chunks).
-        ends: length in tokens of the prefix that ends at each boundary, int64 of shape (chunks,).
+        ends: tokens before each boundary, int64 of shape (chunks,).
         usable: True for each boundary at which a loaded prefix may end, whatever the tiers hold; bool of
-            shape (chunks,). False inside the prefix that the engine or another source supplies, at its end,
-            and after `longest_usable_prefix`.
-        slowest: one array per group, int64 of shape (chunks,): for each boundary, the slowest tier that the
-            group must read if the prefix ends there; `NO_TIER` if the group lacks a chunk.
+            shape (chunks,). False up to the end of the prefix that the engine or another source supplies.
+        slowest: per group, int64 of shape (chunks,): the slowest tier that the group must read if the prefix
+            ends at each boundary; `NO_TIER` if the group lacks a chunk.
         slowest_overall: the largest number in `slowest` over all groups.
     """
 
@@ -136,30 +120,27 @@ class Coverage:
 
     @property
     def per_group(self) -> tuple[int, ...]:
-        """Length in tokens of the longest prefix that each group can use, whatever the other groups lack."""
+        """Tokens of the longest prefix that each group can use, whatever the other groups lack."""
         return tuple(self._last(row, NO_TIER)[0] for row in self.slowest)
 
     @property
     def full_attention_tokens(self) -> int:
         """Length in tokens of the longest prefix for which all full-attention and MLA chunks are cached."""
-        each = zip(self.groups, self.per_group, strict=True)
-        return min(
-            (tokens for group, tokens in each if attends_to_all(group.kind)),
-            default=self.chunked.local_tokens,
-        )
+        found = []
+        for group, slowest in zip(self.groups, self.slowest, strict=True):
+            if attends_to_all(group.kind):
+                found.append(self._last(slowest, NO_TIER)[0])
+        return min(found, default=self.chunked.local_tokens)
 
     @property
     def nearest_unusable_prefix(self) -> int | None:
-        """Length in tokens of the unusable prefix that comes closest to being usable, to explain a miss.
-
-        None if no prefix longer than `tokens` ends where the attribute `usable` is True.
-        """
+        """Tokens of the prefix that comes closest to being usable, to explain a miss; None if none does."""
         at = self._nearest_index()
         return None if at is None else int(self.ends[at])
 
     @property
     def missing(self) -> tuple[MissingChunk, ...]:
-        """First missing chunk of each group that cannot use a prefix of `nearest_unusable_prefix` tokens."""
+        """First missing chunk of each group that cannot use a prefix of `nearest_unusable_prefix`."""
         at = self._nearest_index()
         if at is None:
             return ()
@@ -178,24 +159,17 @@ class Coverage:
         """Return (tokens, slowest tier) of the longest prefix that needs only tiers before `before`.
 
         If no chunk extends the prefix that the engine itself holds, the result is (length of that prefix, 0).
-
-        By default no tier is excluded.
         """
         return self._last(self.slowest_overall, before)
 
     def tokens_after_head(self, head: int) -> int:
-        """Return the length of the longest usable prefix, in tokens, if another source loads its first part.
-
-        Args:
-            head: number of tokens that the other source loads. It replaces `ChunkedPrompt.first`.
-        """
+        """Return the tokens of the longest usable prefix, if another source loads the first `head` tokens."""
         return _covered(self.groups, replace(self.chunked, first=head), self.tier_numbers, self).tokens
 
     def tokens_by_tier(self, group: int, first: int, last: int) -> Int64s:
-        """Return the number of tokens of a range that each tier provides to a group.
+        """Return the tokens of ``[first, last)`` that each tier provides to a group, int64 of shape (tiers,).
 
-        The result is int64 of shape (tiers,), up to the slowest tier that provides a chunk. The range
-        ``[first, last)`` is not empty and lies inside `chunked.tokens`.
+        The range is not empty, and the result ends with the slowest tier that provides a chunk.
         """
         size = self.chunked.chunk_tokens
         low, high = first // size, -(-last // size)
@@ -219,43 +193,42 @@ class Coverage:
         if not len(beyond):
             return None
         # The boundary that the fewest groups fail, and of several the shortest: `argmin` takes the first.
-        failing = sum((row[beyond] >= NO_TIER).view(np.uint8) for row in self.slowest)
-        return int(beyond[np.argmin(failing)])
+        failing = np.zeros(len(beyond), np.int64)
+        for row in self.slowest:
+            failing += row[beyond] >= NO_TIER
+        return int(beyond[failing.argmin()])
 
 
 def longest_usable_prefix(groups: Sequence[GroupPattern], prompt: int) -> int:
     """Return the length in tokens of the longest prefix that a prompt may use if every chunk is cached."""
     # Attention overwrites the KV of the last token with the same content. Recurrent state would see it twice.
-    return max(prompt - any(group.kind is GroupKind.STATE for group in groups), 0)
+    for group in groups:
+        if group.kind is GroupKind.STATE:
+            return max(prompt - 1, 0)
+    return prompt
 
 
 def widest_group(groups: Sequence[GroupPattern]) -> int:
-    """Return the index of the group that needs the most chunks to load a prefix.
-
-    This is a group that attends to all tokens, else the one with the longest window, else one of recurrent
-    state.
-    """
+    """Return the index of the group that needs the most chunks to load a prefix."""
     kinds = [(one.kind is not GroupKind.STATE, not one.attention_span, one.attention_span) for one in groups]
     return kinds.index(max(kinds))
 
 
-def coverage(groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers) -> Coverage:
+def find_coverage(
+    groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tier_numbers: TierNumbers
+) -> Coverage:
     """Compute the usable prefixes of a prompt, and the chunks that are missing for longer prefixes.
 
-    Args:
-        groups: attention patterns of all groups of the model.
-        tier_numbers: number of the fastest tier that holds each chunk, or `NO_TIER`; int64 of shape (groups,
-            `chunked.chunks`). In a state group, the tier of the snapshot at the end of the chunk. The entry
-            of a chunk may be `NO_TIER` if the engine itself holds all of its tokens. A tier also holds the
-            prompt's shorter last chunk if it holds a longer chunk that begins with the same tokens.
+    `tier_numbers` has the fastest tier that holds each chunk, or `NO_TIER`: int64 of shape (groups, chunks).
+    In a state group, that is the tier of the snapshot at the end of the chunk. A tier also holds the tail if
+    it holds a longer chunk that begins with the same tokens.
 
-    Raises:
-        TransferError: `tier_numbers` has another shape or dtype, or `groups` is empty.
+    Raise TransferError if `tier_numbers` has another shape or dtype, or `groups` is empty.
 
     >>> from kvferry.geometry import Attention
     >>> full, state = Attention(GroupKind.FULL), Attention(GroupKind.STATE)
     >>> found = np.array([[0, 0, 1, NO_TIER], [NO_TIER, 0, NO_TIER, 0]])
-    >>> both = coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
+    >>> both = find_coverage([full, state], ChunkedPrompt(tokens=1024, chunk_tokens=256, prompt=1025), found)
     >>> both.longest(), both.per_group, both.nearest_unusable_prefix, both.missing
     ((512, 0), (768, 1024), 768, (MissingChunk(group=1, chunk=2),))
     """
@@ -273,29 +246,25 @@ def _covered(
     tier_numbers: TierNumbers,
     before: Coverage | None = None,
 ) -> Coverage:
-    """Compute the coverage, or derive it from an earlier one.
-
-    Args:
-        before: result whose inputs differ only in `ChunkedPrompt.first`; None to compute everything.
-    """
+    # `before` is a result whose inputs differ only in `ChunkedPrompt.first`.
     ends = chunked.boundaries if before is None else before.ends
     usable = ends > max(chunked.local_tokens, chunked.first)
     if chunked.tokens > longest_usable_prefix(groups, chunked.prompt):
         usable[-1:] = False
     # What another source loads first matters only to groups that attend to all tokens.
-    slowest = tuple(
-        _slowest(group, chunked, ends, row)
-        if before is None or attends_to_all(group.kind)
-        else before.slowest[number]
-        for number, (group, row) in enumerate(zip(groups, tier_numbers, strict=True))
-    )
+    slowest = []
+    for number, group in enumerate(groups):
+        if before is None or attends_to_all(group.kind):
+            slowest.append(_slowest(group, chunked, ends, tier_numbers[number]))
+        else:
+            slowest.append(before.slowest[number])
     return Coverage(
         groups=groups,
         chunked=chunked,
         tier_numbers=tier_numbers,
         ends=ends,
         usable=usable,
-        slowest=slowest,
+        slowest=tuple(slowest),
         slowest_overall=reduce(np.maximum, slowest),
     )
 
@@ -303,19 +272,13 @@ def _covered(
 def chunks_to_load(
     groups: Sequence[GroupPattern], chunked: ChunkedPrompt, tokens: int, part: tuple[int, int] | None = None
 ) -> tuple[Int64s, ...]:
-    """Return the chunks of each group that must be loaded for a prefix of `tokens` tokens.
+    """Return the indices of the chunks of each group that must be loaded for a prefix, int64, ascending.
 
     Args:
         tokens: length of the prefix. It must be the end of a chunk, unless `part` ends earlier.
         part: token range ``[first, last)`` to load if other sources load the rest; None for the whole prefix.
 
-    Returns:
-        For each group, the indices of the chunks, int64, ascending; none if the engine has the whole prefix.
-        In a state group, the index of the chunk at whose end the snapshot lies.
-
-    Raises:
-        TransferError: the prefix ends inside a chunk, or the tokens to load end after `chunked.tokens` or
-            after `longest_usable_prefix`.
+    Raise TransferError if the tokens to load end inside a chunk, or after `longest_usable_prefix`.
     """
     if tokens <= chunked.local_tokens:
         return tuple(np.zeros(0, np.int64) for _ in groups)
@@ -331,7 +294,6 @@ def chunks_to_load(
 
 
 def _chunks(group: GroupPattern, span: LoadSpan, chunked: ChunkedPrompt) -> Int64s:
-    """Return the indices of the chunks that a load needs for a group, int64, ascending."""
     low, high = needed_tokens(group, span)
     if low >= high:
         return np.zeros(0, np.int64)
@@ -343,11 +305,7 @@ def _chunks(group: GroupPattern, span: LoadSpan, chunked: ChunkedPrompt) -> Int6
 def _slowest(
     group: GroupPattern, chunked: ChunkedPrompt, ends: Int64s, tier_numbers: TierNumbers
 ) -> TierNumbers:
-    """Return the slowest tier that a group must read, for each prefix that ends at the end of a chunk.
-
-    The result is int64 of shape (chunks,): 0 if the group needs no chunk, `NO_TIER` if a needed chunk is in
-    no tier. It agrees with `_chunks` of each prefix, but takes one pass for all of them.
-    """
+    """Return `Coverage.slowest` of a group. It agrees with `_chunks` of each prefix, but takes one pass."""
     if group.kind is GroupKind.STATE:
         return tier_numbers
     if attends_to_all(group.kind):

@@ -14,12 +14,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Runs of bytes that are contiguous at the source and at the destination.
-
-    Attributes:
-        src, dst: byte offset or address of each run on each side, int64 of shape (n,).
-        length: bytes of each run, int64 of shape (n,).
-    """
+    """Byte offsets or addresses on each side, and lengths in bytes, of n runs: int64 of shape (n,)."""
 
     src: Int64s
     dst: Int64s

@@ -1,12 +1,9 @@
 """Packed cells: contiguous buffers (*images*) for cells whose runs are too short to transfer one by one.
 
-- *Gathered* (`gather_image`): the source packs what it supplies in the destination's byte order. The
-  destination then reads each run that is contiguous in its own memory with one descriptor, into place.
-- *Fetched* (`fetch_image`): the destination reads contiguous ranges of the source, and gaps too if a gap is
-  cheaper than another descriptor. Then it copies the bytes into place.
-
-All cells of a route have the same image. The offset of a cell in its block is stored separately
-(`planning.cell_copy`).
+- *Gathered*: the source packs what it supplies in the destination's byte order. The destination reads each
+  run that is contiguous in its own memory with one descriptor, into place.
+- *Fetched*: the destination reads contiguous ranges of the source, and gaps too if a gap is cheaper than
+  another descriptor. Then it copies the bytes into place.
 """
 
 from __future__ import annotations
@@ -34,11 +31,10 @@ class PackedImage:
     """The layout of images that each hold one packed cell.
 
     Attributes:
-        stride: distance in bytes between the starts of consecutive images, a multiple of `ALIGNMENT`.
+        stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
         pool_copies: strided copies from the source's blocks to a gathered image, or from a fetched image to
-            the destination's blocks. Addresses on the engine's side are absolute addresses in block 0.
-        reads: descriptors, in the order of the image: from a gathered image to the destination, or from the
-            source to a fetched image.
+            the destination's blocks, at absolute addresses in block 0.
+        reads: from a gathered image to the destination, or from the source to a fetched image.
     """
 
     stride: int
@@ -47,21 +43,19 @@ class PackedImage:
 
     @property
     def bytes(self) -> int:
-        """Total bytes of all reads of one image."""
         return sum(each.descriptors.total_bytes for each in self.reads)
 
     @property
     def longest(self) -> int:
-        """Length in bytes of the longest read."""
+        """Bytes of the longest read."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 
 def gather_image(cell_copies: Iterable[CellCopy]) -> PackedImage | None:
     """Return the layout of images that the source packs for the destination to read.
 
-    None if nothing is copied or an image would need more than `MAX_READS` reads.
-
-    Example: the source has one buffer per layer, and the destination stores all layers of one head together.
+    None if nothing is copied or an image would need more than `MAX_READS` reads. In this example, the source
+    has one buffer per layer, and the destination stores all layers of one head together.
 
     >>> from kvferry.planning.cell_copy import ONE_CELL
     >>> copies = tuple(StridedCopy(layer * 1000, layer * 8, 8, (Loop(2, 8, 24),)) for layer in range(3))
@@ -92,12 +86,9 @@ def fetch_image(
 ) -> PackedImage | None:
     """Return the layout of images that the destination reads from the source and then unpacks.
 
-    None if nothing is copied or an image would need more than `MAX_READS` reads.
-
     Args:
         gap_bytes: length of the longest gap between two runs that is read instead of skipped.
-        region_starts: first address of each registered region of the source. A READ across two regions would
-            fail, so no read crosses these addresses.
+        region_starts: first address of each registered region of the source. A READ across two would fail.
     """
     by_offsets = defaultdict[Offsets, list[tuple[Offsets, StridedCopy]]](list)
     for cell_copy in cell_copies:
@@ -125,11 +116,7 @@ def fetch_image(
 def _pack(
     copies: Sequence[StridedCopy], gap_bytes: int, region_starts: Sequence[int], first: int
 ) -> tuple[list[list[StridedCopy]], Descriptors] | None:
-    """Return, for each given copy, the copies that read from the image, and the image's reads.
-
-    None if there are no copies or too many reads. `first` is the offset in bytes at which these copies begin
-    in the image.
-    """
+    """Return, for each given copy, the copies out of the image; and the reads of its bytes from `first`."""
     if not copies:
         return None
     runs = [_source_runs(copy) for copy in copies]
@@ -149,7 +136,6 @@ def _swap(copy: StridedCopy) -> StridedCopy:
 
 
 def _source_runs(copy: StridedCopy) -> tuple[int, list[tuple[int, int]]]:
-    """Return the memory that a copy covers at the source, as loops over its longest contiguous runs there."""
     # A run may be longer than the runs of the copy, which are contiguous on both sides.
     return join_loops(copy.run, ((loop.count, loop.src) for loop in copy.loops))
 
@@ -167,10 +153,9 @@ def _merge_ranges(
 
 
 def _map_to_image(copy: StridedCopy, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Replace the source addresses of a strided copy by offsets in an image.
+    """Replace a copy's source addresses by offsets in an image.
 
-    `at` has the first address of each memory range in the image, ascending, and `inside` its byte offset
-    there, both int64 of shape (ranges,).
+    The image has the ranges of memory from the addresses `at`, ascending, at the byte offsets `inside`.
     """
     _, outer = _source_runs(copy)
     starts = loop_offsets(copy.src, outer)
@@ -189,11 +174,9 @@ def _map_to_image(copy: StridedCopy, at: Int64s, inside: Int64s) -> list[Strided
 def _image_strides(
     copy: StridedCopy, outer: Sequence[tuple[int, int]], offsets: Int64s
 ) -> Sequence[int] | None:
-    """Return the stride in bytes that each loop has in an image; None if a loop has no constant stride there.
+    """Return the stride that each loop has in an image; None if a loop has no constant stride there.
 
-    Args:
-        outer: loops over the copy's contiguous runs at the source, from `_source_runs`.
-        offsets: byte offset of each of these runs in the image, int64, with one axis per loop in `outer`.
+    `offsets` are those of the runs in the image, int64, with an axis per loop in `outer` (`_source_runs`).
     """
     first = int(offsets.flat[0])
     steps = [int(offsets.take(1, axis).flat[0]) - first for axis in range(offsets.ndim)]

@@ -1,7 +1,6 @@
-"""Descriptors of one request as indices into prepared descriptor lists.
+"""Descriptors of one request as indices into lists that were prepared before any request.
 
-Before any request, a transport prepares one descriptor for every row (run of a cell) of a route, every cell
-of a block, and every block (`PreparedEntries`). A request is then one array of indices per side.
+A list has one descriptor for every row (run of a cell) of a route, every cell of a block, and every block.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.planning.cell_copy import CellCopy
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
@@ -32,11 +30,8 @@ class DescriptorIndices:
 class TransferCounts:
     """The size of one request's transfer over one route.
 
-    Attributes:
-        bytes: bytes that the request needs, without gaps that are read and discarded.
-        pages: number of contiguous runs over all cells, before merging. Often, a run is a page.
-        descriptors: number of runs after those of consecutive cells are merged.
-        largest_run: length in bytes of the longest run after merging.
+    Gaps that are read and discarded do not count. `pages` are contiguous runs of cells, often pages. Merged
+    over consecutive cells they are `descriptors`, the longest of `largest_run` bytes.
     """
 
     bytes: int
@@ -49,11 +44,8 @@ class TransferCounts:
 class PreparedEntries:
     """The entries of one transfer method in the prepared descriptor list of one side.
 
-    They form a contiguous range of the list, one for each combination of row, cell and block. For a staging
-    area, images take the place of blocks.
-
     Attributes:
-        base: index of the first entry in the list.
+        base: index of the first entry. The others follow it.
         blocks: number of blocks in the pool, or of images that fit into the staging area.
         cells: number of cells per block; 1 for images.
     """
@@ -63,16 +55,13 @@ class PreparedEntries:
     cells: int = 1
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
-        """Return the indices in the descriptor list for ``n`` cells, int32 of shape (rows · n,).
-
-        An index is ``base + (row * cells + number % cells) * blocks + id``.
+        """Return the indices ``base + (row * cells + number % cells) * blocks + id``, int32 of (rows · n,).
 
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
         Args:
-            ids: id of the block, or index of the image, that holds each cell, of shape (n,).
-            number: index of each cell in the sequence, of shape (n,).
+            ids, number: block id or index of the image, and index in the sequence, of each of n cells.
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
@@ -89,38 +78,21 @@ def count_transfer(route: Route, cells: Cells) -> TransferCounts:
     """Return the bytes and descriptors of a request over one route, without listing descriptors."""
     total = pages = descriptors = largest = 0
     n = len(cells)
-    for cell_copy in route.cell_copies if n else ():
-        for length, rows in cell_copy.lengths:
-            longest, breaks = 1, n - 1
-            # The block ids decide whether runs touch. They need not be compared if no runs can.
-            if _may_touch(route, cell_copy, length):
-                longest, breaks = _touching(*_positions(route, cell_copy, cells), length)
-            total += length * rows * n
-            pages += rows * n
-            descriptors += rows * (breaks + 1)
-            largest = max(largest, length * longest)
+    for length, number, offsets in route.run_kinds if n else ():
+        longest, merged = 1, n
+        # The block ids decide whether runs touch. They need not be compared if no runs can.
+        if offsets is not None:
+            src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
+            if route.src_cells > 1:
+                src += offsets[0][cells.number % route.src_cells]
+            if route.dst_cells > 1:
+                dst += offsets[1][cells.number % route.dst_cells]
+            touch = (src[1:] - src[:-1] == length) & (dst[1:] - dst[:-1] == length)
+            if touch.any():
+                ends = np.concatenate([[-1], np.flatnonzero(~touch), [n - 1]])
+                longest, merged = int((ends[1:] - ends[:-1]).max()), len(ends) - 1
+        total += length * number * n
+        pages += number * n
+        descriptors += number * merged
+        largest = max(largest, length * longest)
     return TransferCounts(total, pages, descriptors, largest)
-
-
-def _positions(route: Route, cell_copy: CellCopy, cells: Cells) -> tuple[Int64s, Int64s]:
-    """Return the byte offsets (source, destination) of each cell, relative to the lowest cell of block 0."""
-    src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
-    if route.src_cells > 1:
-        src += cell_copy.src_offset_array[cells.number % route.src_cells]
-    if route.dst_cells > 1:
-        dst += cell_copy.dst_offset_array[cells.number % route.dst_cells]
-    return src, dst
-
-
-def _may_touch(route: Route, cell_copy: CellCopy, length: int) -> bool:
-    """Return False if no runs of consecutive cells can be contiguous on both sides, for any block ids."""
-    src_next = route.src_stride + cell_copy.src_offsets[0]
-    dst_next = route.dst_stride + cell_copy.dst_offsets[0]
-    src = length in cell_copy.src_steps or length == src_next - cell_copy.src_offsets[-1]
-    return src and (length in cell_copy.dst_steps or length == dst_next - cell_copy.dst_offsets[-1])
-
-
-def _touching(src: Int64s, dst: Int64s, length: int) -> tuple[int, int]:
-    """Return (largest number of runs that become one merged run, number of breaks between runs)."""
-    breaks = np.flatnonzero((np.diff(src) != length) | (np.diff(dst) != length)) + 1
-    return int(np.diff(np.concatenate([[0], breaks, [len(src)]])).max()), len(breaks)

@@ -1,21 +1,14 @@
 """Retention: the chunks of a prompt that are worth storing, and the positions of additional snapshots.
 
-Every prefix needs all of its chunks of full attention, so these are always stored. The chunks of a window and
-a snapshot are useful only to prefixes that end near them. Later prompts are expected to load prefixes that
-end at multiples of the setting `every` and at the end of the prompt, so only what these need is stored.
-
-Of the stored window chunks, those that no likely prefix needs are *cold*: they are evicted before all other
-chunks (`needed_chunks`). A window chunk is useful only together with all full-attention chunks before it, and
-most window chunks of a prompt are never loaded.
-
-An engine with recurrent state takes a snapshot at the end of a prompt. `snapshot_positions` chooses others,
-for prompts that share only the beginning.
+Chunks of full attention are always stored, because every prefix needs all of them. Chunks of a window and
+snapshots are useful only to prefixes that end near them. Later prompts are expected to load prefixes that end
+at multiples of the setting `every` and at the end of the prompt, so only what these need is stored. Stored
+window chunks that no likely prefix needs are *cold*: they are evicted before all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 from math import lcm
 
 from kvferry.geometry import GroupKind, GroupPattern
@@ -37,18 +30,13 @@ _WEIGHT = 4
 
 
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
-    """Return the lengths of the two longest prefixes of a prompt that later prompts are likely to load.
+    """Return the tokens of the longest prefixes that the same prompt, and its continuations, can load.
 
     Args:
-        block_tokens: number of tokens per block of the groups with recurrent state; 0 without such groups.
-
-    Returns:
-        (shorter, longer), in tokens; the two may be equal. Without recurrent state, `shorter` is the prompt's
-        whole chunks, and `longer` is the whole prompt, whose incomplete last chunk is stored too. With
-        recurrent state, `shorter` is the longest prefix that the same prompt can load, and `longer` the
-        longest that a continuation can load.
+        block_tokens: tokens per block of the groups with recurrent state; 0 without such groups.
     """
     if not block_tokens:
+        # The incomplete last chunk is stored too.
         return prompt // chunk_tokens * chunk_tokens, prompt
     # Snapshots lie at ends of blocks and are stored at ends of chunks. The same prompt can load none after
     # its last token, because the engine always computes that token again.
@@ -59,19 +47,15 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
 def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
     """Return True if a chunk of an attention group is worth storing.
 
-    Example: a prompt of 10,240 tokens, chunks of 256 tokens, a window of 1,024 tokens, and prefixes that end
-    at multiples of 4,096 tokens and at the end of the prompt. Four chunks before each end are stored.
+    Four chunks of 256 tokens hold a window of 1,024 tokens before each multiple of 4,096 tokens and the end:
 
     >>> from kvferry.geometry import GroupKind
-    >>> from kvferry.geometry.store import LayerCache
+    >>> from kvferry.tools.models.store import LayerCache
     >>> window = LayerCache(GroupKind.SLIDING, 1024, ())
     >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_prefix_ends(10240, 256, 0))]
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
-    Args:
-        number: index of the chunk in the prompt.
-        every: distance in tokens between the ends of expected prefixes, a multiple of `chunk_tokens`.
-        ends: further lengths of expected prefixes in tokens.
+    Expected prefixes end at multiples of `every` tokens, a multiple of `chunk_tokens`, and at `ends`.
     """
     if every == chunk_tokens or not group.attention_span:
         return True
@@ -97,17 +81,15 @@ def needed_chunks(
 
     In this example, prefixes of 5,120 and 5,200 tokens are likely, and the one of 8 windows, 4,096 tokens:
 
-    >>> from kvferry.geometry.store import LayerCache
+    >>> from kvferry.tools.models.store import LayerCache
     >>> full, window = LayerCache(GroupKind.FULL, 0, ()), LayerCache(GroupKind.SLIDING, 512, ())
     >>> found = needed_chunks([full, window], 256, [5120, 5200])
     >>> found[0], sorted(found[1])
     (None, [14, 15, 18, 19, 20])
 
-    Args:
-        ends: lengths of the likely prefixes in tokens, at least one. The longest one is the longest prefix
-            that the request has stored.
+    The longest of `ends` is the longest prefix that the request has stored.
     """
-    kinds = {group.kind for group in groups}
+    kinds = [group.kind for group in groups]
     # With recurrent state, the snapshots decide where a prefix can end. Without full attention, chunks in the
     # tiers do not tell which prefixes are shared.
     if GroupKind.STATE in kinds or not any(map(attends_to_all, kinds)):
@@ -117,12 +99,13 @@ def needed_chunks(
     if longest:
         distance = _REGULAR_WINDOWS * longest
         ends.update(range(distance, max(ends) + 1, distance))
-    return tuple(
-        set(chain.from_iterable(_window(group, chunk_tokens, end) for end in ends))
-        if group.attention_span
-        else None
-        for group in groups
-    )
+    found: list[set[int] | None] = []
+    for group in groups:
+        needed = set[int]()
+        for end in ends if group.attention_span else ():
+            needed.update(_window(group, chunk_tokens, end))
+        found.append(needed if group.attention_span else None)
+    return tuple(found)
 
 
 def _window(group: GroupPattern, chunk_tokens: int, end: int) -> range:
@@ -140,11 +123,9 @@ def first_snapshot(requested: int | None, interval: int, state_bytes: int, token
     (512, 0)
 
     Args:
-        requested: requested position in tokens; 0 for no positions, None for the default.
-        interval: snapshots lie at ends of blocks and are stored at ends of chunks: multiples of this many
-            tokens.
-        state_bytes: size of a snapshot in bytes.
-        token_bytes: bytes of attention KV per token; 0 for a model without attention.
+        requested: 0 for no positions, None for the default.
+        interval: snapshots lie at ends of blocks and are stored at ends of chunks: at multiples of this.
+        state_bytes, token_bytes: bytes of a snapshot, and of attention KV per token.
     """
     if requested is None:
         requested = FIRST_SNAPSHOT_TOKENS
@@ -168,12 +149,14 @@ def bytes_of_snapshots(canonical: CanonicalForm) -> tuple[int, float]:
 def snapshot_positions(prompt: int, start: int, shared: int, first: int, interval: int) -> tuple[int, ...]:
     """Return the positions of a prompt at which an engine should take snapshots, in ascending order.
 
+    They are for prompts that share only the beginning. A prompt's end always has a snapshot.
+
     >>> snapshot_positions(20_000, 0, 0, 1088, 272), snapshot_positions(20_000, 4352, 12_000, 1088, 272)
     ((1088, 2176, 4352, 8704, 17408), (8704, 11968, 17408))
 
     Args:
-        start: position in tokens at which the engine begins to compute.
-        shared: length in tokens of the longest prefix whose attention KV the tiers have.
+        start: position at which the engine begins to compute.
+        shared: tokens of the longest prefix whose attention KV the tiers have.
         first: first position, from `first_snapshot`.
     """
     if not first:

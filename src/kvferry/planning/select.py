@@ -1,8 +1,7 @@
 """Selection of the tokens of a KV cache group that a request needs, and of their blocks and cells.
 
-A block table is a list of block ids by position: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``. Id
-0 is the null block, which holds no tokens. The table of a state group has one entry: the block with the
-snapshot.
+A block table is an int64 array of block ids: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``. The
+table of a state group has one entry, the block with the snapshot.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class LoadSpan:
     transfers its own tokens. Other layers need only the end of the prefix, which the last part transfers.
 
     Attributes:
-        local_tokens: number of tokens that the destination has before the load, from the start of the prompt.
-        total: number of tokens that it has after all parts are loaded.
+        local_tokens, total: tokens that the destination has before the load, and after all parts of it.
         prompt: length of the whole prompt in tokens.
         part: token range ``[first, last)`` that this load transfers; None for the whole prefix.
     """
@@ -53,12 +51,11 @@ class LoadSpan:
 
     @property
     def begins(self) -> int:
-        """Position of the first token that is transferred for layers that attend to all tokens."""
+        """Position of the first token to transfer for layers that attend to all tokens."""
         return self.local_tokens if self.part is None else max(self.local_tokens, self.part[0])
 
     @property
     def ends(self) -> int:
-        """Position after the last token that is transferred for layers that attend to all tokens."""
         return self.total if self.part is None else self.part[1]
 
 
@@ -69,15 +66,14 @@ ALL_TOKENS = Attention(GroupKind.FULL)
 
 
 def attends_to_all(kind: GroupKind) -> bool:
-    """Return True if layers of this kind attend to every earlier token: full attention and MLA."""
+    """Return True for full attention and MLA."""
     return kind in (GroupKind.FULL, GroupKind.MLA)
 
 
 def first_attended(group: GroupPattern, next_token: Position) -> Position:
     """Return the position of the first token that the token at `next_token` attends to.
 
-    The result is 0 or negative if that token attends to all earlier tokens. For an int64 array of positions,
-    it is an array of the same shape.
+    The result is 0 or negative if that token attends to all earlier tokens.
 
     >>> window, chunked = Attention(GroupKind.SLIDING, 24), Attention(GroupKind.CHUNKED, 32)
     >>> first_attended(window, 63), first_attended(chunked, 63)
@@ -91,33 +87,29 @@ def first_attended(group: GroupPattern, next_token: Position) -> Position:
 
 
 class BlockPattern(GroupPattern, Protocol):
-    """The attention pattern and the block size of a KV cache group. `geometry.Group` implements it."""
+    """The attention pattern and the block size of a KV cache group."""
 
     @property
     def block_tokens(self) -> int: ...
 
 
 def windows_survive_load(groups: Iterable[BlockPattern], tokens: int) -> bool:
-    """Return True if the last prompt token can still be computed after a load of the whole prompt.
-
-    Args:
-        tokens: length of the prompt in tokens.
-    """
+    """Return True if the last token of a prompt can still be computed after a load of the whole prompt."""
     # After the load the engine frees the blocks outside the window of the first output token. Only then does
     # it compute the last prompt token, whose window begins one token earlier, maybe in a freed block.
-    return all(
-        first_attended(one, tokens - 1) // one.block_tokens == first_attended(one, tokens) // one.block_tokens
-        for one in groups
-        if one.attention_span and tokens >= one.attention_span
-    )
+    for group in groups:
+        if group.attention_span and tokens >= group.attention_span:
+            last, after = first_attended(group, tokens - 1), first_attended(group, tokens)
+            if last // group.block_tokens != after // group.block_tokens:
+                return False
+    return True
 
 
 def needed_tokens(group: GroupPattern, span: LoadSpan) -> tuple[int, int]:
     """Return the tokens ``[low, high)`` that a load must transfer for a group.
 
-    These are the tokens of the load that the next computed token attends to and that the destination does not
-    have. For a state group, the load must transfer the snapshot after ``high`` tokens, unless the range is
-    empty.
+    The next computed token attends to them, and the destination does not have them. For a state group, the
+    load must transfer the snapshot after ``high`` tokens, unless the range is empty.
 
     >>> window, full = Attention(GroupKind.SLIDING, 24), Attention(GroupKind.FULL)
     >>> needed_tokens(window, LoadSpan(0, total=64, prompt=64))   # next: 63, sees 40..63
@@ -139,9 +131,7 @@ def needed_tokens(group: GroupPattern, span: LoadSpan) -> tuple[int, int]:
 
 
 def first_independent(group: GroupPattern, end: int) -> int:
-    """Return the position of the first token that attends to no token before `end`.
-
-    The group has sliding windows or attention chunks.
+    """Return the first token that attends to no token before `end`, in a group with an attention span.
 
     >>> window, chunked = Attention(GroupKind.SLIDING, 24), Attention(GroupKind.CHUNKED, 32)
     >>> first_independent(window, 64), first_independent(chunked, 48)
@@ -153,9 +143,7 @@ def first_independent(group: GroupPattern, end: int) -> int:
 
 
 def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) -> int | None:
-    """Return the block table position of the first loaded block if the load leaves its start unfilled.
-
-    None if no start of a block stays unfilled.
+    """Return the position in the block table of a block whose start the load leaves unfilled; None for none.
 
     Args:
         alignment_tokens: loaded content begins at a multiple of this, at or before the first needed token.
@@ -170,12 +158,9 @@ def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells that a request transfers for one route, in ascending order of position.
+    """The cells that a request transfers for one route, in ascending order of position: int64 of shape (n,).
 
-    Attributes:
-        src_block, dst_block: id of the block that holds each cell on each side, int64 of shape (n,).
-        number: index of each cell in the sequence, int64 of shape (n,), from which follows its place in its
-            block on each side.
+    `number` is the index of each cell in the sequence. Its place in a block follows from it.
     """
 
     src_block: Int64s
@@ -189,14 +174,13 @@ class Cells:
         return Cells(self.src_block[part], self.dst_block[part], self.number[part])
 
 
+NO_CELLS = Cells(*[np.zeros(0, np.int64)] * 3)
+
+
 def select_cells(
     route: Route, group: GroupPattern, span: LoadSpan, src_table: Int64s, dst_table: Int64s
 ) -> Cells:
-    """Return the cells that a request transfers for the layers of `route`.
-
-    Args:
-        group: attention pattern of the destination's group.
-        src_table, dst_table: block ids by position on each side, int64 of shape (blocks,).
+    """Return the cells that a request transfers for the layers of `route`, in the destination's `group`.
 
     Raises:
         TransferError: a needed block is missing, null or not in the pool of its side; or the prefix that the
@@ -204,61 +188,67 @@ def select_cells(
     """
     low, high = needed_tokens(group, span)
     if low >= high:
-        empty = np.zeros(0, np.int64)
-        return Cells(empty, empty, empty)
-    if route.cell_tokens == 0:
+        return NO_CELLS
+    if not route.cell_tokens:
         if len(src_table) != 1 or len(dst_table) != 1:
             raise TransferError(
                 f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
             )
-        return _cells(route, src_table, dst_table, np.zeros(1, np.int64))
-    first = low // route.cell_tokens
-    if first * route.cell_tokens < span.local_tokens:
-        raise TransferError(
-            f"the local prefix ends at token {span.local_tokens}, inside the cell of "
-            f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
-        )
-    check_part_edges(route, group.kind, span)
-    # The last cell may hold tokens after the end of the span. The engine does not read them.
-    cells = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
-    src_index, dst_index = cells // route.src_cells, cells // route.dst_cells
-    for table, at, side in ((src_table, src_index, "source"), (dst_table, dst_index, "destination")):
+        number = np.zeros(1, np.int64)
+    else:
+        first = low // route.cell_tokens
+        if first * route.cell_tokens < span.local_tokens:
+            raise TransferError(
+                f"the local prefix ends at token {span.local_tokens}, inside the cell of "
+                f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
+            )
+        check_part_edges(route, group.kind, span)
+        # The last cell may hold tokens after the end of the span. The engine does not read them.
+        number = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
+    blocks = []
+    for table, cells, pool, side in (
+        (src_table, route.src_cells, route.src_blocks, "source"),
+        (dst_table, route.dst_cells, route.dst_blocks, "destination"),
+    ):
+        at = number if cells == 1 else number // cells
         if at[-1] >= len(table):
             raise TransferError(
                 f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
             )
-    return _cells(route, src_table[src_index], dst_table[dst_index], cells)
+        ids = table[at]
+        least, most = ids.min(), ids.max()
+        if least == NULL_BLOCK:
+            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
+        # With an id beyond the pool, the transfer would use memory that belongs to something else.
+        if least < 0 or most >= pool:
+            raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
+        blocks.append(ids)
+    return Cells(blocks[0], blocks[1], number)
 
 
 def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s) -> Int64s:
-    """Return the ids of the destination blocks that a load fills only in part: none, one or two, int64.
+    """Return the ids of the destination blocks that the caller must clear before a load: at most two, int64.
 
-    The caller must clear them before the load. Attention reads the unfilled part with weight 0, but a NaN in
-    the old content would spread. A block that also holds tokens that the destination already has is left out.
-
-    Args:
-        dst_table: block ids by position at the destination, int64 of shape (blocks,).
+    The load fills them only in part. Attention reads the rest with weight 0, but a NaN in the old content
+    would spread. A block that also holds tokens that the destination already has is left out.
     """
+    if route.dst_cells == 1:  # as of snapshots, too
+        return dst_table[:0]
     low, high = needed_tokens(group, span)
-    if low >= high or route.dst_cells == 1 or not route.cell_tokens:
+    if low >= high:
         return dst_table[:0]
     first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
     block_tokens = route.cell_tokens * route.dst_cells
     # Only the first and the last block of a load can be filled in part.
-    partial = {
-        b
-        for b, at in ((first // route.dst_cells, first), ((last - 1) // route.dst_cells, last))
-        if at % route.dst_cells
-    }
-    return dst_table[sorted(b for b in partial if b * block_tokens >= span.local_tokens)]
+    partial = set()
+    for block, edge in ((first // route.dst_cells, first), ((last - 1) // route.dst_cells, last)):
+        if edge % route.dst_cells and block * block_tokens >= span.local_tokens:
+            partial.add(block)
+    return dst_table[sorted(partial)]
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
-    """Check that the load of one part of a prefix shares no destination block with the adjacent parts.
-
-    Raises:
-        TransferError: the part begins or ends inside a block.
-    """
+    """Raise TransferError if a part of a prefix shares a destination block with an adjacent part."""
     if span.part is None or not attends_to_all(kind):
         return
     block = route.cell_tokens * route.dst_cells
@@ -271,29 +261,8 @@ def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
             )
 
 
-def _cells(route: Route, src: Int64s, dst: Int64s, number: Int64s) -> Cells:
-    """Return the cells, after a check of all block ids.
-
-    Raises:
-        TransferError: a block is null or not in the pool of its side.
-    """
-    for ids, blocks, side in ((src, route.src_blocks, "source"), (dst, route.dst_blocks, "destination")):
-        if (ids == NULL_BLOCK).any():
-            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
-        # With an id beyond the pool, the transfer would use memory that belongs to something else.
-        if ids.min() < 0 or ids.max() >= blocks:
-            raise TransferError(
-                f"the {side}'s table names blocks {ids.min()} to {ids.max()}, its pool has {blocks}"
-            )
-    return Cells(src, dst, number)
-
-
 def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
-    """Return the ids of the blocks that hold the tokens of `needed_tokens`, int64, in order of position.
-
-    Args:
-        table: block ids of the group by position, int64; for a state group, the one block with the snapshot.
-    """
+    """Return the ids of the blocks that hold the tokens of `needed_tokens`, in order of position."""
     low, high = needed_tokens(group, span)
     if low >= high:
         return table[:0]
@@ -303,7 +272,7 @@ def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
 
 
 def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
-    """Return the ids of those `blocks_needed` that hold no tokens before the load, null blocks excluded."""
+    """Return those `blocks_needed`, without null blocks, that hold no tokens before the load."""
     ids = blocks_needed(group, span, table)
     if group.kind is not GroupKind.STATE:  # the block of a snapshot is written as a whole
         first = needed_tokens(group, span)[0] // group.block_tokens
@@ -314,9 +283,6 @@ def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) 
 
 def writable_blocks(group: BlockPattern, span: LoadSpan) -> slice:
     """Return the slice of a group's block table that contains all blocks that a load may write.
-
-    The slice is empty if the group does not attend to all tokens and another load transfers the end of the
-    prefix.
 
     >>> from kvferry.geometry import Group
     >>> full, window = Group(GroupKind.FULL, 16, 0, ()), Group(GroupKind.SLIDING, 16, 20, ())
@@ -338,7 +304,7 @@ def writable_blocks(group: BlockPattern, span: LoadSpan) -> slice:
 
 
 def max_writable_blocks(group: BlockPattern, span: LoadSpan) -> int:
-    """Return the maximum number of blocks of a group that a load may write, null blocks excluded.
+    """Return the largest number of blocks of a group that a load may write.
 
     >>> from kvferry.geometry import Group
     >>> full, window = Group(GroupKind.FULL, 16, 0, ()), Group(GroupKind.SLIDING, 16, 20, ())
@@ -364,10 +330,8 @@ def next_part(
 
     Args:
         done: position up to which earlier parts have been read; at first `span.begins`.
-        ready: number of tokens whose KV the source has, from the start of the prompt.
-        alignment_tokens: multiple of the block sizes of the destination's groups that attend to all tokens,
-            at which two parts may meet; 0 without such a group.
-        whole: True if the source has computed all tokens that it offers.
+        ready: number of tokens whose KV the source has; `whole` if these are all that it offers.
+        alignment_tokens: two parts may meet at multiples of this; 0 if no group attends to all tokens.
 
     >>> span = LoadSpan(local_tokens=16, total=100, prompt=101)
     >>> next_part(span, 16, 70, alignment_tokens=16, whole=False).part
@@ -393,12 +357,10 @@ def next_part(
 def block_alignments(
     srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return how the blocks of a peer meet those of this engine.
+    """Return (greatest common divisor of both sides' block sizes, for each group of this engine; in_parts).
 
-    Returns:
-        (alignment in tokens of the content loaded from the peer, for each KV cache group of this engine: the
-        greatest common divisor of both sides' block sizes; False if the peer computes the final content of
-        some layers, which attend to all tokens here, only with a prompt's last token).
+    `in_parts` is False if the peer computes the final content of some layers, which attend to all tokens
+    here, only with a prompt's last token.
     """
     theirs = _groups(srcs)
     alignments, in_parts = [], True

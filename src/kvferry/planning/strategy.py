@@ -10,8 +10,7 @@
   mapped, and the destination scatters it from there. The transport carries no KV.
 
 A `TransferMethod` is one of these methods for one route, with its work per cell. `Costs` turns work into
-seconds. ``kvferry doctor --calibrate`` measures the costs of a machine. The defaults are those of two cores
-of an AMD EPYC with NIXL over UCX on one host.
+seconds. The defaults are those of two cores of an AMD EPYC with NIXL over UCX on one host.
 """
 
 from __future__ import annotations
@@ -67,21 +66,19 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of transfer operations on a machine, for one lane.
+    """Costs of transfer operations on a machine, for one lane. ``kvferry doctor --calibrate`` measures them.
 
     Attributes:
-        read_descriptor_seconds, read_byte_seconds: cost of a READ per descriptor and per byte.
-        copy_call_seconds, copy_run_seconds, copy_byte_seconds: cost of packing or unpacking per call of the
-            copy operation (one per `StridedCopy` and cell), per contiguous run and per byte.
+        read_*: of a READ, per descriptor and per byte.
+        copy_*_seconds: of packing or unpacking, per call of the copy operation (one per `StridedCopy` and
+            cell), per contiguous run and per byte.
         ask_seconds: round-trip time of a request to the source to pack one segment.
         overlap: fraction of the shorter of two times (packing at the source, reading at the destination) that
-            is saved because both happen at once. It is 1 between two machines, and as low as 0 on one busy
-            machine.
-        lanes_work_gain: factor by which all lanes together are faster than one at the work per descriptor,
-            call and run; limited by CPU cores.
-        lanes_byte_gain: the same factor for the work per byte; limited by memory bandwidth.
+            is saved because both happen at once: 1 between two machines, as low as 0 on one busy machine.
+        lanes_work_gain, lanes_byte_gain: factors by which all lanes together are faster than one at the work
+            per descriptor, call and run (CPU cores), and at the work per byte (memory bandwidth).
         copy_engine_bytes: shortest run that a GPU's copy engine copies to or from host memory faster than a
-            kernel does. Not used where KV is in host memory.
+            kernel does.
     """
 
     read_descriptor_seconds: float = 2.0e-6
@@ -102,22 +99,6 @@ class Costs:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, it must be at least {low} and at most {high}")
 
-    def of_lanes(self) -> Costs:
-        """Return the costs per unit of work if all lanes share the work."""
-        return replace(
-            self,
-            read_descriptor_seconds=self.read_descriptor_seconds / self.lanes_work_gain,
-            read_byte_seconds=self.read_byte_seconds / self.lanes_byte_gain,
-            copy_call_seconds=self.copy_call_seconds / self.lanes_work_gain,
-            copy_run_seconds=self.copy_run_seconds / self.lanes_work_gain,
-            copy_byte_seconds=self.copy_byte_seconds / self.lanes_byte_gain,
-        )
-
-    @property
-    def host_byte_seconds(self) -> float:
-        """Cost of packing or unpacking a byte in seconds, if the packed side is in host memory."""
-        return max(self.copy_byte_seconds, _HOST_BYTE_SECONDS)
-
     @property
     def gap_bytes(self) -> int:
         """Length in bytes of the longest gap between two runs that is cheaper to read than to skip."""
@@ -129,11 +110,10 @@ class Costs:
 class Work:
     """The work of transferring one cell by one method.
 
+    The source gathers and the destination scatters: calls of the copy operation, and runs that it copies.
+
     Attributes:
-        descriptors, read_bytes: number of descriptors, and number of bytes, of the READ.
-        gather_calls, gather_runs: number of calls of the source's copy operation, and of runs that it copies.
-        scatter_calls, scatter_runs: the same for the destination; 0 if it copies nothing.
-        bytes: number of useful bytes of the cell. Each copy operation copies this number of bytes.
+        bytes: useful bytes of the cell. Each copy operation copies so many.
         shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
@@ -147,28 +127,27 @@ class Work:
     shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration in seconds of a transfer of `cells` cells."""
-        c = costs
+        """Return the expected duration of a transfer of `cells` cells."""
+        c, total = costs, cells * self.bytes
+        least = _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
-        here = c.of_lanes() if cells * self.bytes >= 2 * LANE_BYTES else c
-        read = cells * (
-            self.descriptors * here.read_descriptor_seconds + self.read_bytes * here.read_byte_seconds
-        )
-        scatter = self._copy(cells, self.scatter_calls, self.scatter_runs, here)
+        large = total >= 2 * LANE_BYTES
+        work_gain, byte_gain = (c.lanes_work_gain, c.lanes_byte_gain) if large else (1.0, 1.0)
+        work = self.descriptors * c.read_descriptor_seconds
+        byte = self.read_bytes * c.read_byte_seconds / byte_gain
+        if self.scatter_runs:
+            work += self.scatter_calls * c.copy_call_seconds + self.scatter_runs * c.copy_run_seconds
+            byte += self.bytes * max(c.copy_byte_seconds / byte_gain, least)
+        ours = cells * (work / work_gain + byte)
         if not self.gather_runs:
-            return read + scatter
-        segments = max(1.0, cells * self.bytes / segment_bytes(cells * self.bytes))
-        gather = self._copy(cells, self.gather_calls, self.gather_runs, c)
-        ours = read + scatter + segments * c.read_descriptor_seconds
+            return ours
+        work = self.gather_calls * c.copy_call_seconds + self.gather_runs * c.copy_run_seconds
+        gather = cells * (work + self.bytes * max(c.copy_byte_seconds, least))
+        segments = max(1.0, total / segment_bytes(total))
+        ours += segments * c.read_descriptor_seconds
         # The first segment is gathered before anything can be read, so nothing hides it.
         hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
         return segments * c.ask_seconds + gather + ours - hidden
-
-    def _copy(self, cells: int, calls: float, runs: float, c: Costs) -> float:
-        if not runs:
-            return 0.0
-        byte_seconds = c.host_byte_seconds if self.shared else c.copy_byte_seconds
-        return cells * (calls * c.copy_call_seconds + runs * c.copy_run_seconds + self.bytes * byte_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +156,7 @@ class TransferMethod:
 
     Attributes:
         image: layout of images; None for the direct strategy.
-        landing: copies by which the destination unpacks an image that the source has packed. None if no image
-            is packed, or if READs put its bytes straight into blocks.
+        landing: copies by which the destination unpacks what the source has packed; None if it does not.
     """
 
     strategy: Strategy
@@ -188,7 +166,7 @@ class TransferMethod:
 
     @property
     def scatters(self) -> tuple[PoolCopies, ...] | None:
-        """Copies by which the destination unpacks an image; None if it unpacks none."""
+        """Copies by which the destination unpacks an image, of whatever strategy; None if it unpacks none."""
         if self.image is not None and self.strategy is Strategy.OVER_READ:
             return self.image.pool_copies
         return self.landing
@@ -211,22 +189,20 @@ def transfer_methods(
     *,
     shared: bool = False,
 ) -> tuple[TransferMethod, ...]:
-    """Return all methods that can transfer the cells of a route.
+    """Return all methods that can transfer the cells of a route, without those with larger images.
 
     Args:
-        max_image_bytes: methods with larger images are left out.
-        region_starts: first address of each registered region of the source, which no read may cross; empty
-            if one region holds all pages.
+        region_starts: first address of each registered region of the source, which no read may cross.
         shared: True if the destination has mapped host memory of the source.
 
     Raises:
-        ConfigError: a cell has too many runs for a direct transfer, and cannot be packed into an image of at
-            most `max_image_bytes`.
+        ConfigError: no method is left.
     """
     found = []
     size = route.cell_bytes
     if route.run_count <= MAX_RUNS:
-        found.append(TransferMethod(Strategy.DIRECT, Work(len(route.runs), size, bytes=size)))
+        runs = sum(kind.number for kind in route.run_kinds)
+        found.append(TransferMethod(Strategy.DIRECT, Work(runs, size, bytes=size)))
     if image := _fetch_image(route, costs.gap_bytes, region_starts):
         calls, runs = _copies(image.pool_copies)
         work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
@@ -255,22 +231,19 @@ def transfer_methods(
 def choose_method(
     methods: Sequence[TransferMethod], cells: int, costs: Costs, strategy: Strategy | None = None
 ) -> int:
-    """Return the index of the transfer method with the shortest expected duration.
-
-    Args:
-        methods: at least one.
-        strategy: strategy to which the choice is limited, if any method has it; None to choose among all
-            methods.
-    """
-    slow = costs.read_byte_seconds >= _SLOW_READS * costs.host_byte_seconds
-    usual = [i for i, method in enumerate(methods) if slow or method.strategy is not Strategy.SHARED]
-    wanted = [i for i, method in enumerate(methods) if method.strategy is strategy]
-    allowed = wanted or usual or range(len(methods))
-    return min(allowed, key=lambda i: methods[i].work.seconds(cells, costs))
+    """Return the index of the method with the shortest expected duration, of `strategy` if any has it."""
+    slow = costs.read_byte_seconds >= _SLOW_READS * max(costs.copy_byte_seconds, _HOST_BYTE_SECONDS)
+    # Ranks: the given strategy, those that are considered here, and the rest, for lack of others.
+    best, choice = (3, 0.0), 0
+    for number, method in enumerate(methods):
+        usual = slow or method.strategy is not Strategy.SHARED
+        rank = 0 if method.strategy is strategy else 1 if usual else 2
+        if rank <= best[0] and (cost := (rank, method.work.seconds(cells, costs))) < best:
+            best, choice = cost, number
+    return choice
 
 
 def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:
-    """Return the layout of images that the destination reads from the source and then unpacks, if any."""
     image = fetch_image(route.cell_copies, gap_bytes, region_starts)
     # A read longer than the distance between blocks would read other blocks, which is never worth it.
     while image and gap_bytes and image.longest > route.src_stride:

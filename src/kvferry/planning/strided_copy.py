@@ -1,8 +1,7 @@
 """Strided copies: nested loops as a compact description of many copies.
 
-A few loops describe the copy of a page with thousands of elements. Each loop has a count and one stride per
-side. The innermost bytes, contiguous on both sides, are the *run*. A copy operation uses the loops as a
-strided view per side. A transport uses the `Descriptors` to which `expand_copies` expands them.
+The innermost bytes, contiguous on both sides, are the *run*. A copy operation uses the loops as strided
+views, a transport the `Descriptors` to which `expand_copies` expands them.
 
     for l in range(32):              Loop(32, 65536, 4096)
       for h in range(8):             Loop(8, 512, 65536)
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -24,12 +23,7 @@ from kvferry.planning.descriptors import Descriptors, Int64s, join
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One of the nested loops of a strided copy.
-
-    Attributes:
-        count: number of iterations, at least 2.
-        src, dst: bytes from one iteration to the next on each side.
-    """
+    """A loop of a strided copy: its iterations, at least 2, and the bytes between them on each side."""
 
     count: int
     src: int
@@ -38,13 +32,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """A copy of many runs of bytes of equal length, described by nested loops with constant strides.
+    """A copy of runs of equal length, described by nested loops with constant strides.
 
     Attributes:
         src, dst: byte offset or address of the first run on each side.
         run: length of a run in bytes.
-        loops: loops over the runs, outermost first, by descending stride at the destination; empty for a
-            single run.
+        loops: loops over the runs, outermost first, by descending stride at the destination.
     """
 
     src: int
@@ -77,12 +70,11 @@ class StridedCopy:
         return (self,)
 
     def unroll(self, number: int) -> list[StridedCopy]:
-        """Return one copy per iteration of the loop with this index."""
         loop, rest = self.loops[number], replace(self, loops=self.loops[:number] + self.loops[number + 1 :])
         return [rest.at(i * loop.src, i * loop.dst) for i in range(loop.count)]
 
     def descriptors(self) -> Descriptors:
-        """Return one descriptor per run, in the order of nested loops: the innermost loop varies fastest."""
+        """Return one descriptor per run. The innermost loop varies fastest."""
         src, dst = np.array([self.src], np.int64), np.array([self.dst], np.int64)
         for loop in self.loops:
             steps = np.arange(loop.count, dtype=np.int64)
@@ -101,8 +93,6 @@ def strided_copies(
 ) -> list[StridedCopy]:
     """Return strided copies that together copy all elements of a multi-dimensional array.
 
-    Example with two axes, of which the second is contiguous on both sides:
-
     >>> rows = np.array([0, 64]), np.array([0, 8])
     >>> columns = np.array([0, 2, 4, 6]), np.array([0, 2, 4, 6])
     >>> strided_copies(2, 100, 0, [rows, columns])
@@ -110,30 +100,23 @@ def strided_copies(
 
     Args:
         src, dst: address or byte offset to which the offsets of the axes are added, on each side.
-        axes: for each axis, the byte offsets of its elements at the source and at the destination, int64 of
-            shape (n,).
+        axes: byte offsets of the elements of each axis, per side, int64 of shape (n,).
     """
-    if any(len(there) == 0 for there, _ in axes):
-        return []
-    parts = [_describe_runs(*axis) for axis in axes]
-    return [
-        coalesce_copy(
-            StridedCopy(
-                src + sum(part.src for part in chosen),
-                dst + sum(part.dst for part in chosen),
-                item_bytes,
-                tuple(loop for part in chosen for loop in part.loops),
-            )
-        )
-        for chosen in product(*parts)
-    ]
+    found = [StridedCopy(src, dst, item_bytes)]
+    for there, here in axes:
+        parts = _describe_runs(there, here) if len(there) else []
+        found = [
+            StridedCopy(copy.src + part.src, copy.dst + part.dst, item_bytes, copy.loops + part.loops)
+            for copy in found
+            for part in parts
+        ]
+    return list(map(coalesce_copy, found))
 
 
 def coalesce_copy(copy: StridedCopy) -> StridedCopy:
     """Return a strided copy of the same bytes with as few loops as possible."""
-    loops = sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src)))
     run, kept = copy.run, list[Loop]()
-    for loop in loops:
+    for loop in sorted(copy.loops, key=lambda loop: (abs(loop.dst), abs(loop.src))):
         # A loop whose stride is the run's length on both sides only makes the run longer.
         if not kept and loop.src == run and loop.dst == run:
             run *= loop.count
@@ -171,10 +154,7 @@ def fuse_copies(copies: Iterable[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
-    """Return strided copies whose runs begin at the given offsets, in the given order.
-
-    The copies have a run length of 0 bytes, which the caller replaces.
-    """
+    """Return strided copies, of 0 bytes per run, whose runs begin at these offsets, in this order."""
     progressions = _progressions(src, dst)
     if len(progressions) == len(src):
         return [StridedCopy(int(a), int(b), 0) for a, b in zip(src, dst, strict=True)]
@@ -198,11 +178,9 @@ def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs of offsets into arithmetic progressions, each with one stride per side.
+    """Split pairs of offsets into arithmetic progressions: (index of the first pair, loop over the pairs).
 
-    Returns:
-        (index of the first pair, loop over the pairs) for each progression; the loop is None for a single
-        pair.
+    The loop is None for a single pair.
     """
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)

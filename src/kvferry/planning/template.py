@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from kvferry.common.errors import Incompatible
 from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
-from kvferry.planning.cell_copy import CellCopy, differences, merge_cell_copies, plan_page_copy
-from kvferry.planning.descriptors import Descriptors, concatenate
+from kvferry.planning.cell_copy import CellCopy, PageCopy, differences, merge_cell_copies, plan_page_copy
+from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
 
 
@@ -32,31 +34,43 @@ def same_scales(a: Layer, b: Layer) -> bool:
     >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
     """
-    return all(_same(source, a, b) for source in {scale.source for scale in (*a.scales, *b.scales)})
+    if not (a.scales or b.scales):
+        return True
+    sides = []
+    for layer in (a, b):
+        axes = [axis for field in layer.page.fields if (axis := field.axis("head"))]
+        heads = range(axes[0].start, axes[0].stop) if axes else range(1)
+        sides.append((heads, {scale.source: scale.factors for scale in layer.scales}))
+    (heads_a, scales_a), (heads_b, scales_b) = sides
+    low, high = max(heads_a.start, heads_b.start), min(heads_a.stop, heads_b.stop)
+    for source in scales_a.keys() | scales_b.keys():
+        # A layer without a scale has scale 1.
+        ours, theirs = scales_a.get(source, (1.0,)), scales_b.get(source, (1.0,))
+        # A single factor holds for all heads of the layer, also for those that the other rank does not have.
+        if len(ours) == len(theirs) == 1:
+            if ours != theirs:
+                return False
+            continue
+        for head in range(low, high):
+            one = ours[head - heads_a.start] if len(ours) > 1 else ours[0]
+            if one != (theirs[head - heads_b.start] if len(theirs) > 1 else theirs[0]):
+                return False
+    return True
 
 
-def _same(source: str, a: Layer, b: Layer) -> bool:
-    ours, theirs = _factors(a, source), _factors(b, source)
-    # A single factor holds for all heads of the layer, also for those that the other rank does not have.
-    if len(ours) == len(theirs) == 1:
-        return ours == theirs
-    heads_a, heads_b = _heads(a), _heads(b)
-    both = range(max(heads_a.start, heads_b.start), min(heads_a.stop, heads_b.stop))
-    return all(_at(ours, head, heads_a) == _at(theirs, head, heads_b) for head in both)
+class RunKind(NamedTuple):
+    """Runs of equal length in one cell of a route.
 
+    Attributes:
+        length: bytes of each run.
+        number: number of such runs per cell.
+        offsets: byte offset of each cell in its block, at the source and at the destination, int64. None if
+            such runs of consecutive cells cannot be contiguous on both sides, whatever the block ids.
+    """
 
-def _factors(layer: Layer, source: str) -> tuple[float, ...]:
-    # A layer without a scale has scale 1.
-    return next((scale.factors for scale in layer.scales if scale.source == source), (1.0,))
-
-
-def _heads(layer: Layer) -> range:
-    axes = (field.axis("head") for field in layer.page.fields)
-    return next((range(axis.start, axis.stop) for axis in axes if axis), range(1))
-
-
-def _at(factors: tuple[float, ...], head: int, heads: range) -> float:
-    return factors[head - heads.start] if len(factors) > 1 else factors[0]
+    length: int
+    number: int
+    offsets: tuple[Int64s, Int64s] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +79,12 @@ class Route:
 
     Attributes:
         src_group, dst_group: index of the layers' group, whose block table they use, on each side.
-        cell_tokens: number of tokens per cell; 0 for a snapshot.
-        src_cells, dst_cells: number of cells per block on each side.
-        src_stride, dst_stride: bytes from one block to the next on each side.
-        src_blocks, dst_blocks: number of blocks in the pool of each side.
-        cell_copies: strided copies of a cell, at the absolute addresses of block 0. For block ``b``, the
-            offset ``b * stride`` is added. If layers lie at equal distances, one loop covers all of them, so
-            a cross-layer cache needs only one strided copy.
+        cell_tokens: tokens per cell; 0 for a snapshot.
+        src_cells, dst_cells: cells per block.
+        src_stride, dst_stride: bytes from one block to the next.
+        src_blocks, dst_blocks: blocks in the pool.
+        cell_copies: copies of a cell of block 0, at absolute addresses. If layers lie at equal distances, one
+            loop covers all of them, so a cross-layer cache needs only one strided copy.
     """
 
     src_group: int
@@ -86,14 +99,17 @@ class Route:
     dst_blocks: int
     cell_copies: tuple[CellCopy, ...]
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         """Bytes that are copied per cell, over all layers of the route."""
         return sum(copy.bytes for copy in self.copies)
 
     @property
     def copies(self) -> tuple[StridedCopy, ...]:
-        return tuple(copy for cell_copy in self.cell_copies for copy in cell_copy.copies)
+        found: list[StridedCopy] = []
+        for cell_copy in self.cell_copies:
+            found += cell_copy.copies
+        return tuple(found)
 
     @property
     def run_count(self) -> int:
@@ -103,18 +119,30 @@ class Route:
 
     @cached_property
     def runs(self) -> Descriptors:
-        """Descriptors of the runs of one cell, merged inside each `CellCopy` if contiguous on both sides."""
+        """Runs of one cell, merged inside each `CellCopy` if contiguous on both sides."""
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
+
+    @cached_property
+    def run_kinds(self) -> tuple[RunKind, ...]:
+        """The `runs`, counted by their length and by the offsets of their cells."""
+        found = []
+        for one in self.cell_copies:
+            offsets = np.array(one.src_offsets, np.int64), np.array(one.dst_offsets, np.int64)
+            # Distances from a cell to the next one, in its own block or in the block behind it.
+            steps = [
+                {*np.diff(at).tolist(), stride + int(at[0] - at[-1])}
+                for at, stride in zip(offsets, (self.src_stride, self.dst_stride), strict=True)
+            ]
+            lengths, numbers = np.unique(one.descriptors.length, return_counts=True)
+            for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
+                touch = all(length in each for each in steps)
+                found.append(RunKind(length, number, offsets if touch else None))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """All copies from one rank of the peer to this rank.
-
-    Attributes:
-        src_rank: (pp_rank, tp_rank) of the peer's rank.
-        routes: empty if this rank reads nothing from that rank.
-    """
+    """All copies from one rank of the peer, (pp_rank, tp_rank), to this rank: none if it supplies nothing."""
 
     src_rank: tuple[int, int]
     routes: tuple[Route, ...]
@@ -130,34 +158,35 @@ _OTHER_SCALES = (
 
 
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
-    """Compute the copies with which this rank reads from every rank of a peer.
+    """Compute the copies with which this rank reads from every rank of a peer, in the order of `srcs`.
 
-    The templates are in the order of `srcs`. Layers of a draft model that the peer cannot supply are left
-    out.
+    Layers of a draft model that the peer cannot supply are left out.
 
     Raises:
-        Incompatible: the peer cannot supply a layer of the model or a part of a layer. The error lists all
-            reasons.
+        Incompatible: the peer cannot supply a layer of the model or a part of a layer.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
     holders_of = _holders(srcs, pages)
     # Most layers of a model are alike, so the choice is cached.
-    chosen_for: dict[_ChoiceKey, _Choice] = {}
+    chosen_for: dict[_ChoiceKey, tuple[_Choice, tuple[str, ...]]] = {}
     routes: list[dict[_RouteKey, list[_Pair]]] = [defaultdict(list) for _ in srcs]
     for dst_group, group in enumerate(dst.groups):
         for layer in group.layers:
             holders = holders_of[layer.identity]
             choice_key = (group.kind, pages.number(layer.page), tuple(h.choice_key for h in holders))
             if choice_key not in chosen_for:
-                chosen_for[choice_key] = _choose(holders, group.kind, layer, dst.tp_rank)
-            choice = chosen_for[choice_key]
-            if choice.fields_by_holder and not all(same_scales(holder.layer, layer) for holder in holders):
-                choice = _Choice(differences=(_OTHER_SCALES,))
+                try:
+                    chosen_for[choice_key] = _choose(holders, group.kind, layer, dst.tp_rank), ()
+                except Incompatible as error:
+                    chosen_for[choice_key] = (), error.differences
+            chosen, reasons = chosen_for[choice_key]
+            if chosen and not all(same_scales(holder.layer, layer) for holder in holders):
+                chosen, reasons = (), (_OTHER_SCALES,)
             # A peer without the draft model is still a good source; `absent_layers` reports the layers.
-            for text in choice.differences if not layer.draft else ():
+            for text in reasons if not layer.draft else ():
                 found[text].append(layer.name)
-            for number, fields in choice.fields_by_holder:
+            for number, fields in chosen:
                 holder = holders[number]
                 theirs = holder.layer
                 # A route has one cell size and one stride per side. Page formats may differ inside a route.
@@ -180,12 +209,9 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
 def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeometry:
     """Return this rank's geometry, reduced to the draft model's layers that no rank of the peer supplies.
 
-    The caller must clear the blocks of these layers, because the blocks' old content may be NaN. A load
-    without these layers is still correct, because the model verifies every token that a draft model proposes.
-
-    Args:
-        templates: copies from every rank of the peer to this rank, from `build_templates`.
+    The caller must clear the blocks of these layers, because the blocks' old content may be NaN.
     """
+    # A load without them is correct: the model verifies every token that a draft model proposes.
     had = {name for template in templates for route in template.routes for name in route.layers}
     groups = (
         replace(group, layers=tuple(one for one in group.layers if one.draft and one.name not in had))
@@ -197,18 +223,14 @@ def absent_layers(templates: Sequence[Template], dst: RankGeometry) -> RankGeome
 def absent_layer_names(srcs: Sequence[RankGeometry], dsts: Sequence[RankGeometry]) -> list[str]:
     """Return the names of all layers of draft models that the peer cannot supply.
 
-    Raises:
-        Incompatible: the peer cannot supply a layer of the model itself.
+    Raise Incompatible if the peer cannot supply a layer of the model itself.
     """
     left = [absent_layers(build_templates(srcs, rank), rank) for rank in dsts]
     return sorted({layer.name for rank in left for group in rank.groups for layer in group.layers})
 
 
 class _Pages:
-    """Assigns numbers to page formats. Equal formats share a number.
-
-    All numbered formats must live as long as this object, because a format is recognised by its ``id()``.
-    """
+    """Assigns numbers to page formats, which must live as long as this object. Equal formats share one."""
 
     # A handshake compares the formats of every layer on every rank, and numbers are faster to compare.
     def __init__(self) -> None:
@@ -225,13 +247,9 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A source rank that holds a layer.
+    """A source rank, given by its index, that holds a layer in one of its groups.
 
-    Attributes:
-        index: index of the source rank.
-        group: index, on that rank, of the group that contains the layer.
-        choice_key: (index, kind, number of the page format). Layers whose holders have equal keys get the
-            same `_Choice`.
+    Layers whose holders have equal keys, (index, kind, number of the page format), get the same `_Choice`.
     """
 
     index: int
@@ -244,18 +262,8 @@ class _Holder:
 _ChoiceKey: TypeAlias = tuple[GroupKind, int, tuple[tuple[int, GroupKind, int], ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The source ranks that supply a layer.
-
-    Attributes:
-        fields_by_holder: (index in the list of the layer's holders, names of the fields to read from it) of
-            each chosen rank.
-        differences: reasons why the peer cannot supply the layer; empty if it can.
-    """
-
-    fields_by_holder: tuple[tuple[int, frozenset[str]], ...] = ()
-    differences: tuple[str, ...] = ()
+# Of each rank that supplies a layer: index in the list of the layer's holders, names of the fields to read.
+_Choice: TypeAlias = tuple[tuple[int, frozenset[str]], ...]
 
 
 def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Holder]]:
@@ -270,49 +278,41 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the source ranks from which the fields of a layer are read.
-
-    Args:
-        kind: kind of the destination's group.
-        reader: tensor-parallel rank of the destination.
-    """
+    """Choose the ranks from which the destination's rank `reader` reads a layer, or raise Incompatible."""
     if not holders:
-        return _Choice(differences=("not in the peer's cache",))
+        raise Incompatible(["not in the peer's cache"])
     # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens
     # that they need.
     if GroupKind.STATE in (kind, holders[0].kind) and kind is not holders[0].kind:
-        return _Choice(differences=(f"{holders[0].kind} there, {kind} here",))
-    pages = dict.fromkeys(holder.layer.page for holder in holders)
-    if found := dict.fromkeys(text for page in pages for text in differences(page, layer.page)):
-        return _Choice(differences=tuple(found))
+        raise Incompatible([f"{holders[0].kind} there, {kind} here"])
+    found = dict[str, None]()
+    for page in dict.fromkeys(holder.layer.page for holder in holders):
+        found.update(dict.fromkeys(differences(page, layer.page)))
+    if found:
+        raise Incompatible(list(found))
     fields_of: dict[int, set[str]] = defaultdict(set)
-    number_of = {holder.index: number for number, holder in enumerate(holders)}
-    try:
-        for field in layer.page.fields:
-            for index in _cover(holders, field, reader):
-                fields_of[number_of[index]].add(field.name)
-    except Incompatible as error:
-        return _Choice(differences=error.differences)
-    return _Choice(tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items())))
+    for field in layer.page.fields:
+        for number in _cover(holders, field, reader):
+            fields_of[number].add(field.name)
+    return tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items()))
 
 
 def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
-    """Return the source ranks that together hold the destination's part of a field, without overlap.
+    """Return the indices of holders that together hold the destination's part of a field, without overlap.
 
-    Raises:
-        Incompatible: some part is missing, the peer's ranks hold overlapping parts, or the ranks of both
-            sides divide the field along different axes.
+    Raise Incompatible if some part is missing, the holders' parts overlap, or the ranks of both sides divide
+    the field along different axes.
     """
-    others = {h.index: next(f for f in h.layer.page.fields if f.name == field.name) for h in holders}
-    sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
+    others = [other for h in holders for other in h.layer.page.fields if other.name == field.name]
+    sharded = {name for f in (field, *others) for name, _, _ in f.held}
     if len(sharded) > 1:
         raise Incompatible(
             [f"field {field.name!r}: sharded along {' and '.join(sorted(sharded))}, not one axis"]
         )
     along = sharded.pop() if sharded else ""
     ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, other in others.items():
-        ranges[_range(other, along)].append(index)
+    for number, other in enumerate(others):
+        ranges[_range(other, along)].append(number)
     reached, high = _range(field, along)
     chosen: list[int] = []
     for (start, stop), copies in sorted(ranges.items()):
@@ -339,11 +339,15 @@ def _range(field: Field, along: str) -> tuple[int, int]:
 def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeometry, pages: _Pages) -> Route:
     src_group, dst_group, fields, *_ = key
     # Most layers are alike, so a copy is planned once per pair of page formats and shifted to each layer.
-    by_formats: dict[tuple[int, int], list[_Pair]] = defaultdict(list)
+    planned, parts = dict[tuple[int, int], PageCopy](), list[CellCopy]()
     for theirs, ours in layers:
-        by_formats[pages.number(theirs.page), pages.number(ours.page)].append((theirs, ours))
-    found = [(plan_page_copy(of[0][0].page, of[0][1].page, fields), of) for of in by_formats.values()]
-    page_copy, (first_src, first_dst) = found[0][0], layers[0]
+        formats = pages.number(theirs.page), pages.number(ours.page)
+        if formats not in planned:
+            planned[formats] = plan_page_copy(theirs.page, ours.page, fields)
+        for one in planned[formats].cell_copies:
+            copies = tuple(copy.at(theirs.address, ours.address) for copy in one.copies)
+            parts.append(CellCopy(one.src_offsets, one.dst_offsets, copies))
+    page_copy, (first_src, first_dst) = next(iter(planned.values())), layers[0]
     return Route(
         src_group=src_group,
         dst_group=dst_group,
@@ -355,23 +359,12 @@ def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeom
         dst_stride=first_dst.block_stride,
         src_blocks=src.num_blocks,
         dst_blocks=dst.num_blocks,
-        cell_copies=merge_cell_copies(
-            CellCopy(
-                one.src_offsets,
-                one.dst_offsets,
-                tuple(copy.at(a.address, b.address) for a, b in of for copy in one.copies),
-            )
-            for each, of in found
-            for one in each.cell_copies
-        ),
+        cell_copies=merge_cell_copies(parts),
     )
 
 
 def window_mismatches(srcs: Sequence[RankGeometry], dst: RankGeometry) -> list[str]:
-    """Return messages about layers for which the peer may keep fewer tokens than this rank needs.
-
-    There is one message per pair of group labels (the peer's and this rank's).
-    """
+    """Return messages about layers for which the peer may keep fewer tokens than this rank needs."""
     theirs = {layer.identity: group for src in srcs for group in src.groups for layer in group.layers}
     found: dict[str, list[str]] = defaultdict(list)
     # If only this engine's hybrid KV cache manager is disabled, it treats sliding windows as full attention

@@ -18,3 +18,7 @@ and `lane_connections` to peers, each with `prepared_routes`. `read_plan` says w
 limits their number. `addresses` and `resolver` decide which addresses may be dialled. `metadata` parses a
 peer's transport metadata, and `metadata_validation` has `metadata_sandbox` try it, before NIXL loads it.
 """
+
+from kvferry.common.lazy import lazy_names
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -232,11 +232,6 @@ class GatherClient:
         self._wanted: dict[int, int] = {}  # segment to number of announcements when it was requested
         self._answers: dict[int, Gathered | NotGathered] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """True while a request has neither been answered by `answer` nor given up by `done`."""
-        return bool(self._wanted)
-
     def is_silent(self, now: float) -> bool:
         """Return whether the lane must send no requests at this time of its clock."""
         self._receive()  # a reply that has arrived ends the silence

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,11 +35,16 @@ from kvferry.geometry import RankGeometry
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.agent import Agent, ReadState
 from kvferry.transport.costs import TransferSettings
-from kvferry.transport.lane_connections import MAX_SOURCES, ConnectedPeer, LaneConnections, log_unexpected
+from kvferry.transport.lane_connections import (
+    MAX_SOURCES,
+    ConnectedPeer,
+    LaneConnections,
+    ReadPlan,
+    log_unexpected,
+)
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
-from kvferry.transport.packed_read import PackedRead
-from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
+from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.staging import LaneResources, StagingArea
 
 logger = logging.getLogger(__name__)
@@ -57,11 +62,8 @@ _LONGEST_WAIT = 1e-3
 MakeAgent: TypeAlias = Callable[..., Agent]
 
 
-class Connect(NamedTuple):
-    """A command to connect a peer, or to disconnect it if `cards` is None.
-
-    Orders after a connect wait until the peer is connected. Orders before a disconnect are still executed.
-    """
+class _Connect(NamedTuple):
+    """A command to connect a peer, or to disconnect it if `cards` is None."""
 
     peer: str
     cards: tuple[RankCard, ...] | None
@@ -75,7 +77,6 @@ class _Read:
         landing: index of the first of the `MAX_SOURCES` elements of `LaneResources.words` that belong to this
             read, one for the lease word of each rank of the peer.
         handles: READs in flight, without those of images: first of cells, later of lease words.
-        packed: reads of images in progress, one per route.
         peer_lost: True if the transport failed.
         data_done: time at which all KV had arrived, and the lease words began to be read; 0 before.
     """
@@ -86,7 +87,6 @@ class _Read:
     plan: ReadPlan
     started: float
     handles: list[Any] = field(default_factory=list)
-    packed: list[PackedRead] = field(default_factory=list)
     failure: str | None = None
     peer_lost: bool = False
     data_done: float = 0.0
@@ -130,7 +130,7 @@ class Lane:
         self._on_result, self._validator = on_result, validator
         own_words = in_flight * MAX_SOURCES
         self._free_landings = list(range(0, own_words, MAX_SOURCES))
-        self._queue: deque[ReadOrder | Connect] = deque()
+        self._queue: deque[ReadOrder | _Connect] = deque()
         self._held: deque[ReadOrder] = deque()
         self._reads: list[_Read] = []
         self._measuring: list[ConnectedPeer] = []
@@ -156,8 +156,16 @@ class Lane:
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
-    def submit(self, command: ReadOrder | Connect) -> None:
-        self._queue.append(command)
+    def submit(self, order: ReadOrder) -> None:
+        self._queue.append(order)
+        self._wake.set()
+
+    def connect(self, peer: str, cards: tuple[RankCard, ...] | None) -> None:
+        """Connect a peer, or disconnect it if `cards` is None, after the orders submitted so far.
+
+        Orders that are submitted later wait until the peer is connected.
+        """
+        self._queue.append(_Connect(peer, cards))
         self._wake.set()
 
     def stop(self) -> None:
@@ -213,7 +221,7 @@ class Lane:
             # Held orders came before the queued ones, and go back in front of them in their order.
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
-        while self._queue and (self._free_landings or isinstance(self._queue[0], Connect)):
+        while self._queue and (self._free_landings or isinstance(self._queue[0], _Connect)):
             busy = True
             command = self._queue.popleft()
             if isinstance(command, ReadOrder):
@@ -251,7 +259,7 @@ class Lane:
         if isinstance(peer, str):
             self._deliver(ReadResult(order.key, peer, peer_lost=True))
             return None
-        if peer is None or peer.speed_pending:
+        if peer is None or (peer in self._measuring and peer.speed_pending):
             self._held.append(order)
             return None
         try:
@@ -271,10 +279,8 @@ class Lane:
             return None
         read = _Read(order, peer, self._free_landings.pop(), plan, time.perf_counter())
         self._reads.append(read)
-        for source, direct, packed in plan.ranks:
-            read.packed += [PackedRead(self._lane, source, part, order.lease) for part in packed]
-            if direct is not None:
-                self._post(read, local=source.local, here=direct.dst, remote=source.remote, there=direct.src)
+        for source, indices in plan.direct:
+            self._post(read, local=source.local, here=indices.dst, remote=source.remote, there=indices.src)
         return read
 
     def _post(self, read: _Read, local: Any, here: Any, remote: Any, there: Any) -> None:
@@ -290,18 +296,12 @@ class Lane:
 
     def _pause(self, nap: float) -> None:
         """Sleep for `nap` seconds, or until a peer that was asked to gather replies."""
-        clients = [
-            rank.source.client.socket
-            for read in self._reads
-            if any(packed.waits_for_source for packed in read.packed)
-            for rank in read.plan.ranks
-            if rank.source.client is not None and rank.source.client.waiting
-        ]
-        if clients:
+        packed = [one for read in self._reads for one in read.plan.packed]
+        if sockets := {one.awaited for one in packed} - {None}:
             # If no READ is in flight, only a reply matters. Polling more often would take CPU time from the
             # source, if it gathers on the same machine.
-            in_flight = any(read.handles or any(p.in_flight for p in read.packed) for read in self._reads)
-            zmq.select(clients, [], [], nap if in_flight else _LONGEST_WAIT)
+            in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in packed)
+            zmq.select(list(sockets), [], [], nap if in_flight else _LONGEST_WAIT)
         else:
             time.sleep(nap)
 
@@ -319,21 +319,22 @@ class Lane:
     def _advance(self, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken."""
         agent, moved = self._lane.agent, False
-        for packed in read.packed:
+        for packed in list(read.plan.packed):
             if read.failure is not None:
                 packed.abandon(read.failure)
             moved |= packed.advance()
             read.failure = read.failure or packed.failure
             read.peer_lost |= packed.peer_lost
-        states = [agent.state(handle) for handle in read.handles]
-        if ReadState.IN_FLIGHT in states or not all(packed.finished for packed in read.packed):
+            if packed.finished:
+                read.plan.packed.remove(packed)
+        states = list(map(agent.state, read.handles))
+        if read.plan.packed or ReadState.IN_FLIGHT in states:
             return moved
         if ReadState.FAILED in states:
             read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
         for handle in read.handles:
             agent.release(handle)
         read.handles.clear()
-        read.packed.clear()
         if read.failure is None and not read.data_done:
             self._read_words(read)
         else:
@@ -346,8 +347,7 @@ class Lane:
         # proves nothing.
         read.data_done = time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
-        for number, rank in enumerate(read.plan.ranks):
-            source = rank.source
+        for number, source in enumerate(read.plan.sources):
             here = np.array([read.landing + number], np.int32)
             # If nothing arrives here, the word of the read before must not pass for it.
             self._lane.words[here] = ~np.uint64(read.order.lease.word(source.card.incarnation))
@@ -363,20 +363,27 @@ class Lane:
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
-        seconds = done - read.started, now - done
-        self._deliver(ReadResult(read.order.key, read.failure, read.plan, *seconds, read.peer_lost))
+        figures = replace(read.plan.figures, transfer_seconds=done - read.started, check_seconds=now - done)
+        self._deliver(ReadResult(read.order.key, read.failure, figures, read.peer_lost))
 
     def _deliver(self, result: ReadResult) -> None:
         self.results.append(result)
         self._on_result()
 
     def _check_words(self, read: _Read) -> None:
-        expected = [read.order.lease.word(rank.source.card.incarnation) for rank in read.plan.ranks]
-        words = self._lane.words[read.landing : read.landing + len(expected)].tolist()
-        if any(word >> 32 != one >> 32 for word, one in zip(words, expected, strict=True)):
-            read.failure, read.peer_lost = "another run of the producer has the memory that was read", True
-        elif words != expected:
-            read.failure = "the producer gave the blocks back before they were read (lease word changed)"
+        for number, source in enumerate(read.plan.sources):
+            expected, word = (
+                read.order.lease.word(source.card.incarnation),
+                int(self._lane.words[read.landing + number]),
+            )
+            if word >> 32 != expected >> 32:
+                read.failure, read.peer_lost = (
+                    "another run of the producer has the memory that was read",
+                    True,
+                )
+                return
+            if word != expected:
+                read.failure = "the producer gave the blocks back before they were read (lease word changed)"
 
     def _shut(self) -> None:
         try:

@@ -17,31 +17,46 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.geometry import Region
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
 from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
 from kvferry.planning.strategy import Strategy, choose_method
-from kvferry.planning.template import Route, absent_layers, build_templates
-from kvferry.transport.gather_client import GatherClient
-from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.metadata import WORD_BYTES
+from kvferry.planning.template import absent_layers, build_templates
+from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.prepared_routes import RoutePreparation, page_clearings
-from kvferry.transport.read_plan import PackedCells, RankRead, ReadOrder, ReadPlan, SourceRank, add_counts
-from kvferry.transport.read_speed import ReadSpeed
-from kvferry.transport.staging import LaneResources, MappedArea
+from kvferry.transport.packed_read import PackedRead
+from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
+from kvferry.transport.read_plan import LoadFigures, ReadOrder
+from kvferry.transport.staging import LaneResources
 
 logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 256  # maximum number of ranks of a peer
 _LONGEST_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The plan of a lane's share of an order.
+
+    Attributes:
+        sources: ranks of the peer that supply anything.
+        direct: pairs of a rank and the descriptors of the cells that go from there straight into blocks.
+        packed: reads of cells as images. The lane advances them, and removes those that have ended.
+        clears: pairs (copies, int64 ids of blocks) whose bytes are zeroed before the read.
+        figures: without the times of the transfer.
+    """
+
+    sources: list[SourceRank]
+    direct: list[tuple[SourceRank, DescriptorIndices]]
+    packed: list[PackedRead]
+    clears: list[tuple[StagingCopies, Int64s]]
+    figures: LoadFigures
 
 
 class ConnectedPeer:
@@ -69,7 +84,7 @@ class ConnectedPeer:
         # Each step adds what undoes it, so that a peer that cannot be connected leaves nothing behind.
         with ExitStack() as made:
             self.sources = tuple(
-                self._prepare(made, card, template.routes)
+                prepare_source(lane, card, template.routes, made)
                 for card, template in zip(cards, templates, strict=True)
             )
             self._made = made.pop_all()
@@ -81,50 +96,73 @@ class ConnectedPeer:
         """
         started = time.perf_counter()
         self._check(order)
-        groups = self._lane.geometry.groups
-        pinned = order.strategy or self._lane.settings.strategy
-        by_group = [0] * len(groups)
-        strategies: list[dict[Strategy, None]] = [{} for _ in groups]
-        ranks, counts = list[RankRead](), TransferCounts(0, 0, 0, 0)
-        clears = list[tuple[StagingCopies, Int64s]]()
-        if order.share.number == 0:  # one lane is enough
+        settings, groups = self._lane.settings, self._lane.geometry.groups
+        sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
+        packed, clears = list[PackedRead](), list[tuple[StagingCopies, Int64s]]()
+        if order.share == 0:  # one lane is enough
             # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
             for at, copies in self._absent:
                 blocks = unwritten_blocks_needed(groups[at], order.span, order.dst_tables[at])
                 clears.append((copies, blocks))
-        number = itertools.count()
+        moved, number = list[tuple[int, Strategy, TransferCounts]](), itertools.count()
         for source in self.sources:
-            direct, packed = list[DescriptorIndices](), list[PackedCells]()
+            indices, moved_before = list[DescriptorIndices](), len(moved)
             for prepared in source.routes:
                 route = prepared.route
-                at, src_table = route.dst_group, order.src_tables[route.src_group]
-                dst_table = order.dst_tables[at]
-                cells = select_cells(route, groups[at], order.span, src_table, dst_table)
-                cells = order.share.select(cells, route.cell_bytes, next(number))
+                at, table = route.dst_group, order.dst_tables[route.dst_group]
+                cells = select_cells(route, groups[at], order.span, order.src_tables[route.src_group], table)
+                size = len(cells) * route.cell_bytes
+                cells = order.select(cells, size, settings.lane_bytes, next(number))
                 if not len(cells):
                     continue
                 methods = [each.method for each in prepared.methods]
+                pinned = order.strategy or settings.strategy
                 method = prepared.methods[choose_method(methods, len(cells), source.speed.costs, pinned)]
-                counted = method.counts(route, cells)
-                counts = add_counts(counts, counted)
-                by_group[at] += counted.bytes
-                strategies[at][method.method.strategy] = None
+                moved.append((at, method.method.strategy, method.counts(route, cells)))
                 if method.method.image is None:
-                    direct.append(method.indices(cells, 0, 0))
+                    indices.append(method.indices(cells, 0, 0))
                 else:
-                    packed.append(PackedCells(prepared, method, cells))
+                    packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
-                left = partly_written_blocks(route, groups[at], order.span, dst_table)
+                left = partly_written_blocks(route, groups[at], order.span, table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
-            if direct or packed:
-                ranks.append(RankRead(source, _join_indices(direct), packed))
-        sources = [rank.source for rank in ranks]
-        slowest = min(filter(None, [one.speed.bytes_per_second for one in sources]), default=0.0)
-        not_shared = next(filter(None, [one.not_shared for one in sources]), "")
-        names, seconds = tuple(map(tuple, strategies)), time.perf_counter() - started
-        return ReadPlan(
-            tuple(ranks), tuple(clears), tuple(by_group), names, counts, seconds, slowest, not_shared
+            if indices:
+                direct.append((source, _join_indices(indices)))
+            if len(moved) > moved_before:
+                sources.append(source)
+        return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
+
+    def _figures(
+        self,
+        sources: Sequence[SourceRank],
+        moved: Sequence[tuple[int, Strategy, TransferCounts]],
+        began: float,
+    ) -> LoadFigures:
+        """Return the figures of a plan: of (KV cache group, strategy, counts) for each route that is read."""
+        sizes = [0] * len(self._lane.geometry.groups)
+        strategies: list[dict[str, None]] = [{} for _ in sizes]
+        pages = descriptors = largest = 0
+        for group, strategy, counts in moved:
+            sizes[group] += counts.bytes
+            strategies[group][strategy] = None
+            pages += counts.pages
+            descriptors += counts.descriptors
+            largest = max(largest, counts.largest_run)
+        speed, not_shared = 0.0, ""
+        for source in sources:
+            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
+            not_shared = not_shared or source.not_shared
+        return LoadFigures(
+            bytes_by_group=tuple(sizes),
+            strategies_by_group=tuple(map(tuple, strategies)),
+            reads=1,
+            pages=pages,
+            descriptors=descriptors,
+            run_bytes=largest,
+            plan_seconds=time.perf_counter() - began,
+            read_bytes_per_second=speed,
+            not_shared=not_shared,
         )
 
     @property
@@ -151,40 +189,6 @@ class ConnectedPeer:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
 
-    def _prepare(self, made: ExitStack, card: RankCard, routes: Sequence[Route]) -> SourceRank:
-        """Prepare reads from one rank. Mutates `made`, the stack of callbacks that undo the preparation."""
-        lane, geometry, there = self._lane, self._lane.geometry, card.outgoing
-        shared, not_shared = _map(there, geometry.regions[0])
-        if shared is not None:
-            made.callback(shared.close)
-        preparation = RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
-        for route in routes:
-            preparation.add(route)
-        client = None
-        if preparation.gathers and there is not None:
-            client = GatherClient(
-                lane.context, there.host, there.port, preparation.gathers, lane.settings.keys
-            )
-            made.callback(client.close)
-        name = lane.agent.add_peer(card.agent)
-        made.callback(lane.agent.drop_peer, name)
-
-        def listed(owner: str | None, region: Region, rows: Int64s) -> Any:
-            handle = lane.agent.prepare(owner, region, rows)
-            made.callback(lane.agent.release_list, handle)
-            return handle
-
-        src, dst, memory = preparation.src, preparation.dst, card.geometry.regions[0]
-        local = listed(None, geometry.regions[0], dst.table()) if dst.entries else None
-        remote = listed(name, memory, src.table()) if src.entries else None
-        words = Region(card.words_address, card.words * WORD_BYTES)
-        local_words = listed(None, lane.words_region, _word_rows(lane.words_region))
-        remote_words = listed(name, words, _word_rows(words))
-        speed = ReadSpeed(lane, name, memory, lane.settings.timed_read_bytes if src.entries else 0)
-        made.callback(speed.close)
-        lists = local, remote, local_words, remote_words
-        return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
-
     def _check(self, order: ReadOrder) -> None:
         theirs, ours = len(self.sources[0].card.geometry.groups), len(self._lane.geometry.groups)
         if len(order.src_tables) != theirs or len(order.dst_tables) != ours:
@@ -196,23 +200,9 @@ class ConnectedPeer:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
 
 
-def _map(outgoing: Outgoing | None, like: Region) -> tuple[MappedArea | None, str]:
-    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible."""
-    if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
-        return None, "the peer offers no memory that engines of its machine can map; its log says why"
-    try:
-        return MappedArea(outgoing.file, like), ""
-    except TransferError as error:
-        return None, str(error)
-
-
-def _word_rows(region: Region) -> Int64s:
-    return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
-
-
-def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices | None:
-    if len(parts) < 2:
-        return parts[0] if parts else None
+def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices:
+    if len(parts) == 1:
+        return parts[0]
     return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
 
 

@@ -23,14 +23,15 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import zmq
 
 from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import Cells
 from kvferry.transport.agent import ReadState
 from kvferry.transport.gather_client import GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.read_plan import PackedCells, SourceRank
-from kvferry.transport.staging import Allocation, LaneResources, MappedArea, StagingArea
+from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute, SourceRank
+from kvferry.transport.staging import Allocation, LaneResources, StagingArea
 
 AHEAD = 4  # maximum number of segments of a route that are in progress at a time
 
@@ -78,25 +79,44 @@ class _Segment:
 
 
 class PackedRead:
-    """A read of cells as images, used by the lane's thread. If `peer_lost`, the transport failed."""
+    """A read of cells as images, used by the lane's thread.
 
-    def __init__(self, lane: LaneResources, source: SourceRank, part: PackedCells, lease: LeaseWord) -> None:
-        """Split the cells into segments. `advance` starts to read them from blocks under the lease."""
+    Attributes:
+        rest: cells of the segments that have not begun, the next one last.
+        peer_lost: True if the transport failed.
+    """
+
+    def __init__(
+        self,
+        lane: LaneResources,
+        source: SourceRank,
+        route: PreparedRoute,
+        method: PreparedMethod,
+        cells: Cells,
+        lease: LeaseWord,
+    ) -> None:
+        """Split the cells into segments. `advance` starts to read them from blocks under the lease.
+
+        Args:
+            method: a method of `route` with images.
+        """
         self.failure: str | None = None
         self.peer_lost = False
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock
         self._source, self._lease = source, lease
-        self._route, self._method = part.route, part.method
-        self._rest = part.method.segments(part.cells)[::-1]
+        self._route, self.method = route, method
+        self.rest = method.segments(cells)[::-1]
         self._segments: list[_Segment] = []
 
     @property
     def finished(self) -> bool:
-        return not self._segments and (not self._rest or self.failure is not None)
+        return not self._segments and (not self.rest or self.failure is not None)
 
     @property
-    def waits_for_source(self) -> bool:
-        return any(segment.state is _SegmentState.ASKED for segment in self._segments)
+    def awaited(self) -> zmq.Socket[Any] | None:
+        """Socket on which a reply of the source will arrive; None if the source owes no reply."""
+        asked = any(segment.state is _SegmentState.ASKED for segment in self._segments)
+        return self._client.socket if asked else None
 
     @property
     def in_flight(self) -> bool:
@@ -120,8 +140,8 @@ class PackedRead:
 
     def _ask_ahead(self) -> bool:
         moved = False
-        while self._rest and len(self._segments) < AHEAD and self.failure is None:
-            segment = _Segment(self._rest.pop(), _SegmentState.NEW, self._clock())
+        while self.rest and len(self._segments) < AHEAD and self.failure is None:
+            segment = _Segment(self.rest.pop(), _SegmentState.NEW, self._clock())
             self._segments.append(segment)
             moved |= self._try_step(segment)
         return moved
@@ -160,15 +180,15 @@ class PackedRead:
         return self._source.client
 
     def _begin(self, segment: _Segment) -> bool:
-        if self._method.announced_route < 0:
+        if self.method.announced_route < 0:
             segment.state = _SegmentState.GATHERED
         elif self._client.is_silent(self._clock()):
             self._read_unpacked(segment, "it has not answered lately")
         else:
-            cells, shared = segment.cells, self._method.shared is not None
+            cells, shared = segment.cells, self.method.shared is not None
             first = int(cells.number[0]) % self._route.route.src_cells
             segment.number = self._client.ask(
-                self._method.announced_route, self._lease, cells.src_block, first, shared=shared
+                self.method.announced_route, self._lease, cells.src_block, first, shared=shared
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -177,7 +197,7 @@ class PackedRead:
         answer, card = self._client.answer(segment.number), self._source.card
         if isinstance(answer, Gathered):
             # The peer may name any image and any word, also those of leases.
-            inside = answer.position + len(segment.cells) <= self._method.src.blocks
+            inside = answer.position + len(segment.cells) <= self.method.src.blocks
             if inside and card.leases <= answer.word < card.words:
                 segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
             else:
@@ -206,13 +226,13 @@ class PackedRead:
             self._read_unpacked(segment, f"no room to land for {ROOM_SECONDS:g} s")
             return True
         outgoing = segment.gathered.position if segment.gathered else 0
-        if segment.gathered is not None and self._method.shared is not None:
+        if segment.gathered is not None and self.method.shared is not None:
             # The word is read after the copy: if it is unchanged, the images were valid all the time.
-            self._scatter(segment, self._method.shared, outgoing)
+            self._scatter(segment, self.method.shared, outgoing)
             self._check(segment, segment.gathered)
             return True
         landing = segment.allocation.position if segment.allocation else 0
-        self._read_cells(segment, self._method.indices(segment.cells, outgoing, landing))
+        self._read_cells(segment, self.method.indices(segment.cells, outgoing, landing))
         return True
 
     def _has_room(self, segment: _Segment) -> bool:
@@ -221,8 +241,8 @@ class PackedRead:
             if not self._lane.free_words:
                 return False
             segment.word = self._lane.free_words.pop()
-        if self._method.scatter is not None and self._method.shared is None:
-            segment.allocation = self._lane.landing.allocate(len(segment.cells), self._method.stride)
+        if self.method.scatter is not None and self.method.shared is None:
+            segment.allocation = self._lane.landing.allocate(len(segment.cells), self.method.stride)
             return segment.allocation is not None
         return True
 
@@ -260,10 +280,10 @@ class PackedRead:
             self._scatter(segment, self._lane.landing, segment.allocation.position)
         self._remove_segment(segment)
 
-    def _scatter(self, segment: _Segment, area: StagingArea | MappedArea, first: int) -> None:
-        copies, cells = self._method.scatter, segment.cells
+    def _scatter(self, segment: _Segment, area: StagingArea, first: int) -> None:
+        copies, cells = self.method.scatter, segment.cells
         assert copies is not None  # noqa: S101 - only a method that scatters has images to unpack
-        copies.scatter(cells.dst_block, cells.number, area.images(self._method.stride), first)
+        copies.scatter(cells.dst_block, cells.number, area.images(self.method.stride), first)
 
     def _fail(self, segment: _Segment, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)

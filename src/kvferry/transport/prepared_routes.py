@@ -6,13 +6,15 @@ peer connects. A read then supplies only block ids and positions in staging area
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvferry.common.errors import TransferError
-from kvferry.geometry import RankGeometry
+from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
@@ -34,9 +36,11 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherRoute
-from kvferry.transport.messages import RankCard
-from kvferry.transport.staging import MappedArea, StagingArea
+from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherClient, GatherRoute
+from kvferry.transport.messages import Outgoing, RankCard
+from kvferry.transport.metadata import WORD_BYTES
+from kvferry.transport.read_speed import ReadSpeed
+from kvferry.transport.staging import LaneResources, SharedArea, StagingArea
 
 # Maximum number of entries in a prepared list: indices are int32, and NIXL keeps tens of bytes for each.
 MAX_DESCRIPTORS = 1 << 26
@@ -123,7 +127,7 @@ class PreparedMethod:
     dst: PreparedEntries
     announced_route: int = -1
     scatter: StagingCopies | None = None
-    shared: MappedArea | None = None
+    shared: SharedArea | None = None
 
     @property
     def stride(self) -> int:
@@ -185,7 +189,32 @@ class PreparedRoute:
         return first if first.method.strategy is Strategy.DIRECT else None
 
 
-class RoutePreparation:
+@dataclass(frozen=True, slots=True)
+class SourceRank:
+    """A rank of a peer, with everything that is prepared to read from it.
+
+    Attributes:
+        agent: NIXL's name of the rank.
+        local, remote: NIXL's lists of this worker's and of the rank's memory: cells in blocks, and images in
+            the staging area. None if the rank supplies no KV.
+        local_words, remote_words: NIXL's lists of `LaneResources.words` and of the rank's words.
+        client: asks the rank to gather; None if no method needs it.
+        not_shared: why the rank's host memory is not mapped here; empty if it is.
+    """
+
+    card: RankCard
+    agent: str
+    routes: tuple[PreparedRoute, ...]
+    local: Any
+    remote: Any
+    local_words: Any
+    remote_words: Any
+    client: GatherClient | None
+    speed: ReadSpeed
+    not_shared: str
+
+
+class _RoutePreparation:
     """Prepares the transfer of all routes from one rank of a peer to this rank.
 
     Attributes:
@@ -201,7 +230,7 @@ class RoutePreparation:
         costs: Costs,
         max_descriptors: int = MAX_DESCRIPTORS,
         max_strided_copies: int = MAX_STRIDED_COPIES,
-        shared: MappedArea | None = None,
+        shared: SharedArea | None = None,
     ) -> None:
         """Create empty lists.
 
@@ -303,6 +332,55 @@ class RoutePreparation:
         return PreparedMethod(
             method, src.rows, self.src.add(src), self.dst.add(dst), announced, scatter, shared
         )
+
+
+def prepare_source(
+    lane: LaneResources, card: RankCard, routes: Sequence[Route], made: ExitStack
+) -> SourceRank:
+    """Prepare reads from one rank. Mutates `made`, the stack of callbacks that undo the preparation."""
+    geometry, there = lane.geometry, card.outgoing
+    shared, not_shared = _map(there, geometry.regions[0])
+    if shared is not None:
+        made.callback(shared.close)
+    preparation = _RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
+    for route in routes:
+        preparation.add(route)
+    client = None
+    if preparation.gathers and there is not None:
+        client = GatherClient(lane.context, there.host, there.port, preparation.gathers, lane.settings.keys)
+        made.callback(client.close)
+    name = lane.agent.add_peer(card.agent)
+    made.callback(lane.agent.drop_peer, name)
+
+    def listed(owner: str | None, region: Region, rows: Int64s) -> Any:
+        handle = lane.agent.prepare(owner, region, rows)
+        made.callback(lane.agent.release_list, handle)
+        return handle
+
+    src, dst, memory = preparation.src, preparation.dst, card.geometry.regions[0]
+    local = listed(None, geometry.regions[0], dst.table()) if dst.entries else None
+    remote = listed(name, memory, src.table()) if src.entries else None
+    words = Region(card.words_address, card.words * WORD_BYTES)
+    local_words = listed(None, lane.words_region, _word_rows(lane.words_region))
+    remote_words = listed(name, words, _word_rows(words))
+    speed = ReadSpeed(lane, name, memory, lane.settings.timed_read_bytes if src.entries else 0)
+    made.callback(speed.close)
+    lists = local, remote, local_words, remote_words
+    return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
+
+
+def _map(outgoing: Outgoing | None, like: Region) -> tuple[SharedArea | None, str]:
+    """Map the outgoing file of a peer's rank; return None and the reason if that is not possible."""
+    if outgoing is None or outgoing.file is None or outgoing.file.size != outgoing.bytes:
+        return None, "the peer offers no memory that engines of its machine can map; its log says why"
+    try:
+        return SharedArea.map(outgoing.file, like), ""
+    except TransferError as error:
+        return None, str(error)
+
+
+def _word_rows(region: Region) -> Int64s:
+    return np.array([[region.address, WORD_BYTES, WORD_BYTES, region.length // WORD_BYTES]], np.int64)
 
 
 def _gathers(method: TransferMethod) -> bool:

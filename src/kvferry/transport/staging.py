@@ -2,7 +2,7 @@
 
 A worker has two areas that are registered with the transport. It gathers cells for other workers into the
 *outgoing* area. It reads images into the *landing* area before it scatters them into blocks. A third area is
-host memory that workers of the same machine map (`OutgoingFile`). Areas are allocated in units of
+host memory that workers of the same machine map (`SharedArea`). Areas are allocated in units of
 `UNIT_BYTES`.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,9 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A contiguous range of a staging area that holds the images of one segment.
+    """A range of units of a staging area that holds the images of one segment.
 
-    Attributes:
-        unit: index of the first unit of `UNIT_BYTES`.
-        position: index of the first image. Image ``i`` is at byte ``i * stride`` of the area, not of the
-            allocation.
+    `position` is the index of the first image. Image ``i`` is at byte ``i * stride`` of the area.
     """
 
     unit: int
@@ -55,12 +52,9 @@ class StagingArea:
     """Memory that holds images during a transfer, in `units` of `UNIT_BYTES`. Thread-safe."""
 
     def __init__(self, size: int, like: Region, memory: torch.Tensor | None = None) -> None:
-        """Allocate the memory.
+        """Allocate `size` bytes, rounded down to whole units, of the same kind of memory as `like`.
 
-        Args:
-            size: bytes, rounded down to whole units; 0 for an empty area.
-            like: region of the KV cache. The area gets the same kind of memory.
-            memory: memory to use, uint8 of shape (size,), which begins at a page; None to allocate it.
+        `memory` is used instead if given: uint8 of shape (size,), from the start of a page on.
         """
         self.device = "cpu" if like.memory == "DRAM" else f"cuda:{like.device}"
         self.units = size // UNIT_BYTES
@@ -105,72 +99,60 @@ class StagingArea:
             self._taken[allocation.unit : allocation.unit + allocation.units] = bytes(allocation.units)
 
 
-class _Mapping:
-    """A mapped memory file, as the tensor `tensor` (uint8 of shape (size,)) and as the region `region`."""
+class SharedArea(StagingArea):
+    """A staging area in a memory file, which workers of the same machine map.
 
-    def __init__(self, fd: int, size: int, like: Region, *, writable: bool) -> None:
+    Its owner gathers cells into it. Others scatter from it, and allocate nothing.
+    """
+
+    def __init__(self, file: SharedFile, fd: int, like: Region, *, writable: bool) -> None:
+        """Map an open file. If `like`, a region of the KV cache, is on a GPU, register it with CUDA.
+
+        Raise TransferError if that is not possible.
+        """
         try:
-            mapping, skip = map_shared(fd, size, writable=writable)
+            mapping, skip = map_shared(fd, file.size, writable=writable)
         except OSError as error:
             raise TransferError(f"shared memory cannot be mapped: {error.strerror}") from error
-        self.tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, size, skip))
-        self.region = Region(self.tensor.data_ptr(), size)
+        memory = torch.from_numpy(np.frombuffer(mapping, np.uint8, file.size, skip))
+        super().__init__(file.size, Region(0, 1), memory)
+        self.file, self._fd = file, -1
         self._registration = None if like.memory == "DRAM" else HostRegistration(self.region)
 
-    def close(self) -> None:
-        """End the registration with CUDA. The memory stays mapped while it is in use."""
-        if self._registration is not None:
-            self._registration.close()
-
-
-class OutgoingFile:
-    """A memory file into which this worker gathers cells: for readers to map, and as a staging area."""
-
-    def __init__(self, size: int, like: Region) -> None:
-        """Create and map the file. No memory is allocated until it is used, except by CUDA.
-
-        Args:
-            size: multiple of `UNIT_BYTES`.
-            like: region of the KV cache. If it is on a GPU, the memory is registered with CUDA.
-        """
-        self.file = SharedFile.create(size)
+    @classmethod
+    def create(cls, size: int, like: Region) -> Self:
+        """Create the file, of whole units. No memory is allocated until it is used, except by CUDA."""
+        file = SharedFile.create(size)
         try:
-            self._memory = _Mapping(self.file.fd, size, like, writable=True)
+            made = cls(file, file.fd, like, writable=True)
         except BaseException:
-            os.close(self.file.fd)
+            os.close(file.fd)
             raise
-        self.area = StagingArea(size, Region(0, 1), self._memory.tensor)
+        made._fd = file.fd
+        return made
 
-    def close(self) -> None:
-        """Let no further reader map the file. Readers that have mapped it keep its memory."""
-        self._memory.close()
-        os.close(self.file.fd)
-
-
-class MappedArea(_Mapping):
-    """The outgoing file of another worker, mapped to be read."""
-
-    def __init__(self, file: SharedFile, like: Region) -> None:
-        """Map the file, for CUDA as well if `like`, a region of this worker's KV cache, is on a GPU.
-
-        Raise TransferError if that is not possible: its owner may run on another machine, or have ended.
-        """
+    @classmethod
+    def map(cls, file: SharedFile, like: Region) -> Self:
+        """Map another worker's file. Raise TransferError if it has ended, or runs on another machine."""
         writable = like.memory != "DRAM"  # CUDA refuses to register memory that is mapped to be read only
         fd = file.open(writable=writable)
         try:
-            super().__init__(fd, file.size, like, writable=writable)
+            return cls(file, fd, like, writable=writable)
         finally:
             os.close(fd)
-        self._space = AddressSpace([self.region])
 
-    def images(self, stride: int) -> StagedImages:
-        return StagedImages(self._space, self.region.address, stride)
+    def close(self) -> None:
+        """Let no further worker map the file, if this one owns it. The memory stays mapped while in use."""
+        if self._registration is not None:
+            self._registration.close()
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
-def make_outgoing_file(size: int, like: Region) -> OutgoingFile | None:
-    """Return a new `OutgoingFile`; None, with a line in the log, if this system does not allow it."""
+def make_outgoing_file(size: int, like: Region) -> SharedArea | None:
+    """Return a new `SharedArea`; None, with a line in the log, if this system does not allow it."""
     try:
-        return OutgoingFile(size, like)
+        return SharedArea.create(size, like)
     except KVFerryError as error:
         logger.info("engines of this machine cannot map this engine's staging memory: %s", error)
         return None

@@ -22,12 +22,12 @@ from kvferry.memory.shared_memory import request_huge_pages
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.lane import Connect, Lane, MakeAgent
+from kvferry.transport.lane import Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
-from kvferry.transport.read_plan import ReadOrder, ReadResult, Share
+from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class _ExportedMemory:
         # Before registration, because the words move to a new array.
         first_word = words.add(outgoing.units)
         if shared is not None:
-            words.add(shared.area.units)
+            words.add(shared.units)
         for region in geometry.regions:
             request_huge_pages(region, touched=True)
         areas = [outgoing.region] if size else []
@@ -65,11 +65,12 @@ class _ExportedMemory:
         self._gatherer: GatherServer | None = None
         offered = None
         if size:
-            area, file = (None, None) if shared is None else (shared.area, shared.file)
-            self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=area)
+            self._gatherer = GatherServer(geometry, outgoing, words, first_word, settings, shared=shared)
             host, port, region = settings.advertise_host, self._gatherer.port, outgoing.region
             own_words = len(words.array) - first_word
-            offered = Outgoing(host, port, region.address, region.length, own_words, file)
+            offered = Outgoing(
+                host, port, region.address, region.length, own_words, shared.file if shared else None
+            )
         self.card = RankCard(
             geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
@@ -122,7 +123,6 @@ class Transfers:
         """
         settings = settings or TransferSettings()
         self.words = words
-        self._least_bytes = settings.lane_bytes
         self._turns = itertools.count()
         # Of each order: how many lanes have not done their share of it, and the result of those that have.
         self._orders: dict[str, tuple[int, ReadResult | None]] = {}
@@ -161,22 +161,23 @@ class Transfers:
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:
         """Start to connect a peer on all lanes. Orders to read from it may be submitted at once."""
         for lane in self._lanes:
-            lane.submit(Connect(peer, tuple(cards)))
+            lane.connect(peer, tuple(cards))
 
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer when the reads from it have ended. Later orders to read from the peer fail."""
         for lane in self._lanes:
-            lane.submit(Connect(peer, None))
+            lane.connect(peer, None)
 
     def submit(self, *orders: ReadOrder) -> None:
         """Queue all orders of a step. Each is for the whole of its span."""
         lanes = len(self._lanes)
-        tokens = [order.span.ends - order.span.begins for order in orders]
+        total = sum(order.span.ends - order.span.begins for order in orders)
         given = [0] * lanes
-        for order, size in zip(orders, tokens, strict=True):
+        for order in orders:
+            size = order.span.ends - order.span.begins
             # The first share changes its lane from order to order, because small routes are in it alone.
             turn = next(self._turns)
-            if size * lanes <= sum(tokens):
+            if size * lanes <= total:
                 # A small order goes as a whole to the lane that has the fewest tokens so far.
                 *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
                 given[lane] += size
@@ -185,7 +186,7 @@ class Transfers:
             else:
                 self._orders[order.key] = lanes, None
                 for number, one in enumerate(self._lanes):
-                    one.submit(replace(order, share=Share((number + turn) % lanes, lanes, self._least_bytes)))
+                    one.submit(replace(order, share=(number + turn) % lanes, shares=lanes))
 
     def results(self) -> list[ReadResult]:
         done = []

@@ -9,11 +9,11 @@ import re
 import pytest
 from rich.console import Console
 
-from kvferry.common.text import Report
 from kvferry.tools.bench import tiers as tiers_report
 from kvferry.tools.bench.rounds import TierCase, measure_cases
 from kvferry.tools.bench.tiers import MeasuredTiers
 from kvferry.tools.measuring.rounds import Spread
+from kvferry.tools.report import Report
 from support.bench_results import tier_speed, tiers
 
 

@@ -9,11 +9,11 @@ import re
 import pytest
 from rich.console import Console
 
-from kvferry.common.text import Report
 from kvferry.tools.bench import transfer as transfer_report
 from kvferry.tools.bench.rounds import MoverRounds
 from kvferry.tools.bench.transfer import MeasuredTransfer
 from kvferry.tools.measuring.rounds import Spread
+from kvferry.tools.report import Report
 from support.bench_results import transfer
 
 

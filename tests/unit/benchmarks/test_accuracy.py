@@ -31,8 +31,8 @@ from benchmarks.accuracy.spoiling import (
 from benchmarks.accuracy.subjects import read_subjects
 from benchmarks.accuracy.ways import PEER, WAYS, alone, read_ways
 from kvferry.common.errors import ConfigError
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import fleet_specs
+from kvferry.tools.serving.role import Role
 
 RUN = Path(__file__).parent / "lm_eval_run"
 """What lm-eval wrote for two questions, without prompts and settings."""

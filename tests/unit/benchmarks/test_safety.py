@@ -44,7 +44,7 @@ def test_socket_pair_answers_every_message_before_it_returns(keys):
 
 
 def test_a_transfer_that_asks_for_no_gathering_redeems_a_ticket_and_gives_it_back():
-    (redeem, redeemed), (release, nothing) = curve.messages_of(None, [[5, 6], [7]], 512)
+    (redeem, redeemed), (release, nothing) = curve.messages_of([], [[5, 6], [7]], 512)
     asked, given_back = decode_request(redeem), decode_request(release)
     assert (asked.tokens, given_back.tickets, nothing) == (512, [asked.ticket], b"")
     assert [ids.tolist() for ids in decode_numbered(redeemed).grant.block_ids] == [[5, 6], [7]]

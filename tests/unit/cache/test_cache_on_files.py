@@ -12,12 +12,12 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.reading import SlowTier, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index.key_table import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tools.models.layout import EngineShape, lay_out
 from support.models import attention, model
 from support.stores import NAMESPACE
 from support.waiting import wait_for

@@ -18,11 +18,11 @@ from kvferry.cache.reading import WRITE_BACK_SHARE, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache
 from support.clock import Clock
 from support.examples import examples
 from support.models import attention, model, state

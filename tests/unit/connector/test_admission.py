@@ -22,13 +22,14 @@ from kvferry.connector.events import (
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.load import Bid, GroupBytes, Load, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, Load, LoadOutcome, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.source import Answer, RunningLoads
 from kvferry.connector.speeds import Speeds
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, counted, events_of

@@ -8,11 +8,11 @@ import pytest
 
 from kvferry.connector.content import CACHE_DTYPE, MODEL_DTYPE, WEIGHTS, namespace_of_facts
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import VERSION
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 
 FACTS = {
     WEIGHTS: "0123",

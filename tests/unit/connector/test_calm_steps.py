@@ -15,7 +15,7 @@ from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, Plai
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.messages import Facts, RankCard
 from support.block_pool import BlockPool

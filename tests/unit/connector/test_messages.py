@@ -5,11 +5,10 @@ from functools import reduce
 
 import pytest
 
-from kvferry.connector.load import LoadFigures
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.worker.loads import Loads
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts
+from kvferry.transport.read_plan import LoadFigures, ReadResult
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 
@@ -41,11 +40,11 @@ def test_amounts_add_up_and_the_slowest_counts():
 
 
 def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
-    plans = [
-        ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0, speed, why)
+    found = [
+        LoadFigures(read_bytes_per_second=speed, not_shared=why)
         for speed, why in ((3e8, ""), (2e8, "another user"), (0.0, ""))
     ]
-    lanes = reduce(ReadResult.joined, [ReadResult("a", None, plan, 1.0, 0.1) for plan in plans])
+    lanes = reduce(ReadResult.joined, [ReadResult("a", None, figures) for figures in found])
     loads = Loads(Clock())
     loads.begin(made_up_load("a", LoadSpan(0, 4, 5), []))
     loads.add(only_read("a"))
@@ -69,9 +68,8 @@ def test_one_failure_is_a_failure_of_all(late, lost):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_lost_peer_is_reported_by_any_lane(lost):
-    plan = ReadPlan((), (), (), (), TransferCounts(0, 0, 0, 0), 0.0)
-    one = ReadResult("a", None, plan, 1.0, 0.1)
-    other = ReadResult("a", "it broke", None, 0.0, 0.0, peer_lost=lost)
+    one = ReadResult("a", None, LoadFigures(reads=1))
+    other = ReadResult("a", "it broke", peer_lost=lost)
     assert one.joined(other).peer_lost is lost
 
 

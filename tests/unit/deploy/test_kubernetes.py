@@ -19,7 +19,8 @@ import yaml
 from typer.testing import CliRunner
 
 from kvferry.tools.cli.main import app
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.role import Role
 from support.apart import apart, needs
 from support.command_line import parse_command_line
 

@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer, ProducerCard
 from kvferry.transport.security import read_keys
 from support.command_line import run_kvferry

@@ -17,7 +17,7 @@ from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import http_engine
 from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
 from kvferry.tools.doctor.finding import State
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent

@@ -9,8 +9,8 @@ from kvferry.tools.doctor import machine
 from kvferry.tools.doctor.finding import State
 
 GIB = 1 << 30
-MADVISE = {"/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never"}
-NEVER = {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
+MADVISE = "always [madvise] never"
+NEVER = "always madvise [never]"
 
 
 @pytest.mark.parametrize(
@@ -78,31 +78,31 @@ def fake_stat(free: int, flags: int = 0):
 
 
 def test_shared_memory():
-    assert machine.shared_memory(stat=fake_stat(8 * GIB)).state is State.OK
-    little = machine.shared_memory(stat=fake_stat(64 << 20))
+    assert machine.shared_memory(fake_stat(8 * GIB)).state is State.OK
+    little = machine.shared_memory(fake_stat(64 << 20))
     assert (little.state, little.found.split(":")[0]) == (State.NOTE, "64 MiB free of 64 GiB")
 
-    assert machine.shared_memory(stat=fake_stat(1 << 19)).state is State.BAD
-    assert machine.shared_memory(stat=fake_stat(8 * GIB, os.ST_RDONLY)).state is State.BAD
+    assert machine.shared_memory(fake_stat(1 << 19)).state is State.BAD
+    assert machine.shared_memory(fake_stat(8 * GIB, os.ST_RDONLY)).state is State.BAD
 
     def gone(path):
         raise OSError(errno.ENOENT, "gone")
 
-    assert machine.shared_memory(stat=gone).state is State.BAD
+    assert machine.shared_memory(gone).state is State.BAD
 
 
 @pytest.mark.parametrize(
-    ("files", "release", "state", "said"),
+    ("setting", "release", "state", "said"),
     [
         (MADVISE, "6.18.0", State.OK, "for shared memory as well"),
         (MADVISE, "5.15.0-91-generic", State.NOTE, "cannot copy memory in use"),
         (NEVER, "6.1.0", State.NOTE, "memory in use is copied to them"),
         (NEVER, "5.15.0", State.NOTE, "and Linux 5.15.0 cannot"),
-        ({}, "6.1.0", State.NOTE, "has none"),
+        ("", "6.1.0", State.NOTE, "has none"),
     ],
 )
-def test_large_pages(files, release, state, said):
-    found = machine.large_pages(files.get, release)
+def test_large_pages(setting, release, state, said):
+    found = machine.large_pages(setting, release)
     assert found.state is state
     assert said in found.found
 
@@ -116,5 +116,5 @@ def test_devices_are_those_of_the_kernel(tmp_path):
 
 def test_this_machine_can_be_looked_at():
     assert len(machine.check()) == 7
-    assert machine.read("/proc/self/stat").split()[0] == str(os.getpid())
-    assert machine.read("/nowhere") is None
+    assert machine.read_kernel_file("/proc/self/stat").split()[0] == str(os.getpid())
+    assert machine.read_kernel_file("/nowhere") is None

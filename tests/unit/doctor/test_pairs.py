@@ -9,7 +9,7 @@ from kvferry.tools.doctor import pairs
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.doctor.http_engine import ExaminedEngine
 from kvferry.tools.doctor.identity import EngineIdentity
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.transport.messages import Facts
 from support.engine_arguments import DECIDES
 from support.engines import EngineSpec, GroupSpec, Interior, ranks

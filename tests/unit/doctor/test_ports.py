@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvferry.tools.doctor import identity as ports
+from kvferry.tools.doctor import ports
 from kvferry.tools.doctor.finding import State
 
 # One worker has the process.

@@ -9,7 +9,8 @@ from kvferry.engines.vllm import transfer_config
 from kvferry.engines.vllm.transfer_config import summary
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.doctor.storage import read_file
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config, with_other_connectors
+from kvferry.tools.serving.kv_config import kv_transfer_config, with_other_connectors
+from kvferry.tools.serving.role import Role
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from kvferry.common.extras import INSTALL_PAGE
 from kvferry.engines.vllm.version import TESTED
 from kvferry.tools.doctor import software
 from kvferry.tools.doctor.finding import ProcessResult, State
 from kvferry.tools.doctor.probes import parse_output
+from kvferry.tools.extras import INSTALL_PAGE
 
 MARK = "kvferry doctor: "
 

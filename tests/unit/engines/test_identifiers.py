@@ -13,7 +13,7 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.items import Identifiers, name_of
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tools.models.layout import EngineShape, lay_out
 from support.block_pool import request
 from support.mm import feature
 from support.models import attention, model

@@ -10,9 +10,9 @@ import pytest
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import page_interior
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import per_layer, read_model
+from kvferry.tools.models import per_layer, read_model
+from kvferry.tools.models.interior import page_interior
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.side import EngineSide, shape
 from support.built_models import (
     BUILT,

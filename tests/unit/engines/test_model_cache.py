@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import page_interior
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
+from kvferry.tools.models.interior import page_interior
 from kvferry.tools.plan.find import entries
 
 pytestmark = pytest.mark.slow

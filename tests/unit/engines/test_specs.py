@@ -52,9 +52,9 @@ from kvferry.engines.vllm.compat.specs import (
 )
 from kvferry.engines.vllm.scheduler import cache_group
 from kvferry.geometry import Attention, Group, GroupKind
-from kvferry.geometry.store import LayerCache
-from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
+from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, find_coverage
 from kvferry.planning.select import LoadSpan, blocks_needed, first_attended
+from kvferry.tools.models.store import LayerCache
 from support.examples import examples
 
 BLOCK, BLOCKS, LONGEST = 16, 64, 400
@@ -263,7 +263,7 @@ def test_a_prefix_that_is_covered_is_one_that_vllm_would_take(spec: Any, cached:
     )
     places = np.array([[0 if at in cached else NO_TIER for at in range(count)]], np.int64)
     cut = ChunkedPrompt(count * size, size, request.num_tokens)
-    found, _ = coverage([LayerCache(kind_of(spec), attention_span_of(spec), ())], cut, places).longest()
+    found, _ = find_coverage([LayerCache(kind_of(spec), attention_span_of(spec), ())], cut, places).longest()
     assert found == hit
 
 

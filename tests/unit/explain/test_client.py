@@ -31,7 +31,7 @@ from kvferry.connector.events import (
     StoreBegan,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe import socket_directory
 from kvferry.observe.trace_server import (
     MAX_QUESTION_BYTES,
@@ -44,6 +44,7 @@ from kvferry.observe.trace_server import (
 from kvferry.observe.traces import RequestTrace, TraceBuffer
 from kvferry.tools.cli.main import app
 from kvferry.tools.explain.client import ask_engines
+from kvferry.transport.read_plan import LoadFigures
 from support.command_line import run_kvferry
 from support.load_events import load_began, load_ended
 from support.waiting import wait_for
@@ -137,21 +138,21 @@ def traces() -> TraceBuffer:
 def answers(directory: Path, traces: TraceBuffer) -> Iterator[TraceServer]:
     serving = TraceServer(traces, engine(), 100, SECONDS)
     assert serving.error is None
-    assert ask_engines(Question()).answers, "and it has looked for what others have left"
+    assert ask_engines(Question()).engines, "and it has looked for what others have left"
     yield serving
     serving.close()
 
 
 def test_a_trace_arrives_unchanged(answers: TraceServer) -> None:
-    (answer,) = ask_engines(Question("a", 5)).answers
-    (trace,) = answer.traces
+    (found,) = ask_engines(Question("a", 5)).traces
+    trace = found.trace
     came = trace.events[0].at
     assert trace.events == tuple(
         e for e in everything("cmpl-a-0-12345678", came) if type(e) is not StoreBegan
     )
     assert trace.stored[0].ordered == 2
-    assert (answer.engine.remembered, answer.engine.most) == (2, 100)
-    assert answer.wall(came) == pytest.approx(time.time() - 100, abs=60)
+    assert (found.engine.remembered, found.engine.most) == (2, 100)
+    assert found.arrived == pytest.approx(time.time() - 100, abs=60)
 
 
 def test_traces_of_all_engines_are_sorted_by_arrival(answers: TraceServer) -> None:
@@ -160,10 +161,10 @@ def test_traces_of_all_engines_are_sorted_by_arrival(answers: TraceServer) -> No
     for event in everything("cmpl-a-0-99999999", time.monotonic() - 1000):
         buffer(event)
     try:
-        told = ask_engines(Question("a", 5)).traces()
-        assert [one.answer.engine.role for one in told] == ["prefill", "decode", "prefill"]
+        told = ask_engines(Question("a", 5)).traces
+        assert [one.engine.role for one in told] == ["prefill", "decode", "prefill"]
         assert [one.trace.request_id[-2:] for one in told] == ["99", "78", "21"]
-        assert len(ask_engines(Question("", 1)).traces()) == 2, "one of each"
+        assert len(ask_engines(Question("", 1)).traces) == 2, "one of each"
     finally:
         prefill.close()
 
@@ -177,7 +178,7 @@ def test_answers_are_read_in_one_thread(answers: TraceServer, monkeypatch: pytes
         return decode_trace(line)
 
     monkeypatch.setattr("kvferry.tools.explain.client.decode_trace", read)
-    assert len(ask_engines(Question()).traces()) == len(readers) == 2
+    assert len(ask_engines(Question()).traces) == len(readers) == 2
     assert set(readers) == {threading.current_thread()}
 
 
@@ -231,7 +232,7 @@ def test_a_malformed_question_is_refused_in_one_sentence(
     directory: Path, answers: TraceServer, said: bytes
 ) -> None:
     assert set(json.loads(say(directory, said))) == {"error"}
-    assert ask_engines(Question("a")).traces(), "the next one is answered"
+    assert ask_engines(Question("a")).traces, "the next one is answered"
 
 
 def test_a_silent_or_deaf_client_is_dropped_at_its_deadline(
@@ -245,7 +246,7 @@ def test_a_silent_or_deaf_client_is_dropped_at_its_deadline(
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.connect(str(socket_in(directory)))
         deaf.sendall(b"{}\n")
-        assert ask_engines(Question("a"), 60.0).traces()
+        assert ask_engines(Question("a"), 60.0).traces
 
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -301,11 +302,11 @@ def test_an_unusable_directory_hides_no_engine(
     directory: Path, answers: TraceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Clients also look below /tmp, where a test must not plant anything.
-    monkeypatch.setattr(socket_directory, "socket_directories", lambda: [planted, directory])
+    monkeypatch.setattr("kvferry.tools.explain.client.socket_directories", lambda: [planted, directory])
     (planted := directory.parent / "planted").mkdir(0o777)
     planted.chmod(0o777)
     found = ask_engines(Question("a"))
-    assert len(found.traces()) == 1
+    assert len(found.traces) == 1
     assert "has mode 777" in found.problems[0]
 
 
@@ -348,7 +349,7 @@ def test_the_socket_of_an_ended_engine_is_removed(directory: Path, answers: Trac
     listening.close()
     (directory / "something else").touch()
     assert path.exists()
-    assert len(ask_engines(Question()).answers) == 1
+    assert len(ask_engines(Question()).engines) == 1
     assert sorted(directory.iterdir()) == sorted([mine, directory / "something else"])
 
 
@@ -358,7 +359,7 @@ def test_a_starting_engine_removes_sockets_of_ended_engines(directory: Path) -> 
     listening.close()
     serving = TraceServer(remembered("a"), engine(), 100)
     wait_for(lambda: not path.exists())
-    assert len(ask_engines(Question()).traces()) == 1
+    assert len(ask_engines(Question()).traces) == 1
     serving.close()
 
 
@@ -389,7 +390,7 @@ def test_a_malformed_answer_is_a_problem(
 ) -> None:
     with engine_that_says(directory, said):
         found = ask_engines(Question("a"))
-    assert len(found.traces()) == 1
+    assert len(found.traces) == 1
     (problem,) = found.problems
     assert sentence in problem
 
@@ -418,7 +419,7 @@ def test_all_engines_share_one_deadline(directory: Path, answers: TraceServer) -
     # Their names come first: if engines were asked in turn, no time would be left for the one that answers.
     hung = [socket_directory.listen(directory, f"engine--hung-{n}")[0] for n in range(20)]
     found = ask_engines(Question("a"), 2.0)
-    assert len(found.traces()) == 1
+    assert len(found.traces) == 1
     assert found.problems == ("an engine did not answer: TimeoutError: timed out",) * 20
     for one in hung:
         one.close()
@@ -457,7 +458,7 @@ def test_an_old_unfinished_socket_is_removed(directory: Path, answers: TraceServ
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
             bound.bind(str(path))
     os.utime(left, (time.time() - 100,) * 2)
-    assert len(ask_engines(Question()).answers) == 1
+    assert len(ask_engines(Question()).engines) == 1
     assert not left.exists()
     assert begins.exists(), "somebody may be about to listen there"
 

@@ -19,9 +19,10 @@ from kvferry.connector.events import (
     SourceRefused,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tools.explain.timeline import summary, timeline
+from kvferry.transport.read_plan import LoadFigures
 from support.load_events import load_began, load_ended, sources_asked
 
 PEER = Bid("10.0.0.1:5000", (PlaceTokens("peer", 444),))

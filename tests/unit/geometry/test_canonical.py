@@ -8,10 +8,10 @@ from kvferry.common.errors import GeometryError
 from kvferry.geometry import Attention, Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.geometry.canonical.derive import whole_block_tokens
-from kvferry.geometry.layout import EngineShape, GroupShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
+from kvferry.tools.models.layout import EngineShape, GroupShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from support.oracle import Memory, copy, expand_cells, expect, fill
 from support.pages import kv_page, rank_of, state_page
 

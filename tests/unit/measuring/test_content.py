@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.common.errors import TransferError
-from kvferry.memory.owned import OwnedCache
+from kvferry.tools.measuring.owned import OwnedCache
 from kvferry.tools.measuring.simulated import (
     SimulatedEngine,
     check_memory,

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.overhead.planning import small_pages
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import lay_out
 from kvferry.planning.select import select_cells
 from kvferry.planning.template import build_templates
 from kvferry.tools.measuring.simulated import (
@@ -17,6 +16,7 @@ from kvferry.tools.measuring.simulated import (
     read_geometry,
     simulate_engine,
 )
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.side import EngineSide
 
 

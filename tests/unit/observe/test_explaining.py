@@ -32,13 +32,13 @@ def test_events_are_served_until_the_explainer_is_closed(directory: Path) -> Non
     explaining.start()
     for name in "abc":
         events.emit(Arrived(name, 0.0, tokens=10, sources=()))
-    (answer,) = ask_engines(Question()).answers
-    assert [trace.request_id for trace in answer.traces] == ["c", "b"]
-    engine = answer.engine
+    answers = ask_engines(Question())
+    assert [one.trace.request_id for one in answers.traces] == ["c", "b"]
+    (engine,) = answers.engines
     assert (engine.role, engine.model, engine.most, engine.remembered) == ("prefill", "tiny", 2, 2)
     explaining.close()
     explaining.close()
-    assert not ask_engines(Question()).answers
+    assert not ask_engines(Question()).engines
 
 
 def test_connectors_of_one_engine_are_distinguished_by_name(directory: Path) -> None:
@@ -48,7 +48,7 @@ def test_connectors_of_one_engine_are_distinguished_by_name(directory: Path) -> 
         both.append(RequestExplainer(events, 2, **ENGINE, connector=name))
         both[-1].start()
         events.emit(Arrived("a", 0.0, tokens=10, sources=()))
-    told = {one.answer.engine.connector: one for one in ask_engines(Question()).traces()}
+    told = {one.engine.connector: one for one in ask_engines(Question()).traces}
     headings = {name: render(one).splitlines()[1].split(", process")[0] for name, one in told.items()}
     assert headings == {
         "memory": "  prefill engine, connector memory",

@@ -29,9 +29,10 @@ from kvferry.connector.events import (
     TierChanged,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.metrics import METRICS, MetricKind, MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
+from kvferry.transport.read_plan import LoadFigures
 from support.examples import examples
 from support.load_events import load_began, load_ended, sources_asked
 

@@ -15,8 +15,9 @@ from kvferry.connector.events import (
     StoreBegan,
     StoreEnded,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, LoadOutcome, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.spans import SpanListener, TraceSpan
+from kvferry.transport.read_plan import LoadFigures
 from support.load_events import load_began, load_ended, sources_asked
 
 HEADERS = (("traceparent", "00-1-2-01"),)

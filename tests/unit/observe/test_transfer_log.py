@@ -13,9 +13,10 @@ import pytest
 
 from kvferry.common.errors import ConfigError
 from kvferry.connector.events import Event, MissReason
-from kvferry.connector.load import LoadFigures, LoadOutcome
+from kvferry.connector.load import LoadOutcome
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.observe.line_file import TransferLog
+from kvferry.transport.read_plan import LoadFigures
 from support.load_events import load_began, load_ended
 from support.pages import kv_page
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerCache, StoredField
+from kvferry.tools.models.store import LayerCache, StoredField
 from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
 from support.models import attention
 

@@ -15,9 +15,9 @@ import torch
 from kvferry.common.errors import ConfigError
 from kvferry.engines.vllm.content import Shard, whole_page
 from kvferry.engines.vllm.content.adapters import ADAPTERS
-from kvferry.geometry.layout import lay_out_rank
-from kvferry.geometry.models import read_model
-from kvferry.geometry.models.config import CACHE_DTYPES
+from kvferry.tools.models import read_model
+from kvferry.tools.models.config import CACHE_DTYPES
+from kvferry.tools.models.layout import lay_out_rank
 from kvferry.tools.plan import contents as backends
 from kvferry.tools.plan.contents import LATENT_INDEXER, lay_out_engine, layer_pages, pages_of
 from kvferry.tools.plan.find import find_config

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.geometry.models import read_model
 from kvferry.tools.cli.main import app
 from kvferry.tools.cli.traces import described
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide

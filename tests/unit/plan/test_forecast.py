@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.common.errors import GeometryError
-from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs, Strategy
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.blocks import group_counts
 from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth
 from kvferry.tools.plan.side import EngineSide, block_tokens

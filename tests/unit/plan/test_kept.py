@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models import read_model
 from kvferry.tools.cli import plan as command
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
 from kvferry.tools.plan.side import EngineSide
 

@@ -12,7 +12,7 @@ from vllm.transformers_utils.config import get_config
 from vllm.transformers_utils.configs.mistral import adapt_config_dict
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 
 DENSE: dict[str, Any] = {

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvferry.geometry.models import read_model
 from kvferry.planning.strategy import Costs
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.forecast import Pricing, forecast
 from kvferry.tools.plan.page import picture

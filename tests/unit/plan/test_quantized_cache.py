@@ -13,7 +13,7 @@ from vllm.config.model import ModelArchConfigConvertorBase
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 
 MODEL = {

@@ -12,9 +12,9 @@ import pytest
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading, read_model
 from kvferry.planning.template import Template, build_templates
+from kvferry.tools.models import ModelReading, read_model
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.find import ModelEntry, entries
 from kvferry.tools.plan.side import EngineSide, block_tokens, resolve_layout, shape
 

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.cell_copy import CellCopy, plan_page_copy, split_tokens
 from kvferry.planning.prepared_lists import TransferCounts, count_transfer
 from kvferry.planning.select import Cells
 from kvferry.planning.strategy import Costs, transfer_methods
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.planning.template import Route, build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from support.examples import examples
 
 KERNELS = st.tuples(st.integers(1, 8), st.integers(1, 8))
@@ -116,10 +116,10 @@ def test_plan_of_two_block_sizes_grows_with_their_sum(src, dst, layout):
     )
 
 
-def test_cell_copy_counts_its_runs_by_length():
-    cell_copy = routes(784, 400).cell_copies[0]
-    assert isinstance(cell_copy, CellCopy)
-    assert sum(length * count for length, count in cell_copy.lengths) == cell_copy.descriptors.total_bytes
+def test_route_counts_its_runs_by_length():
+    route = routes(784, 400)
+    assert sum(kind.length * kind.number for kind in route.run_kinds) == route.runs.total_bytes
+    assert sum(kind.number for kind in route.run_kinds) == len(route.runs)
 
 
 def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():

@@ -11,17 +11,17 @@ from hypothesis import assume, event, given, strategies as st
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.coverage import (
     NO_TIER,
     ChunkedPrompt,
     MissingChunk,
     chunks_to_load,
-    coverage,
+    find_coverage,
     longest_usable_prefix,
     widest_group,
 )
 from kvferry.planning.select import LoadSpan, needed_tokens
+from kvferry.tools.models.store import LayerCache
 from support.examples import examples
 
 FULL, SLIDING, CHUNKED, MLA, STATE = (
@@ -63,7 +63,7 @@ class Told:
 
 
 def told(groups: list[LayerCache], chunked: ChunkedPrompt, tier_numbers: np.ndarray) -> Told:
-    found = coverage(groups, chunked, tier_numbers)
+    found = find_coverage(groups, chunked, tier_numbers)
     return Told(found.tokens, found.per_group, found.nearest_unusable_prefix, found.missing)
 
 
@@ -170,7 +170,7 @@ def test_coverage_equals_a_search_token_by_token(case: Case):
 @examples(150)
 @given(cases(), st.integers(1, 4))
 def test_longest_prefix_without_slow_tiers_uses_the_faster_ones_only(case: Case, place: int):
-    found = coverage(case.groups, case.chunked, case.tier_numbers)
+    found = find_coverage(case.groups, case.chunked, case.tier_numbers)
     left = case.without(place)
     tokens, slowest = found.longest(place)
     assert tokens == oracle(left).tokens
@@ -182,7 +182,7 @@ def test_longest_prefix_without_slow_tiers_uses_the_faster_ones_only(case: Case,
 @examples(60)
 @given(cases(), st.integers(0, 60))
 def test_tokens_after_a_head_from_elsewhere_equal_a_search_token_by_token(case: Case, first: int):
-    found = coverage(case.groups, case.chunked, case.tier_numbers).tokens_after_head(first)
+    found = find_coverage(case.groups, case.chunked, case.tier_numbers).tokens_after_head(first)
     assert found == oracle(replace(case, chunked=replace(case.chunked, first=first))).tokens
     event("farther" if found > case.coverage.tokens else "no farther")
 
@@ -192,7 +192,7 @@ def test_tokens_after_a_head_from_elsewhere_equal_a_search_token_by_token(case: 
 def test_full_attention_tokens_are_the_shortest_prefix_of_those_groups(case: Case):
     each = [tokens for group, tokens in zip(case.groups, oracle(case).per_group, strict=True)
             if group.kind in (FULL, MLA)]  # fmt: skip
-    found = coverage(case.groups, case.chunked, case.tier_numbers).full_attention_tokens
+    found = find_coverage(case.groups, case.chunked, case.tier_numbers).full_attention_tokens
     assert found == min(each, default=case.chunked.local_tokens)
 
 
@@ -229,7 +229,7 @@ def test_more_available_chunks_never_shorten_the_prefix(case: Case):
     for number in range(len(case.groups)):
         more = case.tier_numbers.copy()
         more[number] = 0
-        assert coverage(case.groups, case.chunked, more).tokens >= found
+        assert find_coverage(case.groups, case.chunked, more).tokens >= found
 
 
 def prefix(groups, chunked: ChunkedPrompt, *rows: str) -> Told:
@@ -323,7 +323,7 @@ def test_a_prompt_of_one_token_or_none_has_no_prefix_for_a_state(groups):
     stateful = groups[-1].kind is STATE
     for prompt in (0, 1):
         chunked = ChunkedPrompt(prompt, 16, prompt)
-        found = coverage(groups, chunked, np.zeros((len(groups), chunked.chunks), np.int64))
+        found = find_coverage(groups, chunked, np.zeros((len(groups), chunked.chunks), np.int64))
         assert found.tokens == (0 if stateful else prompt)
         assert longest_usable_prefix(groups, prompt) == found.tokens
 
@@ -362,12 +362,12 @@ def test_missing_chunk_is_the_first_that_a_group_lacks():
 )
 def test_tier_numbers_of_another_shape_are_an_error(tier_numbers):
     with pytest.raises(TransferError, match=r"tier numbers are .* not int64 of \(1, 4\)"):
-        coverage([group(FULL)], PROMPT, tier_numbers)
+        find_coverage([group(FULL)], PROMPT, tier_numbers)
 
 
 def test_a_model_without_groups_is_an_error():
     with pytest.raises(TransferError, match="groups of the model"):
-        coverage([], PROMPT, np.zeros((0, 4), np.int64))
+        find_coverage([], PROMPT, np.zeros((0, 4), np.int64))
 
 
 @pytest.mark.parametrize("made", [(5, 0, 5), (6, 4, 5), (-1, 4, 5), (5, 4, 5, -1), (5, 4, 5, 0, -1)])
@@ -412,7 +412,7 @@ def test_each_token_of_a_range_comes_from_the_tier_of_its_chunk(case: Case, data
     assume(case.chunked.tokens)
     first = data.draw(st.integers(0, case.chunked.tokens - 1))
     last = data.draw(st.integers(first + 1, case.chunked.tokens))
-    found = coverage(case.groups, case.chunked, case.tier_numbers)
+    found = find_coverage(case.groups, case.chunked, case.tier_numbers)
     for number, row in enumerate(case.tier_numbers.tolist()):
         tiers = [row[token // case.chunked.chunk_tokens] for token in range(first, last)]
         # A chunk that no tier has is not needed, for example before a window.

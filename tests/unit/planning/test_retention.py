@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends, needed_chunks
+from kvferry.tools.models.store import LayerCache
 
 FULL = LayerCache(GroupKind.FULL, 0, ())
 WINDOW = LayerCache(GroupKind.SLIDING, 100, ())

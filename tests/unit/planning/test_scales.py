@@ -7,9 +7,9 @@ import pytest
 from kvferry.common.errors import GeometryError, Incompatible
 from kvferry.geometry import GroupKind, Layer, RankGeometry, Scale
 from kvferry.geometry.canonical import canonical_form_of, chunk_pool
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.template import build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 
 FIELDS = (*(StoredField(name, 1, 4, (("content", 8),)) for name in ("k", "v")), StoredField("k.scale", 4, 4))
 MODEL = ModelCache("fp8", (LayerCache(GroupKind.FULL, 0, FIELDS),) * 2)

@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.geometry.rank import GroupKind
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.strategy import Costs, Strategy, Work, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 
 KV = StoredField("kv", 2, 8, (("content", 256),))
 MODEL = ModelCache("dense", (LayerCache(GroupKind.FULL, 0, (KV,)),) * 4)

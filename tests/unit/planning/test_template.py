@@ -2,10 +2,10 @@ import pytest
 
 from kvferry.common.errors import Incompatible
 from kvferry.geometry import Axis, Field, GroupKind, PageFormat, RankGeometry, opaque_page
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField as Kept
 from kvferry.planning.cell_copy import differences
 from kvferry.planning.template import build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField as Kept
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.pages import ADDRESS, cross_layer, kv_page, rank_of, state_page
 

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import derive as length
-from kvferry.geometry.store import LayerCache
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tools.models.store import LayerCache
 from support.engine_pairs import Both, Turn, both, conversations, small_model
 from support.examples import examples
 from support.models import attention, state

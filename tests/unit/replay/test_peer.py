@@ -16,7 +16,7 @@ from kvcache_sim.calculator import load_models_data
 from kvcache_sim.simulator import run_sweep
 from kvcache_sim.trace import parse_trace_lines
 
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide

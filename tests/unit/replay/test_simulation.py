@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import Report
-from kvferry.geometry.models import read_model
+from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.curve import hit_rate_curve
@@ -22,6 +21,7 @@ from kvferry.tools.replay.settings import BlockPool, ReplaySettings, ServedModel
 from kvferry.tools.replay.show import Outcome, as_json, show
 from kvferry.tools.replay.simulation import Simulation, route_named
 from kvferry.tools.replay.trace.base import TraceRequest
+from kvferry.tools.report import Report
 from support.configs import DENSE
 from support.replayed import chained
 

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.tools.serving.devices import listen, url_of
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 from support.ports import reserved_port

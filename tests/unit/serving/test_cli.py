@@ -1,12 +1,14 @@
 """The help of the commands, and errors in their arguments."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.common import extras
+from kvferry.tools import extras
 from kvferry.tools.cli.main import app
 from kvferry.tools.cli.usage import UsageError, usage_sentence
 from support.command_line import parse_command_line, run_kvferry
@@ -23,6 +25,14 @@ def test_help_describes_every_command_in_a_sentence(group):
     for line in listed:
         assert re.fullmatch(r"  [a-z]+ +[A-Z].*[^.]\.", line), line
         assert len(line) <= 80
+
+
+def test_the_command_line_loads_nothing_of_the_core_before_a_command_runs():
+    code = "import sys, kvferry.tools.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = [name for name in done.stdout.split() if name.startswith("kvferry.")]
+    assert [name for name in modules if name.split(".")[1] not in ("common", "tools")] == []
+    assert not {"httpx", "numpy", "obstore", "zmq"} & {*done.stdout.split()}
 
 
 def test_help_lists_every_command_by_purpose_and_plan_serve_doctor_first():

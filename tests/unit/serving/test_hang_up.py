@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from kvferry.tools.serving.devices import listen
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.serve import serve_fleet
 from kvferry.tools.serving.processes import StopSignals
 from support.scripted_engines import Script

@@ -13,7 +13,8 @@ from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.transfer_config import summary
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.doctor.storage import read_file
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
+from kvferry.tools.serving.role import Role
 
 CONTRADICTS = "one side of an exchange with other engines, but transfer is false"
 NOTHING = "has nothing to do"

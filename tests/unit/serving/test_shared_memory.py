@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.engines.vllm.machine import check_shared_memory
+from kvferry.tools.serving.machine import check_shared_memory
 
 
 def with_free(mebibytes: int, flag: int = 0):

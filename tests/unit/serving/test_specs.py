@@ -6,7 +6,8 @@ import pytest
 
 from kvferry.common.errors import ConfigError
 from kvferry.tools.serving.devices import Devices, engine_environments, memory_arguments
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config, kv_transfer_json
+from kvferry.tools.serving.kv_config import kv_transfer_config, kv_transfer_json
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.specs import EngineGroup, fleet_specs, group_specs, parallel_of
 
 CPU = Devices(gpus=(), cores=(0, 1, 4, 5))

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from kvferry.common.text import shortened
+from kvferry.tools.report import shortened
 from kvferry.tools.top.exposition import parse_page
 from kvferry.tools.top.lines import screen, text
 from kvferry.tools.top.poller import PolledAddress, Unreachable, fleet_view

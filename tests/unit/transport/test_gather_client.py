@@ -72,15 +72,13 @@ def answer(client, segment):
 
 def test_a_request_is_heard_and_answered_once(ends):
     client, rank = ends
-    assert not client.waiting
     segment = client.ask(4, TICKET, BLOCKS, 1)
-    assert client.waiting
     assert rank.hear() == Gather(segment, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), 1)
     assert client.answer(segment) is None
     rank.say(Gathered(segment, 1, 2, 3))
     assert answer(client, segment) == Gathered(segment, 1, 2, 3)
     assert client.answer(segment) is None
-    assert not client.waiting
+    assert not client._wanted, "nothing is kept of it"
     client.done(segment)
     assert rank.hear() == Done(segment)
 
@@ -129,7 +127,7 @@ def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
         pass
     assert client.answer(segment) is None
     assert not client._answers
-    assert not client.waiting
+    assert not client._wanted
 
 
 def test_an_unknown_reader_announces_its_routes_again_once(ends):

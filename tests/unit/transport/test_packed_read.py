@@ -20,7 +20,7 @@ from kvferry.transport.packed_read import (
     SILENT_SECONDS,
     PackedRead,
 )
-from kvferry.transport.read_plan import PackedCells, SourceRank
+from kvferry.transport.prepared_routes import SourceRank
 from kvferry.transport.staging import UNIT_BYTES, LaneResources, StagingArea
 
 STRIDE = UNIT_BYTES // 4
@@ -81,6 +81,7 @@ class Source:
     silent_until: float = 0.0
     fails: bool = False
     into_file: list[bool] = field(default_factory=list)
+    socket: object = field(default_factory=object)
 
     def is_silent(self, now):
         return now < self.silent_until
@@ -130,8 +131,8 @@ class Table:
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
         source = SourceRank(CARD, "P", (), *LISTS, self.source if gathers else None, None, "")
-        part = PackedCells(route, self.method, Cells(ids, ids + 20, ids + 1))
-        self.read = PackedRead(self.lane, source, part, LeaseWord(0, 0, 1))
+        cells = Cells(ids, ids + 20, ids + 1)
+        self.read = PackedRead(self.lane, source, route, self.method, cells, LeaseWord(0, 0, 1))
 
     def _scatter(self, blocks, cells, slots, first):
         self.scattered.append((blocks.tolist(), cells.tolist(), first))
@@ -182,13 +183,13 @@ def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     table = Table(cells=1)
     table.run()
     assert (table.source.asked, table.transport.posted) == ([(3, [1], 0)], [])
-    assert table.read.waits_for_source
+    assert table.read.awaited is table.source.socket
     assert not table.read.in_flight
     table.answer()
     table.run()
     assert table.transport.posted == ["images"]
     assert table.indices == [(6, 0)]
-    assert not table.read.waits_for_source
+    assert table.read.awaited is None
     assert table.read.in_flight
     table.land()
     assert table.transport.posted == ["images", "word"]

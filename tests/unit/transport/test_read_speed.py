@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import GroupKind, Region
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.planning.strategy import Costs, Strategy, choose_method, transfer_methods
 from kvferry.planning.template import build_templates
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.agent import ReadState
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.read_speed import LEAST_BYTES, PATIENCE_SECONDS, ROUNDS, ReadSpeed

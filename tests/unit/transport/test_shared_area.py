@@ -18,7 +18,7 @@ from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory import device_copy as host_registration
 from kvferry.memory.shared_memory import SharedFile, sealed_file
-from kvferry.transport.staging import UNIT_BYTES, MappedArea, OutgoingFile, make_outgoing_file
+from kvferry.transport.staging import UNIT_BYTES, SharedArea, make_outgoing_file
 from support.memory import memory
 from support.recorded_cuda import RecordedCuda
 
@@ -27,8 +27,8 @@ SIZE = 2 * UNIT_BYTES
 
 
 @pytest.fixture
-def outgoing() -> Iterator[OutgoingFile]:
-    with closing(OutgoingFile(SIZE, ON_HOST)) as made:
+def outgoing() -> Iterator[SharedArea]:
+    with closing(SharedArea.create(SIZE, ON_HOST)) as made:
         yield made
 
 
@@ -36,14 +36,14 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def seen(area: MappedArea) -> np.ndarray:
+def seen(area: SharedArea) -> np.ndarray:
     found, _ = area.images(64).space.bytes_at(area.images(64).address)
     return found
 
 
 def test_a_reader_sees_what_the_source_writes_and_cannot_write_itself(outgoing):
-    mapped = MappedArea(outgoing.file, ON_HOST)
-    written = memory(outgoing.area.region)
+    mapped = SharedArea.map(outgoing.file, ON_HOST)
+    written = memory(outgoing.region)
     written[:] = np.arange(SIZE) % 251
     assert (seen(mapped) == written).all()
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
@@ -61,12 +61,12 @@ def test_memory_outlives_the_source_while_a_reader_has_it(outgoing):
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as source:
         pid, fd, token, size = source.stdout.readline().split()
         file = SharedFile(int(pid), int(fd), token, int(size))
-        mapped = MappedArea(file, ON_HOST)
+        mapped = SharedArea.map(file, ON_HOST)
         source.kill()
     assert bytes(seen(mapped)[:4096]) == b"x" * 4096
     assert not seen(mapped)[4096:].any()
     with pytest.raises(TransferError, match=r"no shared memory at /proc/.*its owner has ended, or runs as"):
-        MappedArea(file, ON_HOST)
+        SharedArea.map(file, ON_HOST)
 
 
 def test_a_description_of_other_memory_is_refused_and_nothing_else_is_opened(outgoing, tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_description_of_other_memory_is_refused_and_nothing_else_is_opened(out
         (replace(file, pid=1 << 22), "no shared memory"),
     ):
         with pytest.raises(TransferError, match=says):
-            MappedArea(wrong, ON_HOST)
+            SharedArea.map(wrong, ON_HOST)
     assert not {f"/proc/{file.pid}/fd/{fd}" for fd in (pipe, other)} & set(opened)
     for each in (pipe, unsealed, other):
         os.close(each)
@@ -95,11 +95,11 @@ def test_a_description_of_other_memory_is_refused_and_nothing_else_is_opened(out
 
 
 def test_a_closed_file_is_mapped_by_nobody_else():
-    made = OutgoingFile(SIZE, ON_HOST)
-    before = MappedArea(made.file, ON_HOST)
+    made = SharedArea.create(SIZE, ON_HOST)
+    before = SharedArea.map(made.file, ON_HOST)
     made.close()
     with pytest.raises(TransferError):
-        MappedArea(made.file, ON_HOST)
+        SharedArea.map(made.file, ON_HOST)
     assert not seen(before).any()
 
 
@@ -121,9 +121,9 @@ def cuda(monkeypatch) -> RecordedCuda:
 
 
 def test_a_worker_on_a_gpu_registers_the_memory_with_cuda_until_it_is_closed(cuda):
-    made = OutgoingFile(SIZE, ON_GPU)
-    mapped = MappedArea(made.file, ON_GPU)
-    here, there = made.area.region.address, mapped.images(64).address
+    made = SharedArea.create(SIZE, ON_GPU)
+    mapped = SharedArea.map(made.file, ON_GPU)
+    here, there = made.region.address, mapped.images(64).address
     assert here % 4096 == there % 4096 == 0
     assert cuda.calls == [f"cudaHostRegister {address} {SIZE} 3" for address in (here, there)]
     mapped.close()

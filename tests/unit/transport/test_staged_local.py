@@ -23,7 +23,7 @@ from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
-from kvferry.transport.prepared_routes import RoutePreparation
+from kvferry.transport.prepared_routes import _RoutePreparation
 from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
@@ -221,9 +221,9 @@ def test_lanes_read_every_part_once(world, case, strategy, lanes):
     assert lanes == 1 or 0 not in moved_bytes, "a lane had nothing to do"
     alone = moved(world, src, dst, families, total, local_tokens, strategy=strategy, staging_bytes=4 << 20)[2]
     for shared, whole in zip(results, alone, strict=True):
-        assert shared.plan.bytes_by_group == whole.plan.bytes_by_group
-        assert shared.plan.counts.pages == whole.plan.counts.pages
-        assert shared.plan.strategies_by_group == whole.plan.strategies_by_group
+        assert shared.figures.bytes_by_group == whole.figures.bytes_by_group
+        assert shared.figures.pages == whole.figures.pages
+        assert shared.figures.strategies_by_group == whole.figures.strategies_by_group
 
 
 @pytest.mark.parametrize("units", [1, pytest.param(3, marks=LONG)])
@@ -233,10 +233,10 @@ def test_bytes_come_through_areas_of_any_size(world, case, strategy, units):
     src, dst, families, total, local_tokens = case
     settings = {"strategy": strategy, "staging_bytes": units * UNIT_BYTES, "theirs": units * UNIT_BYTES}
     producer, reader, results = moved(world, src, dst, families, total, local_tokens, **settings)
-    assert all(set(result.plan.strategies_by_group) == {(strategy,)} for result in results)
+    assert all(set(result.figures.strategies_by_group) == {(strategy,)} for result in results)
     read = {Strategy.STAGED: {"packed"}, Strategy.OVER_READ: {"blocks"}, Strategy.SHARED: set()}
     assert origins(producer, reader) == read[strategy]
-    counts = [result.plan.counts for result in results]
+    counts = [result.figures for result in results]
     assert all(one.pages and bool(one.descriptors) is bool(read[strategy]) for one in counts)
 
 
@@ -253,9 +253,9 @@ def test_memory_that_cannot_be_mapped_leaves_reads_and_the_plan_says_why(world, 
     reader.threads[0].submit(order)
     result = reader.result("a")
     assert result.failure is None, result.failure
-    assert result.plan.strategies_by_group == (("direct",),)
+    assert result.figures.strategies_by_group == (("direct",),)
     why = "no shared memory at /proc/" if file == "not here" else "the peer offers no memory that engines"
-    assert result.plan.not_shared.startswith(why)
+    assert result.figures.not_shared.startswith(why)
 
 
 def test_a_lease_that_ended_is_noticed_with_memory_that_both_map(world):
@@ -682,7 +682,7 @@ def test_a_read_at_which_a_lane_raises_fails_alone_and_the_lane_goes_on(world, c
 def preparation(src, dst, families, outgoing=8 << 20, **limits):
     (theirs,), (ours,) = ranks(src, families), ranks(dst, families)
     card = RankCard(theirs, b"", 0, 100, 1, Outgoing("127.0.0.1", 1, 1 << 50, outgoing, 8))
-    made = RoutePreparation(ours, StagingArea(8 << 20, Region(0, 1)), card, Costs(), **limits)
+    made = _RoutePreparation(ours, StagingArea(8 << 20, Region(0, 1)), card, Costs(), **limits)
     (template,) = build_templates([theirs], ours)
     for route in template.routes:
         made.add(route)

@@ -18,12 +18,11 @@ is reported exactly once, and released exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 
-from kvferry.connector.load import Load, LoadFigures
+from kvferry.connector.load import Load
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.transport.read_plan import ReadPlan, ReadResult
+from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadResult
 
 MOST_TIMEOUTS = 20
 """Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
@@ -78,7 +77,8 @@ class _Running:
     given_up: str | None = None
     void: str | None = None
     reported: bool = False
-    reads: list[ReadResult] = field(default_factory=list)
+    peer_lost: bool = False
+    figures: LoadFigures = NO_FIGURES
 
     @property
     def is_open(self) -> bool:
@@ -143,7 +143,8 @@ class Loads:
         # The first failure is the cause. Later ones often follow from it.
         one.failure = one.failure or failure
         if read is not None:
-            one.reads.append(read)
+            one.peer_lost |= read.peer_lost
+            one.figures = one.figures.with_next(read.figures)
 
     def give_up(self, key: str, why: str) -> None:
         """Report a load as failed, because it is of no use any more, unless all its parts have arrived."""
@@ -158,56 +159,33 @@ class Loads:
 
     def settle(self) -> list[SettledLoad]:
         """Return the loads that have ended, been given up or passed their deadline since the last call."""
-        now = self._clock()
-        found = []
+        now, found = self._clock(), []
         for one in list(self._loads.values()):
             # Asked before the deadline: a load that has arrived in full is of use, however late this is
             # noticed.
-            if one.has_landed:
+            landed = one.has_landed
+            failure = one.void or (one.failure if landed else one.given_up)
+            if landed:
                 del self._loads[one.load.key]
-                found.append(self._settled(one, one.void or one.failure, late=False))
-            elif not one.reported:
-                why = one.void or one.given_up
-                if why is None and one.deadline <= now:
-                    why = _expired(now - one.deadline)
-                if why is not None:
-                    found.append(self._settled(one, why, late=True))
+            elif failure is None and one.deadline <= now:
+                failure = _expired(now - one.deadline)
+            if one.reported:
+                if landed:
+                    found.append(SettledLoad(one.load, None, released=True))
+            elif landed or failure is not None:
+                one.reported = True
+                # Parts of a late load are still in flight, so its figures are not known yet.
+                figures = one.figures if landed else NO_FIGURES
+                report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
+                served = self._served(one.load, failure is None)
+                found.append(SettledLoad(one.load, report, released=landed, served=served))
         return found
 
-    def _settled(self, one: _Running, failure: str | None, *, late: bool) -> SettledLoad:
-        load = one.load
-        if one.reported:
-            return SettledLoad(load, None, released=True)
-        one.reported = True
+    def _served(self, load: Load, success: bool) -> bool | None:
+        """Note the end of a load. Return whether all loads of its attempt succeeded; None before the last."""
         results = self._attempts.setdefault(load.attempt, [])
-        results.append(failure is None)
-        served = None
-        if len(results) == load.loads:
-            served = all(self._attempts.pop(load.attempt))
-        return SettledLoad(load, _report(one, failure, late=late), released=not late, served=served)
-
-
-def _report(one: _Running, failure: str | None, *, late: bool) -> Report:
-    lost = any(read.peer_lost for read in one.reads)
-    plans = [read.plan for read in one.reads if read.plan is not None]
-    # Parts of a late load are still in flight, so its figures are not known yet.
-    if late or not plans:
-        return Report(failure, int(late), peer_lost=lost)
-    plan = reduce(ReadPlan.joined, plans)
-    figures = LoadFigures(
-        bytes_by_group=plan.bytes_by_group,
-        strategies_by_group=plan.strategies_by_group,
-        reads=len(one.reads),
-        pages=plan.counts.pages,
-        descriptors=plan.counts.descriptors,
-        run_bytes=plan.counts.largest_run,
-        plan_seconds=sum(each.seconds for each in plans),
-        transfer_seconds=sum(read.transfer_seconds for read in one.reads),
-        check_seconds=sum(read.check_seconds for read in one.reads),
-        read_bytes_per_second=plan.bytes_per_second,
-        not_shared=plan.not_shared,
-    )
-    return Report(failure, peer_lost=lost, figures=figures)
+        results.append(success)
+        return all(self._attempts.pop(load.attempt)) if len(results) == load.loads else None
 
 
 def _expired(late_seconds: float) -> str:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.load import Load, LoadFigures
+from kvferry.connector.load import Load
 from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, Report, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
@@ -35,6 +35,7 @@ from kvferry.planning.select import LoadSpan, partly_written_blocks
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
+from kvferry.transport.read_plan import LoadFigures
 
 logger = logging.getLogger(__name__)
 
@@ -102,21 +103,19 @@ class ChunkRoutes:
             TransferError: the layout describes bytes outside this rank's registered memory.
         """
         self._canonical, self._memory = canonical, memory
-        number = next(n for n, rank in enumerate(ranks) if (rank.pp_rank, rank.tp_rank) == rank_coordinates)
+        number = [(rank.pp_rank, rank.tp_rank) for rank in ranks].index(rank_coordinates)
         self._rank = ranks[number]
-        space = AddressSpace(self._rank.regions)
-
-        def copier(route: Route, side: str) -> _RouteCopier:
-            return _RouteCopier(route, ChunkCopies(route, side, space, memory, engine_bytes))
-
-        pools = _pools(canonical)
-        self._out = [
-            [copier(route, "src") for route in build_templates(ranks, pool)[number].routes] for pool in pools
-        ]
-        self._in = [
-            [copier(route, "dst") for route in template.routes]
-            for template in build_templates(pools, self._rank)
-        ]
+        space, pools = AddressSpace(self._rank.regions), _pools(canonical)
+        # Copies of each group, out of the blocks and into them.
+        self._out: list[list[_RouteCopier]] = []
+        self._in: list[list[_RouteCopier]] = []
+        for pool, template in zip(pools, build_templates(pools, self._rank), strict=True):
+            for side, routes, copiers in (
+                ("src", build_templates(ranks, pool)[number].routes, self._out),
+                ("dst", template.routes, self._in),
+            ):
+                copies = [ChunkCopies(route, side, space, memory, engine_bytes) for route in routes]
+                copiers.append(list(map(_RouteCopier, routes, copies)))
 
     def store(self, order: StoreOrder, computed: DeviceEvent | None = None) -> tuple[int, ...]:
         """Copy this rank's part of each chunk to the arena. Return the bytes copied, per KV cache group.
@@ -126,12 +125,12 @@ class ChunkRoutes:
         Raises:
             TransferError: the order names blocks that do not hold the tokens.
         """
-        found = [0] * len(self._canonical.groups)
+        found, tokens = [0] * len(self._canonical.groups), self._canonical.chunk_tokens
         wait_event(self._rank.regions[0], computed)
         with self._awaited(self._out):
             for group, numbers, offsets, pieces in _by_group(order.pieces):
                 for route, copies in self._out[group]:
-                    blocks, tokens = order.tables[route.src_group], self._canonical.chunk_tokens
+                    blocks = order.tables[route.src_group]
                     if blocks is None:
                         raise TransferError(
                             f"a store of group {route.src_group} has no block table of it; expected one"
@@ -161,7 +160,7 @@ class ChunkRoutes:
         Raises:
             TransferError: the tables name blocks that cannot hold the tokens.
         """
-        found = [0] * len(self._canonical.groups)
+        found, tokens = [0] * len(self._canonical.groups), self._canonical.chunk_tokens
         with self._awaited(self._in):
             if first:
                 for route, copies in chain.from_iterable(self._in):
@@ -170,10 +169,7 @@ class ChunkRoutes:
             for group, numbers, offsets, _ in _by_group(pieces):
                 for route, copies in self._in[group]:
                     here, table = self._rank.groups[route.dst_group], tables[route.dst_group]
-                    tokens = self._canonical.chunk_tokens
-                    for cells in cells_to_load(
-                        route, tokens, group=here, span=span, numbers=numbers, table=table
-                    ):
+                    for cells in cells_to_load(route, tokens, here, span, numbers, table):
                         copies.load(cells, offsets)
                         found[group] += len(cells) * route.cell_bytes
         return tuple(found)
@@ -193,8 +189,11 @@ class ChunkRoutes:
 def _by_group(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[int], Int64s, list[Piece]]]:
     """Yield (group, indices in the prompt, offsets in the arena, pieces) for each group of sorted pieces."""
     for group, each in groupby(pieces, attrgetter("group")):
-        of_group = list(each)
-        numbers, offsets = [piece.number for piece in of_group], [piece.offset for piece in of_group]
+        of_group, numbers, offsets = [], [], []
+        for piece in each:
+            of_group.append(piece)
+            numbers.append(piece.number)
+            offsets.append(piece.offset)
         yield group, numbers, offsets_of(offsets), of_group
 
 
@@ -227,10 +226,9 @@ class ChunkMover:
 
     def load(self, load: Load, order: LoadOrder) -> None:
         """Queue a copy of chunks of a load from host memory to KV blocks."""
-
-        def copy(routes: ChunkRoutes) -> tuple[int, ...]:
-            return routes.load(order.pieces, load.span, load.tables, first=order.first)
-
+        copy = partial(
+            ChunkRoutes.load, pieces=order.pieces, span=load.span, tables=load.tables, first=order.first
+        )
         # Loads are copied before stores, because requests wait for loads only.
         self._put(_LOAD, partial(self._copy, order.key, copy))
 
@@ -240,7 +238,10 @@ class ChunkMover:
 
     def take_reports(self) -> list[tuple[str, Report]]:
         """Return the reports on the copies that have ended since the last call, each with its order's key."""
-        return [self._reports.popleft() for _ in range(len(self._reports))]
+        found = []
+        while self._reports:
+            found.append(self._reports.popleft())
+        return found
 
     def finish(self) -> None:
         self._jobs.join()
@@ -294,7 +295,7 @@ class ChunkMover:
         if _still_runs(computed):
             time.sleep(_FORWARD_POLL_SECONDS)
             return True
-        self._copy(order.key, lambda routes: routes.store(order, computed))
+        self._copy(order.key, partial(ChunkRoutes.store, order=order, computed=computed))
         return False
 
     def _copy(self, key: str, what: Callable[[ChunkRoutes], tuple[int, ...]]) -> None:

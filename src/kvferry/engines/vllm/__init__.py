@@ -13,3 +13,7 @@ has two halves: one in the scheduler's process, and one in each worker process.
 - `multi`: another connector, which runs several connectors as its children
 - `plugin`: registers both connectors with vLLM by name
 """
+
+from kvferry.common.lazy import lazy_names
+
+__getattr__ = lazy_names(__name__, __file__)

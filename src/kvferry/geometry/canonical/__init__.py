@@ -5,7 +5,15 @@ chunks as a `RankGeometry`. So the planner treats the pool as another engine, fr
 it stores. `derive` computes the form, and the number of tokens of a chunk, from an engine's geometry.
 """
 
-from kvferry.geometry.canonical.derive import canonical_form_of
+from kvferry.geometry.canonical.derive import (
+    canonical_form_of,
+    check_blocks,
+    chunk_length,
+    content_alignment,
+    first_prefix,
+    snapshot_interval,
+    whole_block_tokens,
+)
 from kvferry.geometry.canonical.form import (
     CanonicalForm,
     CanonicalGroup,
@@ -21,6 +29,12 @@ __all__ = [
     "FormSection",
     "SectionField",
     "canonical_form_of",
+    "check_blocks",
+    "chunk_length",
     "chunk_pool",
+    "content_alignment",
+    "first_prefix",
+    "snapshot_interval",
     "unit_count",
+    "whole_block_tokens",
 ]

@@ -40,8 +40,8 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
 
     Example: two engines serve a model of 2 KV heads, at TP 4 (each head is on two ranks) and at TP 2:
 
-    >>> from kvferry.geometry.layout import EngineShape, lay_out
-    >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+    >>> from kvferry.tools.models.layout import EngineShape, lay_out
+    >>> from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
     >>> fields = tuple(StoredField(name, 2, 2, (("content", 128),)) for name in ("k", "v"))
     >>> model = ModelCache("gqa", (LayerCache(GroupKind.FULL, 0, fields),) * 4)
     >>> tp4 = canonical_form_of(lay_out(model, EngineShape(4, (2, 2), 128, "LBHNC", 10)), 256)

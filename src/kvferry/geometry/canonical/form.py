@@ -212,9 +212,9 @@ def chunk_pool(
     Example: two layers of 4 heads, with K and V of 8 elements of 2 bytes, in chunks of 16 tokens:
 
     >>> from kvferry.geometry.canonical.derive import canonical_form_of
-    >>> from kvferry.geometry.layout import EngineShape, lay_out
+    >>> from kvferry.tools.models.layout import EngineShape, lay_out
     >>> from kvferry.geometry.rank import GroupKind
-    >>> from kvferry.geometry.store import LayerCache, ModelCache, StoredField
+    >>> from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
     >>> fields = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
     >>> model = ModelCache("tiny", (LayerCache(GroupKind.FULL, 0, fields),) * 2)
     >>> canonical = canonical_form_of(lay_out(model, EngineShape(2, (2,), 32, "BLNHC", 10)), 16)

@@ -19,8 +19,7 @@ from tempfile import TemporaryDirectory
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.files.chunk_file import read_all, whole_pages, write_all
-from kvferry.tiers.files.tier import FileSettings, FileTier
+from kvferry.tiers import FileSettings, FileTier, read_all, whole_pages, write_all
 from kvferry.tools.bench.movers import CallMover, pool_mover
 from kvferry.tools.bench.rounds import TierCase
 from kvferry.tools.bench.storage_chunks import (
@@ -44,7 +43,6 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
 
     Args:
         stack: exit stack. When it is closed, it ends the threads and removes the files.
-        path: existing folder for the files.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     made = StorageCases(stack, group, depths, FileSettings.kind, partial(_empty_tier, folder))

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.common.units import format_bytes
-from kvferry.connector.messages import Piece, StoreOrder
+from kvferry.connector import Piece, StoreOrder
 from kvferry.tools.bench.movers import pool_mover
 from kvferry.tools.bench.rank_chunks import RankPair
 from kvferry.tools.bench.rounds import TierCase

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvferry.planning.strategy import Strategy
+from kvferry.planning import Strategy
 from kvferry.tools.measuring.raw_reads import PreparedLists, RawReads
 from kvferry.tools.measuring.reader import STEP_SECONDS, Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.transport.read_plan import ReadPlan
 
 
 class Mover(Protocol):
@@ -86,7 +85,6 @@ class KVFerryMover:
     ) -> None:
         self.name, self.bytes = name, reader.bytes
         self.strategies: tuple[str, ...] = ()
-        self.plan: ReadPlan | None = None
         self.stages: list[tuple[float, float, float, float]] = []
         self._reader, self._source, self._peer = reader, source, peer
         self._strategy, self._poll_seconds = strategy, poll_seconds
@@ -97,11 +95,10 @@ class KVFerryMover:
         # Else bytes of the move before would pass the check.
         reader.clear()
         result, seconds = reader.load(self._source, self._peer, self._strategy, self._poll_seconds)
-        planning = result.plan.seconds if result.plan else 0.0
-        known = planning, result.transfer_seconds, result.check_seconds
+        found = result.figures
+        known = found.plan_seconds, found.transfer_seconds, found.check_seconds
         self.stages.append((*known, seconds - sum(known)))
-        self.plan = result.plan
-        self.strategies = tuple(map("+".join, result.plan.strategies_by_group)) if result.plan else ()
+        self.strategies = tuple(map("+".join, found.strategies_by_group))
         # The user waits neither for the check of the bytes, nor for the end of the lease.
         reader.check()
         reader.producer.wait_ended()

@@ -17,10 +17,7 @@ from obstore.store import from_url
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.tiers.objects.client import BucketClient
-from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.objects.settings import ObjectSettings
-from kvferry.tiers.objects.tier import ObjectTier
+from kvferry.tiers import BucketClient, ObjectSettings, ObjectTier, Unavailable
 from kvferry.tools.bench.movers import pool_mover
 from kvferry.tools.bench.rounds import TierCase
 from kvferry.tools.bench.storage_chunks import (

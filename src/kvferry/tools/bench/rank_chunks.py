@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Self
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.worker.mover import ChunkRoutes
+from kvferry.connector import ChunkRoutes
 from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of, chunk_pool
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
-from kvferry.planning.chunk_cells import TableSlice
-from kvferry.planning.template import build_templates
-from kvferry.tiers.host.arena import Arena
+from kvferry.planning import TableSlice, build_templates
+from kvferry.tiers import Arena
 from kvferry.tools.measuring import simulated as content
 from kvferry.tools.measuring.simulated import simulate_engine
+from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.side import EngineSide
 
 # The default of the setting ``chunk_tokens``.

@@ -16,16 +16,20 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache.tier_queue import Done, ReadEnded, TierQueue
+from kvferry.cache import Done, ReadEnded, TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.chunk_file import whole_pages
-from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import chunk_group
-from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.names import GetOutcome, PutOutcome
-from kvferry.tiers.storage_tier import StorageTier
+from kvferry.keys import Namespace
+from kvferry.tiers import (
+    Arena,
+    Chunk,
+    ChunkGroup,
+    GetOutcome,
+    PutOutcome,
+    StorageTier,
+    chunk_group,
+    whole_pages,
+)
 from kvferry.tools.bench.movers import CallMover, Mover
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 from kvferry.tools.bench.rounds import TierCase

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.common.text import Column, Report
 from kvferry.common.units import format_bytes
-from kvferry.geometry.models import ModelReading
 from kvferry.tools.bench import file_tier, host_tier, object_tier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair, chunk_group
 from kvferry.tools.bench.rounds import MoverRounds, TierSpeed, measure_cases
 from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.report import Column, Report
 
 _CASE = (Column("tier", left=True), Column("direction", left=True))
 

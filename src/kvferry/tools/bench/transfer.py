@@ -7,10 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvferry.common.text import Column, Report
 from kvferry.common.units import format_bytes
-from kvferry.geometry.layout import lay_out
-from kvferry.geometry.models import ModelReading
 from kvferry.tools.bench.movers import KVFerryMover, Mover, memcpy, raw_nixl
 from kvferry.tools.bench.rounds import MoverRounds, measure_movers
 from kvferry.tools.measuring.producer_process import ProducerProcess, use_transports
@@ -18,7 +15,10 @@ from kvferry.tools.measuring.raw_reads import RawReads
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import MachineFacts, Spread, machine_facts
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine
+from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import lay_out
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.report import Column, Report
 
 # Index in `TransferComparison.others` of raw NIXL with the same descriptors as kvferry.
 SAME_DESCRIPTORS = 1

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.extras import BENCH, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import check_output, command, count, flag, option, print_result, without_none
 from kvferry.tools.cli.usage import CommandGroup
+from kvferry.tools.extras import BENCH, require
 
 if TYPE_CHECKING:
-    from kvferry.geometry.models import ModelReading
+    from kvferry.tools.models import ModelReading
 
 _MAX_DEPTH = 256
 _JSON_HELP = "Print JSON: all rounds, in seconds and bytes."
@@ -67,7 +67,7 @@ def parse_layouts(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a layout is unknown.
     """
-    from kvferry.geometry.rank import LAYOUTS
+    from kvferry.geometry import LAYOUTS
 
     return parse_names(text.upper(), LAYOUTS, "layouts")
 
@@ -97,7 +97,7 @@ def work_folder(path: Path | None) -> Iterator[Path]:
             raise ConfigError(f"--path {path} is not a folder; create it, or name another")
         yield path
         return
-    from kvferry.tiers.paths import default_directory
+    from kvferry.tiers import default_directory
 
     # On the disk of the default file tier: the folder for temporary files may be in memory.
     cache = Path(default_directory()).parent

@@ -13,18 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import msgspec
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import printable, wrapped
+from kvferry.common.text import printable
 from kvferry.common.units import counted, format_age, format_bytes, parse_size
 from kvferry.tools.cli.usage import CommandGroup
-from kvferry.transport.security import admin_token, existing_keys, key_location
+from kvferry.tools.report import wrapped
 
 if TYPE_CHECKING:
-    from kvferry.tiers.admin import CacheAdmin
+    from kvferry.tiers import CacheAdmin
 
 
 # Exit code if a check fails or nothing was done, so that a script can tell.
@@ -79,7 +78,7 @@ app = typer.Typer(
 @app.command()
 def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """List the namespaces: model, size and last use."""
-    from kvferry.tiers.admin import namespace_usage
+    from kvferry.tiers import namespace_usage
 
     cache = _cache(where, option)
     found, now = namespace_usage(cache), time.time()
@@ -108,7 +107,7 @@ def ls(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
 @app.command()
 def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None:
     """Show how much the cache holds, and its capacity."""
-    from kvferry.tiers.admin import cache_totals
+    from kvferry.tiers import cache_totals
 
     cache = _cache(where, option)
     found = cache_totals(cache)
@@ -140,7 +139,7 @@ def verify(
 
     Exit code 1 if a chunk is damaged.
     """
-    from kvferry.tiers.admin import verify_all
+    from kvferry.tiers import verify_all
 
     found = verify_all(_cache(where, option), quarantine=quarantine)
     if as_json:
@@ -193,7 +192,7 @@ def clear(
     as_json: _Json = False,
 ) -> None:
     """Remove all of kvferry's files, and no others."""
-    from kvferry.tiers.admin import cache_totals
+    from kvferry.tiers import cache_totals
 
     cache = _cache(where, option)
     if not yes:
@@ -314,15 +313,15 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
     Raises:
         ConfigError: there is no cache at this place, or the cache cannot be accessed.
     """
-    from kvferry.tiers.objects.settings import is_url
+    from kvferry.tiers import is_url
 
     if is_url(where):
-        from kvferry.tiers.objects.admin import BucketAdmin
+        from kvferry.tiers import BucketAdmin
 
         return BucketAdmin(where, _parse_pairs(options or []))
     if options:
         raise ConfigError(f"--option is for URLs of object storage; {where} is a path")
-    from kvferry.tiers.files.admin import DirectoryAdmin
+    from kvferry.tiers import DirectoryAdmin
 
     return DirectoryAdmin(where)
 
@@ -360,14 +359,15 @@ def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, obje
     """Call the admin API of an engine, and return its answer.
 
     Args:
-        engine: URL of the API.
         secret_file: the engine's setting ``secret_file``; None for this machine's key.
-        call: name of the call.
-        body: its arguments.
 
     Raises:
         ConfigError: the key cannot be read, the engine does not answer, or it refuses the call.
     """
+    import httpx
+
+    from kvferry.transport import admin_token, existing_keys, key_location
+
     keys = existing_keys(secret_file)
     if keys is None:
         raise ConfigError(

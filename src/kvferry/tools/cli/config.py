@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import wrap
 from kvferry.tools.cli.options import TYPER, argument, command, count, flag, option, without_none, writing
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.report import wrap
+from kvferry.tools.serving.role import Role
 
 # Width of the file that `kvferry init` writes.
 _COLUMNS = 100
@@ -230,7 +230,7 @@ def init(options: InitOptions) -> None:
 
 def settings_text() -> str:
     """Return the content of the file: the settings of `kvferry config`, each in a comment."""
-    from kvferry.connector.config import ConnectorConfig
+    from kvferry.connector import ConnectorConfig
 
     defaults, types = ConnectorConfig(), get_type_hints(ConfigOptions)
     return _HEAD + "".join(
@@ -267,7 +267,7 @@ def keygen(options: KeygenOptions) -> None:
     Copy the file to all machines, and set the engines' secret_file to it: only they can then exchange KV. An
     existing file is never overwritten.
     """
-    from kvferry.transport.security import existing_keys, new_secret, write_secret
+    from kvferry.transport import existing_keys, new_secret, write_secret
 
     file = options.file
     if file == "-":

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry.common.errors import ConfigError, KVFerryError
-from kvferry.common.extras import VLLM, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import INTERRUPTED, argument, check_output, command, count, option
+from kvferry.tools.extras import VLLM, require
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.demo import DemoModel, Screen
@@ -51,8 +51,8 @@ def demo(options: DemoOptions) -> None:
     require("kvferry demo", VLLM)
     from rich.console import Console
 
-    from kvferry.common.text import output_width
-    from kvferry.engines.vllm.version import check_release, vllm_version
+    from kvferry.engines.vllm import check_release, vllm_version
+    from kvferry.tools.report import output_width
     from kvferry.tools.serving.demo import AnswerVerdict, Screen, measure
     from kvferry.tools.serving.processes import StopRequested, StopSignals, temporary_folder
 
@@ -95,8 +95,6 @@ def _models(options: DemoOptions, screen: Screen, signals: StopSignals) -> Itera
     SmolLM2 is left out of the default families if it was not fetched.
 
     Args:
-        options: options of the command.
-        screen: output for the user.
         signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
 
     Raises:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import typer
 
-from kvferry.common.extras import BENCH, require
 from kvferry.common.machine import require_linux
 from kvferry.tools.cli.options import argument, check_output, command, flag, option
+from kvferry.tools.extras import BENCH, require
 
 _BAD = 1
 
@@ -55,7 +55,7 @@ def doctor(options: DoctorOptions) -> None:
     from kvferry.tools.doctor.engines import parse_target
     from kvferry.tools.doctor.examine import Examination, examine
     from kvferry.tools.doctor.finding import as_json, is_well, print_report
-    from kvferry.tools.serving.kv_config import Role
+    from kvferry.tools.serving.role import Role
 
     if options.calibrate:
         require_linux("kvferry doctor --calibrate")

@@ -38,7 +38,7 @@ def explain(options: ExplainOptions) -> None:
     Shows every decision about the request, and how long each step took. Without a request id, lists the last
     requests. Asks all engines of this user on this machine.
     """
-    from kvferry.observe.trace_server import MAX_QUESTION_BYTES, Question
+    from kvferry.observe import MAX_QUESTION_BYTES, Question
     from kvferry.tools.explain.client import ask_engines
     from kvferry.tools.explain.timeline import render, render_list
 
@@ -52,7 +52,7 @@ def explain(options: ExplainOptions) -> None:
     # An engine that does not answer must not hide what others say.
     for silent in answers.problems:
         print_error(silent)
-    traces = answers.traces()
+    traces = answers.traces
     if not traces:
         raise KVFerryError(_not_found_message(answers, request_id))
     if options.as_json:
@@ -64,7 +64,7 @@ def explain(options: ExplainOptions) -> None:
 
 
 def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
-    engines = [answer.engine for answer in answers.answers]
+    engines = answers.engines
     if not engines:
         return (
             "no engine of this user runs on this machine; run kvferry explain as the engine's user, on its "
@@ -81,9 +81,9 @@ def _not_found_message(answers: AllAnswers, request_id: str | None) -> str:
 
 
 def _trace_json(engine_trace: EngineTrace) -> dict[str, Any]:
-    from kvferry.observe.trace_server import trace_to_dict
+    from kvferry.observe import trace_to_dict
 
-    engine = engine_trace.answer.engine
+    engine = engine_trace.engine
     return {
         "engine": {name: getattr(engine, name) for name in _ENGINE},
         "arrived": engine_trace.arrived,

@@ -51,7 +51,7 @@ def _print_versions(requested: bool) -> None:
     if not requested:
         return
     from kvferry import __version__
-    from kvferry.engines.vllm.version import nixl_version, vllm_version
+    from kvferry.engines.vllm import nixl_version, vllm_version
 
     print(f"kvferry {__version__}")
     for name, found in (("vLLM", vllm_version()), ("NIXL", nixl_version())):
@@ -86,7 +86,6 @@ def run(commands: typer.Typer, name: str) -> None:
     If the application raises a kvferry error, print the error as one sentence and exit with an error code.
 
     Args:
-        commands: application to run.
         name: how users call it, for its help and its messages.
     """
     with flushed_output():

@@ -23,8 +23,9 @@ import typer
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import replace_file
-from kvferry.common.text import Report, printable
+from kvferry.common.text import printable
 from kvferry.common.units import parse_count
+from kvferry.tools.report import Report
 
 TYPER = "typer"
 """Key of a field's metadata: its `typer.Option` or `typer.Argument`."""
@@ -42,7 +43,6 @@ def option(default: Any, metavar: str | None, help_text: str, *names: str, **set
     Args:
         default: value if the option is not given; `MISSING` if it must be given.
         metavar: placeholder of the value in the help; None for Typer's.
-        help_text: help of the option.
         names: names on the command line; without them, that of the field.
         settings: further settings of `typer.Option`, such as ``min``.
     """

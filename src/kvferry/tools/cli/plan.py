@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.text import Report
 from kvferry.tools.cli.options import (
     INTERRUPTED,
     argument,
@@ -23,11 +22,12 @@ from kvferry.tools.cli.options import (
     write_file,
 )
 from kvferry.tools.cli.traces import curve_of_model, open_for_curve, print_notes
+from kvferry.tools.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvferry.geometry.models import ModelReading
+    from kvferry.tools.models import ModelReading
     from kvferry.tools.plan.forecast import Forecast
     from kvferry.tools.plan.kept import KeptSettings, TierForecast
     from kvferry.tools.plan.side import EngineSide
@@ -144,7 +144,7 @@ def plan(options: PlanOptions) -> None:
     from kvferry.tools.plan.forecast import Pricing, forecast, limit_bandwidth, parse_strategy
     from kvferry.tools.plan.kept import KeptSettings, forecast_tiers
     from kvferry.tools.plan.side import EngineSide, resolve_layout
-    from kvferry.transport.costs import load_costs
+    from kvferry.transport import load_costs
 
     separate = options.kv == "apart"
     source = EngineSide(
@@ -193,7 +193,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _read(options: PlanOptions) -> ModelReading:
-    from kvferry.geometry.models import read_model
+    from kvferry.tools.models import read_model
     from kvferry.tools.plan.find import find_config
 
     if options.model is None:

@@ -184,7 +184,7 @@ def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedMod
     Raises:
         KVFerryError: the model is not known, or an engine cannot have these settings.
     """
-    from kvferry.geometry.models import read_model
+    from kvferry.tools.models import read_model
     from kvferry.tools.plan.blocks import parse_retention
     from kvferry.tools.plan.find import find_config
     from kvferry.tools.plan.kept import KeptSettings

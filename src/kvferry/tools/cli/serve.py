@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.extras import ROUTER, VLLM, require
 from kvferry.common.machine import require_linux
 from kvferry.common.units import counted
 from kvferry.tools.cli.config import read_settings, settings_option
 from kvferry.tools.cli.options import argument, check_output, command, count, flag, option, without_none
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.extras import ROUTER, VLLM, require
+from kvferry.tools.serving.role import Role
 
 if TYPE_CHECKING:
     from kvferry.tools.serving.specs import EngineGroup
@@ -67,9 +67,9 @@ def serve(options: ServeOptions) -> None:
     require("kvferry serve", VLLM)
     from rich.console import Console
 
-    from kvferry.engines.vllm.machine import check_shared_memory
-    from kvferry.engines.vllm.version import check_release, vllm_version
+    from kvferry.engines.vllm import check_release, vllm_version
     from kvferry.tools.serving.devices import listen
+    from kvferry.tools.serving.machine import check_shared_memory
     from kvferry.tools.serving.machine_checks import check_model
     from kvferry.tools.serving.processes import StopSignals, temporary_folder
     from kvferry.tools.serving.serve import RestartPolicy, serve_fleet

@@ -62,7 +62,7 @@ def top(options: TopOptions) -> None:
     from rich.console import Console
 
     from kvferry.common.machine import has_posix
-    from kvferry.common.text import output_width
+    from kvferry.tools.report import output_width
     from kvferry.tools.top.lines import text
     from kvferry.tools.top.live import sample_fleet, watch
     from kvferry.tools.top.poller import parse_address
@@ -88,7 +88,7 @@ def top(options: TopOptions) -> None:
 
 
 def _write_dashboard(folder: Path) -> None:
-    from kvferry.observe.dashboard import dashboard, rules
+    from kvferry.tools.dashboard import dashboard, rules
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

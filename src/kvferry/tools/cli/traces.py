@@ -53,7 +53,6 @@ def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
     """Yield the requests of a trace, and show how far it is read if standard error is a terminal.
 
     Args:
-        trace: trace to read.
         what: name of the task, for the bar.
     """
     if not sys.stderr.isatty():
@@ -79,7 +78,6 @@ def curve_of_model(
 
     Args:
         trace: trace that can be read several times.
-        model: model and settings of the engine.
         kv_cache_memory: memory of each rank for KV cache, such as ``40GiB``; None for a default.
 
     Returns:

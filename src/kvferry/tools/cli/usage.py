@@ -41,10 +41,7 @@ def usage_sentence(error: Any, application: Any, name: str, arguments: Sequence[
     """Return a `UsageError` as one sentence, with the nearest known option.
 
     Args:
-        error: error that Typer raised.
-        application: command group of the whole application.
         name: how users call the application.
-        arguments: arguments of the application.
     """
     # An option without its value has no context, so the command is looked up.
     words, one = [name], application

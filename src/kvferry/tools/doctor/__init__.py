@@ -4,7 +4,7 @@
 - `probes`: checks in separate processes, which can be killed.
 - `machine`, `software`, `nixl`, `reads`, `costs`: checks of this machine.
 - `listening`, `storage`: checks of a configuration, and whether this machine fits it.
-- `engines`, `http_engine`, `engine_metrics`, `identity`: checks of running engines, one by one;
+- `engines`, `http_engine`, `engine_metrics`, `identity`, `ports`: checks of running engines, one by one;
   `pairs`: of two engines.
 - `examine`: runs all checks in order.
 """

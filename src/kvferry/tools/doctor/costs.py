@@ -9,10 +9,10 @@ import msgspec
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import expanded
 from kvferry.common.units import counted
-from kvferry.planning.strategy import Costs
+from kvferry.planning import Costs
 from kvferry.tools.doctor.finding import Finding, from_error, note, ok
 from kvferry.tools.doctor.reads import ReadTimings
-from kvferry.transport.costs import CostsFile, find_default_costs, load_costs
+from kvferry.transport import CostsFile, find_default_costs, load_costs
 
 # Largest tolerated factor between measured and expected times of READs. Other load on the machine is normal.
 _FAR_OFF = 3.0

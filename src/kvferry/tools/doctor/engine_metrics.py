@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvferry.common.units import counted, format_bytes
-from kvferry.connector.config import ConnectorConfig
-from kvferry.observe.metrics import PREFIX
-from kvferry.planning.strategy import Strategy
-from kvferry.tiers.names import PutOutcome
+from kvferry.connector import ConnectorConfig
+from kvferry.observe import PREFIX
+from kvferry.planning import Strategy
+from kvferry.tiers import PutOutcome
 from kvferry.tools.doctor.finding import Finding, bad, note, ok
 
 _FAULTS = frozenset(one for one in PutOutcome if one.dropped)

@@ -10,17 +10,13 @@ from urllib.parse import urlsplit
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_seconds
-from kvferry.observe.fetch import http_address
-from kvferry.tools.doctor import http_engine, identity as ports
+from kvferry.tools.doctor import http_engine, ports
 from kvferry.tools.doctor.finding import Finding, ReportSection, bad, note, ok, run_all_within
 from kvferry.tools.doctor.http_engine import ExaminedEngine, OfferedKv
 from kvferry.tools.doctor.identity import EngineIdentity, IdentifyError, identify, release_ticket
-from kvferry.tools.serving.kv_config import Role
-from kvferry.transport.addresses import is_loopback
-from kvferry.transport.agent import is_local_address
-from kvferry.transport.handshake import Address
-from kvferry.transport.messages import compare_facts
-from kvferry.transport.security import Keys
+from kvferry.tools.fetch import http_address
+from kvferry.tools.serving.role import Role
+from kvferry.transport import Address, Keys, compare_facts, is_local_address, is_loopback
 
 _SCHEME = "kvferry"
 _CONTROL_SECONDS = 5.0

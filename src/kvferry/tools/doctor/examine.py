@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.machine import is_linux
-from kvferry.connector.config import ConnectorConfig, read_tiers
-from kvferry.engines.vllm.version import nixl_version
-from kvferry.planning.strategy import Costs
+from kvferry.connector import ConnectorConfig, read_tiers
+from kvferry.engines.vllm import nixl_version
+from kvferry.planning import Costs
 from kvferry.tools.doctor import (
     costs,
     engine_metrics,
@@ -30,9 +30,7 @@ from kvferry.tools.doctor.engines import Target, examine_engines
 from kvferry.tools.doctor.finding import Finding, ReportSection, note, run_check
 from kvferry.tools.doctor.reads import ReadTimings, calibrate
 from kvferry.tools.serving.devices import visible_devices
-from kvferry.transport.addresses import is_loopback
-from kvferry.transport.costs import load_costs
-from kvferry.transport.security import Keys, existing_keys
+from kvferry.transport import Keys, existing_keys, is_loopback, load_costs
 
 _QUICK_SECONDS = 20.0
 _LONG_SECONDS = 240.0

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.common.errors import KVFerryError
-from kvferry.common.text import wrapped
 from kvferry.common.units import counted
+from kvferry.tools.report import wrapped
 
 
 class State(StrEnum):
@@ -200,8 +200,6 @@ class ProcessResult:
 
     Attributes:
         code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
-        out: standard output.
-        err: standard error.
     """
 
     code: int | None

@@ -13,14 +13,14 @@ import msgspec
 
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
-from kvferry.engines.vllm.version import is_supported, supported_text
-from kvferry.observe.fetch import Health, HttpReply, client, fetch
+from kvferry.engines.vllm import is_supported, supported_text
 from kvferry.tools.doctor import engine_metrics
 from kvferry.tools.doctor.finding import Finding, bad, note, ok
 from kvferry.tools.doctor.identity import EngineIdentity
-from kvferry.tools.serving.kv_config import Role
+from kvferry.tools.fetch import Health, HttpReply, client, fetch
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
-from kvferry.transport.handshake import Address
+from kvferry.transport import Address
 
 # Token ids that exist in any vocabulary.
 _PROMPT = [11, 12, 13, 14]
@@ -45,7 +45,6 @@ class OfferedKv:
 
     Attributes:
         address: host and port of the engine's control channel.
-        engine_id: id of the engine.
         ticket: 16 bytes.
     """
 
@@ -61,7 +60,6 @@ class ExaminedEngine:
     Attributes:
         name: address as the user or a router gave it, without credentials.
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-        findings: findings in the order of the checks.
         identity: description that the engine's control channel sent; None if the channel could not be
             reached.
         backends: URL and role of each engine behind a router; empty for an engine.
@@ -95,8 +93,6 @@ def examine_url(
     If the server is an engine, it is asked to compute a prompt of four tokens and to offer the KV.
 
     Args:
-        url: base URL without a trailing slash.
-        seconds: time limit for each answer.
         seen: result of the examination. Mutated.
         environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
     """
@@ -209,7 +205,6 @@ async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
     If the first rank fails or offers no KV, the other ranks are not asked.
 
     Args:
-        ask: sends an HTTP request to the engine.
         seen: result of the examination so far. Mutated.
         engines: number of vLLM's engines behind the URL, one per data-parallel rank.
     """

@@ -5,11 +5,10 @@ from __future__ import annotations
 import stat
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.config import NODE, ConnectorConfig
-from kvferry.engines.vllm.machine import PortInUse, check_listening, node_address
+from kvferry.connector import NODE, ConnectorConfig
 from kvferry.tools.doctor.finding import Finding, from_error, note, ok
-from kvferry.transport.addresses import is_loopback, parse_ip
-from kvferry.transport.security import existing_keys, key_location
+from kvferry.tools.serving.machine import PortInUse, check_listening, node_address
+from kvferry.transport import existing_keys, is_loopback, key_location, parse_ip
 
 
 def check(config: ConnectorConfig) -> list[Finding]:

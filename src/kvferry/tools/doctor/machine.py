@@ -13,9 +13,9 @@ import psutil
 from kvferry.common.errors import ConfigError
 from kvferry.common.machine import resource
 from kvferry.common.units import format_bytes
-from kvferry.memory.shared_memory import Read, read, sealed_file
+from kvferry.memory import read_kernel_file, sealed_file
 from kvferry.tools.doctor.finding import Finding, bad, from_error, note, ok
-from kvferry.transport.agent import LEAST_BYTES
+from kvferry.transport import LEAST_BYTES, SHARED_MEMORY
 
 # vLLM raises its own limit to this, if the hard limit allows it.
 _ENOUGH_FILES = 65_535
@@ -25,6 +25,7 @@ _ENGINES_THREADS = 256
 _LITTLE_SHM = 1 << 30
 # The first Linux that can move shared memory in use, such as that of the host tier, to huge pages.
 _COLLAPSES_SINCE = (6, 1)
+_LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def devices(folder: str = "/sys/class/infiniband") -> list[str]:
@@ -35,16 +36,13 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
         return []
 
 
-def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Finding:
+def locked_memory(limit: int, rdma: list[str]) -> Finding:
     """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
 
     Args:
-        limit: number of lockable bytes, negative for unlimited; None for this process's limit.
-        rdma: names of the RDMA devices; None for this machine's.
+        limit: number of lockable bytes, negative for unlimited.
     """
     subject = "locked memory"
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    rdma = devices() if rdma is None else rdma
     may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"
     if not rdma:
         return ok(subject, f"{may}; no RDMA device here needs it")
@@ -57,16 +55,12 @@ def locked_memory(limit: int | None = None, rdma: list[str] | None = None) -> Fi
     )
 
 
-def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
+def open_files(soft: int, hard: int) -> Finding:
     """Check whether a process can open enough sockets and files for many requests.
 
-    Args:
-        soft: soft limit of open files; None for this process's limits.
-        hard: hard limit of open files, negative for unlimited; None for this process's limits.
+    A negative `hard` limit is none.
     """
     subject = "open files"
-    if soft is None or hard is None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH_FILES if hard < 0 else hard
     if most <= _FEW_FILES:
         return bad(
@@ -85,20 +79,14 @@ def open_files(soft: int | None = None, hard: int | None = None) -> Finding:
     return ok(subject, f"up to {soft:,} at a time")
 
 
-def threads(limit: int | None = None, used: int | None = None, user: int | None = None) -> Finding:
-    """Check whether this user may start enough threads for engines.
+def threads(limit: int, used: int, user: int) -> Finding:
+    """Check whether a user, who has `used` threads, may start enough threads for engines.
 
-    Args:
-        limit: maximum number of threads, negative for unlimited; None for this process's limit.
-        used: number of threads that the user has; None to count them.
-        user: user id; None for this process's user.
+    A negative `limit` is none.
     """
     subject = "threads"
-    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
-    user = os.geteuid() if user is None else user
     if limit < 0 or user == 0:  # the kernel does not limit root
         return ok(subject, "unlimited")
-    used = threads_of(user) if used is None else used
     has = f"{used:,} in use, of {limit:,} that this user may have (ulimit -u)"
     if limit - used < _ENGINES_THREADS:
         return bad(
@@ -116,19 +104,16 @@ def threads_of(user: int) -> int:
     return sum(each["num_threads"] or 0 for each in theirs)
 
 
-def shared_memory(
-    path: str = "/dev/shm",  # noqa: S108
-    stat: Callable[[str], os.statvfs_result] | None = None,  # None for `os.statvfs`, which Windows lacks
-) -> Finding:
+def shared_memory(stat: Callable[[str], os.statvfs_result]) -> Finding:
     """Check whether the file system for shared memory has room for the queues of vLLM and UCX."""
-    subject = path
+    subject = SHARED_MEMORY
     try:
-        found = (stat or os.statvfs)(path)
+        found = stat(subject)
     except OSError as error:
         return bad(
             subject,
             f"cannot be used: {os.strerror(error.errno or 0)}",
-            f"mount a tmpfs there: the processes of an engine communicate through {path}",
+            f"mount a tmpfs there: the processes of an engine communicate through {subject}",
         )
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     room = f"{format_bytes(free)} free of {format_bytes(total)}"
@@ -149,15 +134,10 @@ def shared_memory(
     return ok(subject, f"{room}; the host tier does not use it")
 
 
-def file_size(limit: int | None = None) -> Finding:
-    """Check that the operating system does not limit the size of files that a process writes.
-
-    Args:
-        limit: maximum number of bytes per file, negative for unlimited; None for this process's limit.
-    """
+def file_size(limit: int) -> Finding:
+    """Check that the system does not limit the size of files that a process writes (negative: no limit)."""
     # The limit is one of memory, too: the host tier and UCX's queues are files in memory.
     subject = "size of a file"
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] if limit is None else limit
     if limit < 0:
         return ok(subject, "unlimited")
     return bad(
@@ -180,16 +160,14 @@ def memory_files() -> Finding:
     return ok(subject, "can be created and sealed, as the host tier requires")
 
 
-def large_pages(read: Read = read, release: str | None = None) -> Finding:
+def large_pages(setting: str, version: str) -> Finding:
     """Check that transparent huge pages are on, and that the kernel can move memory in use to them.
 
     Args:
-        read: returns the content of a file, or None if the file cannot be read.
-        release: version of the kernel; None for the running kernel.
+        setting: content of the kernel's file about them, with the choice in brackets; empty without them.
     """
     subject = "large pages"
-    enabled = re.search(r"\[(\w+)\]", read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
-    version = release or os.uname().release
+    enabled = re.search(r"\[(\w+)\]", setting)
     numbers = re.match(r"(\d+)\.(\d+)", version)
     collapses = numbers is not None and (int(numbers[1]), int(numbers[2])) >= _COLLAPSES_SINCE
     slow = "reads between processes of one machine are several times slower with small pages"
@@ -215,14 +193,15 @@ def large_pages(read: Read = read, release: str | None = None) -> Finding:
 
 def check() -> list[Finding]:
     """Check the limits of the operating system, and return a finding for each."""
+    user = os.geteuid()
     return [
-        locked_memory(),
-        open_files(),
-        threads(),
-        file_size(),
-        shared_memory(),
+        locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], devices()),
+        open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        threads(resource.getrlimit(resource.RLIMIT_NPROC)[0], threads_of(user), user),
+        file_size(resource.getrlimit(resource.RLIMIT_FSIZE)[0]),
+        shared_memory(os.statvfs),
         memory_files(),
-        large_pages(),
+        large_pages(read_kernel_file(_LARGE_PAGES) or "", os.uname().release),
     ]
 
 
@@ -231,7 +210,6 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        point: path of the mount point.
         kind: type of the file system, as the kernel names it.
         source: device or server that holds the files.
     """

@@ -10,14 +10,20 @@ from itertools import permutations
 from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.common.units import counted, format_bytes, format_seconds
 from kvferry.geometry import GroupKind
-from kvferry.planning.strategy import Costs, choose_method, transfer_methods
-from kvferry.planning.template import Template, absent_layer_names, build_templates, window_mismatches
+from kvferry.planning import (
+    Costs,
+    Template,
+    absent_layer_names,
+    build_templates,
+    choose_method,
+    transfer_methods,
+    window_mismatches,
+)
 from kvferry.tools.doctor.finding import Finding, ReportSection, State, bad, note, ok, run_check
 from kvferry.tools.doctor.http_engine import ExaminedEngine
 from kvferry.tools.doctor.identity import EngineIdentity
-from kvferry.tools.serving.kv_config import Role
-from kvferry.transport.addresses import is_loopback
-from kvferry.transport.messages import compare_facts
+from kvferry.tools.serving.role import Role
+from kvferry.transport import compare_facts, is_loopback
 
 _PAIR_SECONDS = 60.0
 # A request of typical length, and the default of the setting staging_mib.

@@ -48,7 +48,7 @@ def nixl() -> None:
     """Print NIXL's version, then start its plugins one by one, and print whether each starts."""
     from importlib.metadata import version  # noqa: PLC0415
 
-    from kvferry.transport.agent import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
+    from kvferry.transport import make_nixl_agent, preload  # noqa: PLC0415 - loads NIXL
 
     _print_result(version=version("nixl"), verbs=preload())
     # UCX first: it is the only plugin that kvferry needs, and another may crash the process.
@@ -89,8 +89,8 @@ def reads(device: str = "cpu") -> None:
             _print_result(
                 descriptors=len(lists.indices.src), bytes=lists.bytes, seconds=float(np.median(seconds))
             )
-        plan = reader.plan(src)
-        _print_result(strategy="+".join(plan.strategies_by_group[0]), not_shared=plan.not_shared)
+        found = reader.figures(src)
+        _print_result(strategy="+".join(found.strategies_by_group[0]), not_shared=found.not_shared)
 
 
 def connector() -> None:
@@ -104,8 +104,7 @@ def connector() -> None:
     _print_result(version=vllm.__version__)
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from kvferry.engines.vllm.compat.connectors import SupportsHMA  # noqa: PLC0415
-    from kvferry.engines.vllm.connector import KVFerryConnector  # noqa: PLC0415
+    from kvferry.engines.vllm import KVFerryConnector, SupportsHMA  # noqa: PLC0415
 
     _print_result(
         connector=issubclass(KVFerryConnector, SupportsHMA),
@@ -113,7 +112,7 @@ def connector() -> None:
         device=str(current_platform.device_type),
     )
     if current_platform.is_cpu():
-        from kvferry.engines.vllm.compat.cpu_attention import compute_attention  # noqa: PLC0415
+        from kvferry.engines.vllm import compute_attention  # noqa: PLC0415
 
         _print_result(trying="attention")
         _print_result(attention=compute_attention())
@@ -124,9 +123,14 @@ def path(where: str) -> None:
 
     If a file tier could not use the directory, print only its real path and the reason.
     """
-    from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage  # noqa: PLC0415
-    from kvferry.tiers.files.ledger import read_ledger  # noqa: PLC0415
-    from kvferry.tiers.files.opening import check_directory, try_directory  # noqa: PLC0415
+    from kvferry.tiers import (  # noqa: PLC0415
+        OUT_OF_ROOM,
+        DiskRoom,
+        check_directory,
+        read_ledger,
+        shortage,
+        try_directory,
+    )
 
     _print_result(real=os.path.realpath(where))
     try:
@@ -155,7 +159,7 @@ def path(where: str) -> None:
 
 def twins(*paths: str) -> None:
     """Print each path of a directory with the first earlier one that is the same; null if there is none."""
-    from kvferry.tiers.paths import find_same_directory  # noqa: PLC0415
+    from kvferry.tiers import find_same_directory  # noqa: PLC0415
 
     for number, path in enumerate(paths):
         _print_result(path=path, twin=find_same_directory(path, paths[:number]))

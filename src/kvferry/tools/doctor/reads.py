@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from kvferry.common.errors import KVFerryError
 from kvferry.common.files import expanded
 from kvferry.common.units import format_bytes
-from kvferry.planning.strategy import Costs, Strategy
+from kvferry.planning import Costs, Strategy
 from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, from_error, note, ok, run_python
 from kvferry.tools.doctor.machine import devices
 from kvferry.tools.doctor.probes import MODULE, parse_output
 from kvferry.tools.measuring.rounds import machine_facts
-from kvferry.transport.costs import default_costs_path, write_costs
+from kvferry.transport import default_costs_path, write_costs
 
 if TYPE_CHECKING:
     from kvferry.tools.measuring.calibrate import CalibrationResult

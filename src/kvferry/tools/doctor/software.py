@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import kvferry
-from kvferry.cache.weights import cached_digests
-from kvferry.common import extras
+from kvferry.cache import cached_digests
 from kvferry.common.units import counted
-from kvferry.engines.vllm.version import is_supported, supported_text, vllm_version
-from kvferry.memory import copy_kernel
+from kvferry.engines.vllm import is_supported, supported_text, vllm_version
+from kvferry.memory import KERNEL, WHY_NO_KERNEL
+from kvferry.tools import extras
 from kvferry.tools.doctor.finding import Finding, ProcessResult, bad, note, ok, run_python
 from kvferry.tools.doctor.probes import MODULE, parse_output
 from kvferry.tools.serving.machine_checks import REMEDY
@@ -99,7 +99,7 @@ def weights_cache(path: Path | None, digests: int) -> Finding:
     return ok(subject, f"digests of {counted(digests, 'file')} are remembered in {path}")
 
 
-def copies(kernel: bool = copy_kernel.KERNEL is not None, why: str = copy_kernel.WHY_NO_KERNEL) -> Finding:
+def copies(kernel: bool = KERNEL is not None, why: str = WHY_NO_KERNEL) -> Finding:
     """Report whether parts of KV blocks in host memory are copied by the native kernel or by numpy."""
     if kernel:
         return ok("copies", "in host memory are made by the native kernel")

@@ -13,14 +13,16 @@ from typing import Any
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import format_bytes, parse_size
-from kvferry.connector.config import ConnectorConfig, Tiers
-from kvferry.engines.vllm.transfer_config import TransferCheck, Verdict
-from kvferry.memory.shared_memory import available_memory
-from kvferry.tiers.files.opening import DEFAULT_CAPACITY_DIVISOR
-from kvferry.tiers.files.tier import FileSettings
-from kvferry.tiers.host.settings import HostSettings
-from kvferry.tiers.paths import default_directory
-from kvferry.tiers.storage_tier import StorageSettings
+from kvferry.connector import ConnectorConfig, Tiers
+from kvferry.engines.vllm import TransferCheck, Verdict
+from kvferry.memory import available_memory
+from kvferry.tiers import (
+    DEFAULT_CAPACITY_DIVISOR,
+    FileSettings,
+    HostSettings,
+    StorageSettings,
+    default_directory,
+)
 from kvferry.tools.doctor.finding import (
     Finding,
     ProcessResult,
@@ -245,7 +247,6 @@ class ConfigFile:
 
     Attributes:
         configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
-        findings: findings about the file.
     """
 
     configs: tuple[ConnectorConfig, ...]

@@ -12,10 +12,18 @@ from pathlib import Path
 import msgspec
 
 from kvferry.common.errors import ConfigError, ProtocolError
-from kvferry.connector.events import Arrived
-from kvferry.observe import socket_directory
-from kvferry.observe.trace_server import DECODE_ERRORS, MAX_ANSWER_BYTES, EngineInfo, Question, decode_trace
-from kvferry.observe.traces import RequestTrace
+from kvferry.connector import Arrived
+from kvferry.observe import (
+    DECODE_ERRORS,
+    MAX_ANSWER_BYTES,
+    EngineInfo,
+    Question,
+    RequestTrace,
+    connect,
+    decode_trace,
+    engine_sockets,
+    socket_directories,
+)
 
 # Within this time all engines together must have answered.
 SECONDS = 5.0
@@ -30,28 +38,16 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAnswer:
-    """The traces of one engine's requests, the latest request first."""
+class EngineTrace:
+    """The trace of a request, and the engine that sent it."""
 
     engine: EngineInfo
-    traces: tuple[RequestTrace, ...]
-
-    def wall(self, at: float) -> float:
-        """Convert monotonic seconds of the engine to seconds since 1970."""
-        return at - self.engine.monotonic + self.engine.wall
-
-
-@dataclass(frozen=True, slots=True)
-class EngineTrace:
-    """The trace of a request, and the engine's answer that contains the trace."""
-
-    answer: EngineAnswer
     trace: RequestTrace
 
     @property
     def arrived(self) -> float:
         """Time at which the request reached its engine, in seconds since 1970."""
-        return self.answer.wall(self.trace.events[0].at)
+        return self.trace.events[0].at - self.engine.monotonic + self.engine.wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +55,14 @@ class AllAnswers:
     """The answers of all engines.
 
     Attributes:
+        traces: of all their requests, sorted by the arrival time of the request at its engine.
         problems: error messages, one for each engine without a valid answer, and one for each directory of
             sockets that is unreadable or not private to this user.
     """
 
-    answers: tuple[EngineAnswer, ...]
+    engines: tuple[EngineInfo, ...]
+    traces: tuple[EngineTrace, ...]
     problems: tuple[str, ...]
-
-    def traces(self) -> list[EngineTrace]:
-        """Return the traces of all engines, sorted by the arrival time of the request at its engine."""
-        found = [EngineTrace(answer, trace) for answer in self.answers for trace in answer.traces]
-        return sorted(found, key=lambda one: one.arrived)
 
 
 def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
@@ -81,53 +74,52 @@ def ask_engines(question: Question, seconds: float = SECONDS) -> AllAnswers:
     """
     paths: list[Path] = []
     refused: list[ConfigError] = []
-    for directory in socket_directory.socket_directories():
+    for directory in socket_directories():
         try:
-            paths += socket_directory.engine_sockets(directory)
+            paths += engine_sockets(directory)
         except ConfigError as error:
             refused.append(error)
     until = time.monotonic() + seconds
     encoded = msgspec.json.encode(question) + b"\n"
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        lines = list(pool.map(lambda path: _ask(path, encoded, until), paths))
+        replies = list(pool.map(lambda path: _ask(path, encoded, until), paths))
+    engines, traces, problems = list[EngineInfo](), list[EngineTrace](), list[str]()
     # In one thread, because msgspec crashes if two threads decode a type for the first time.
-    results = [_read(each) if isinstance(each, list) else each for each in lines]
-    answers = tuple(one for one in results if isinstance(one, EngineAnswer))
-    if refused and not answers:
+    for lines in replies:
+        try:
+            if isinstance(lines, Exception):
+                raise lines
+            if lines:
+                engine, found = _decode(*lines)
+                engines.append(engine)
+                traces += [EngineTrace(engine, trace) for trace in found]
+        except (OSError, ProtocolError) as error:
+            problems.append(f"an engine did not answer: {type(error).__name__}: {error}")
+    if refused and not engines:
         # With an answer it is only a problem: other users' directories may stand beside ours.
         raise refused[0]
-    return AllAnswers(answers, (*(one for one in results if isinstance(one, str)), *map(str, refused)))
+    traces.sort(key=lambda one: one.arrived)
+    return AllAnswers(tuple(engines), tuple(traces), (*problems, *map(str, refused)))
 
 
-def _ask(path: Path, question: bytes, until: float) -> list[bytes] | str | None:
+def _ask(path: Path, question: bytes, until: float) -> list[bytes] | Exception:
     """Send a question to an engine until so many monotonic seconds, and return the lines of its answer.
 
-    Return an error message if the engine does not answer, and None if it has ended.
+    Return the error if the engine does not answer, and no line if it has ended.
     """
     try:
-        connection = socket_directory.connect(path, until)
+        connection = connect(path, until)
         if connection is None:
-            return None
+            return []
         with connection:
             connection.settimeout(max(_SHORTEST, until - time.monotonic()))
             connection.sendall(question)
             return list(_lines(connection, until))
     except (OSError, ProtocolError) as error:
-        return _no_answer(error)
+        return error
 
 
-def _no_answer(error: Exception) -> str:
-    return f"an engine did not answer: {type(error).__name__}: {error}"
-
-
-def _read(lines: list[bytes]) -> EngineAnswer | str:
-    try:
-        return _answer(*lines)
-    except ProtocolError as error:
-        return _no_answer(error)
-
-
-def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
+def _decode(first: bytes, *rest: bytes) -> tuple[EngineInfo, list[RequestTrace]]:
     """Decode an engine's answer: its description, or the reason why it refused, then one trace per line.
 
     Raises:
@@ -140,10 +132,10 @@ def _answer(first: bytes, *rest: bytes) -> EngineAnswer:
         engine = msgspec.json.decode(first, type=EngineInfo)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"its answer cannot be read: {error}") from error
-    traces = tuple(decode_trace(line) for line in rest)
+    traces = [decode_trace(line) for line in rest]
     if not all(trace.events and isinstance(trace.events[0], Arrived) for trace in traces):
         raise ProtocolError("a trace that does not begin with the arrival of its request")
-    return EngineAnswer(engine, traces)
+    return engine, traces
 
 
 def _lines(connection: socket.socket, until: float) -> Iterator[bytes]:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.common.text import report_width, wrapped
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds, plural
-from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, MissReason, RequestEvent, SourceMiss
-from kvferry.connector.load import LoadOutcome, PlaceTokens, trim_parts
-from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
-from kvferry.tiers.names import TIERS
+from kvferry.connector import (
+    DecisionReason,
+    LoadOutcome,
+    MissReason,
+    PlaceTokens,
+    RequestEvent,
+    SourceMiss,
+    events,
+    trim_parts,
+)
+from kvferry.observe import FIRST_EVENTS, RequestTrace, StoredChunks
+from kvferry.tiers import TIERS
 from kvferry.tools.explain.client import EngineTrace
+from kvferry.tools.report import report_width, wrapped
 
 _INDENT = 2
 # Columns of the times at the left.
@@ -234,7 +241,6 @@ class Summary:
     Attributes:
         tokens_by_origin: prompt tokens by the origin of their KV: the name of a tier, ``peer``,
             ``prefix cache``, ``another connector`` or ``computed``; empty until the request is scheduled.
-        failed: number of failed loads.
         seconds: time from arrival to scheduling; None if the request is not scheduled yet.
         loading, looking: parts of it in which a load was under way, or a source was looking up the prompt.
     """
@@ -297,7 +303,7 @@ def _places(scheduled: events.Scheduled) -> Counter[str]:
 
 def render(traced: EngineTrace) -> str:
     """Render the trace of a request as text: its engine, a sentence per event, and its times."""
-    engine = traced.answer.engine
+    engine = traced.engine
     arrived = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(traced.arrived))
     lines = [
         *wrapped(traced.trace.request_id, hanging=_INDENT),
@@ -310,7 +316,7 @@ def render(traced: EngineTrace) -> str:
     return "\n".join(lines)
 
 
-def render_list(traced: list[EngineTrace], now: float) -> str:
+def render_list(traced: Sequence[EngineTrace], now: float) -> str:
     """Render a list of requests as text, with about two lines per request, or one without a terminal.
 
     Args:
@@ -359,6 +365,6 @@ def _from(place: str) -> str:
 
 
 def _engine(traced: EngineTrace) -> str:
-    engine = traced.answer.engine
+    engine = traced.engine
     role = "engine" if engine.role == "both" else f"{engine.role} engine"
     return f"{role}, connector {engine.connector}" if engine.connector else role

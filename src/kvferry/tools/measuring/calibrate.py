@@ -21,20 +21,23 @@ import torch
 import zmq
 
 from kvferry.common.errors import TransferError
-from kvferry.memory.address_space import AddressSpace, region_over
-from kvferry.memory.copies import StagedImages, StagingCopies
-from kvferry.memory.device_stream import enter_stream
-from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
-from kvferry.planning.strategy import COPY_ENGINE_BYTES, LARGEST_SEGMENT_BYTES, Costs
-from kvferry.planning.strided_copy import Loop, StridedCopy
+from kvferry.memory import AddressSpace, StagedImages, StagingCopies, enter_stream, region_over
+from kvferry.planning import (
+    COPY_ENGINE_BYTES,
+    LARGEST_SEGMENT_BYTES,
+    ONE_CELL,
+    Costs,
+    Loop,
+    PoolCopies,
+    StridedCopy,
+)
 from kvferry.tools.measuring.gpus import shortest_engine_run, source_and_destination
 from kvferry.tools.measuring.producer_process import ProducerProcess, WaitLimit, use_transports
 from kvferry.tools.measuring.raw_reads import HostCopy, RawReads
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import Spread, run_rounds
 from kvferry.tools.measuring.simulated import plain_engine
-from kvferry.transport.costs import TransferSettings
-from kvferry.transport.gather_client import GatherClient, Gathered, GatherRoute
+from kvferry.transport import GatherClient, Gathered, GatherRoute, TransferSettings
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -17,13 +17,22 @@ from typing import Any, Self, TypeVar
 
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.tools.measuring.simulated import SimulatedEngine, fill_blocks
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, ProducerCard
-from kvferry.transport.costs import TransferSettings
-from kvferry.transport.lease import LeaseBook, LeaseWords, new_incarnation
-from kvferry.transport.messages import Facts
-from kvferry.transport.redeem import Grant, PromptContent, new_ticket
-from kvferry.transport.security import Keys, random_keys
-from kvferry.transport.transfers import Transfers
+from kvferry.transport import (
+    ControlServer,
+    Facts,
+    Grant,
+    Keys,
+    LeaseBook,
+    LeasesClaimed,
+    LeaseWords,
+    ProducerCard,
+    PromptContent,
+    Transfers,
+    TransferSettings,
+    new_incarnation,
+    new_ticket,
+    random_keys,
+)
 
 _LEASE_SLOTS = 1024
 _LEASE_SECONDS = 60.0

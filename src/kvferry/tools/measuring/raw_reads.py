@@ -11,20 +11,20 @@ import torch
 import zmq
 
 from kvferry.common.errors import TransferError
-from kvferry.memory.address_space import AddressSpace, region_over
-from kvferry.memory.pool_cells import PoolCells
-from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
-from kvferry.planning.prepared_lists import DescriptorIndices
-from kvferry.planning.strategy import Strategy
-from kvferry.planning.strided_copy import StridedCopy
+from kvferry.memory import AddressSpace, PoolCells, region_over
+from kvferry.planning import ONE_CELL, DescriptorIndices, PoolCopies, Strategy, StridedCopy
 from kvferry.tools.measuring.producer_process import WaitLimit
 from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.simulated import SimulatedEngine
-from kvferry.transport.agent import Agent, ReadState
-from kvferry.transport.costs import TransferSettings
-from kvferry.transport.lane_connections import ConnectedPeer
-from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.staging import LaneResources, StagingArea
+from kvferry.transport import (
+    Agent,
+    ConnectedPeer,
+    LaneResources,
+    ReadOrder,
+    ReadState,
+    StagingArea,
+    TransferSettings,
+)
 
 # So large that the work per descriptor does not matter.
 LARGE_BYTES = 2 << 20
@@ -74,9 +74,8 @@ class RawReads:
             )
         )
         self._reader.acknowledge("same descriptors", self._number)
-        (rank,) = plan.ranks
-        assert rank.direct is not None  # noqa: S101 - the strategy is pinned
-        return PreparedLists(rank.source.local, rank.source.remote, rank.direct, plan.counts.bytes)
+        ((rank, indices),) = plan.direct
+        return PreparedLists(rank.local, rank.remote, indices, sum(plan.figures.bytes_by_group))
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
         """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.

@@ -12,23 +12,27 @@ import numpy as np
 import torch
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import LoadPart
-from kvferry.connector.worker.loads import Loads
-from kvferry.memory.device_stream import finish_stream
-from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import LoadSpan
-from kvferry.planning.strategy import Strategy
-from kvferry.planning.template import build_templates
+from kvferry.connector import Bid, Load, LoadPart, Loads
+from kvferry.memory import finish_stream
+from kvferry.planning import Int64s, LoadSpan, Strategy, build_templates
 from kvferry.tools.measuring.producer_process import CONTENT, ProducerProcess, WaitLimit
 from kvferry.tools.measuring.simulated import SimulatedEngine, check_memory, fill_blocks
-from kvferry.transport.control_client import ControlClient
-from kvferry.transport.costs import TransferSettings
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
-from kvferry.transport.messages import Facts, RankCard
-from kvferry.transport.read_plan import ReadOrder, ReadPlan, ReadResult
-from kvferry.transport.transfers import Transfers
+from kvferry.transport import (
+    ControlClient,
+    Facts,
+    LeaseWord,
+    LeaseWords,
+    LoadFigures,
+    PeerInfo,
+    Pending,
+    RankCard,
+    ReadOrder,
+    ReadResult,
+    Transfers,
+    TransferSettings,
+    Unusable,
+    new_incarnation,
+)
 
 # So long that a busy machine does not end a measurement.
 _LOAD_SECONDS = 60.0
@@ -215,11 +219,9 @@ class Reader:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
         return outcome.results[request.key], seconds
 
-    def plan(self, source: SimulatedEngine, peer: int = 0) -> ReadPlan:
-        """Load a request's KV, and return the plan by which kvferry did it. Raises as `load`."""
-        result, _ = self.load(source, peer)
-        assert result.plan is not None  # noqa: S101 - the load has succeeded
-        return result.plan
+    def figures(self, source: SimulatedEngine, peer: int = 0) -> LoadFigures:
+        """Load a request's KV, and return how kvferry did it. Raises as `load`."""
+        return self.load(source, peer)[0].figures
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Make an engine grant a lease, claim it, and return its lease word."""

@@ -16,13 +16,12 @@ import torch
 
 from kvferry.common.errors import ConfigError, TransferError
 from kvferry.geometry import Group, GroupKind, Layer
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.models import ModelReading, read_model
-from kvferry.geometry.store import LayerCache, ModelCache
-from kvferry.memory.device_stream import finish_stream
-from kvferry.memory.owned import OwnedCache, allocate
-from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import LoadSpan, needed_tokens
+from kvferry.memory import finish_stream
+from kvferry.planning import Int64s, LoadSpan, needed_tokens
+from kvferry.tools.measuring.owned import OwnedCache, allocate
+from kvferry.tools.models import ModelReading, read_model
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache, ModelCache
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.side import EngineSide, shape
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.common.units import parse_count
 from kvferry.geometry import GroupKind
-from kvferry.geometry.interior import page_interior
-from kvferry.geometry.store import LayerCache
+from kvferry.tools.models.interior import page_interior
+from kvferry.tools.models.store import LayerCache
 
 # vLLM's ordinary number of tokens per block.
 BLOCK_TOKENS = 16

@@ -15,13 +15,11 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind, PageFormat, RankGeometry
-from kvferry.geometry.layout import lay_out, lay_out_rank, layer_name
-from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.models.config import FLOATS
-from kvferry.geometry.page import whole_page
-from kvferry.geometry.rank import PageMap
-from kvferry.geometry.store import LayerCache
+from kvferry.geometry import GroupKind, PageFormat, PageMap, RankGeometry, whole_page
+from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.config import FLOATS
+from kvferry.tools.models.layout import lay_out, lay_out_rank, layer_name
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.side import EngineSide, shape
 
 _NOT_RUN = "not run"

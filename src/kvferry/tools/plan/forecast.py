@@ -10,23 +10,24 @@ from typing import Self
 
 from kvferry.common.errors import ConfigError, Incompatible
 from kvferry.geometry import Attention, GroupKind, PageFormat
-from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.store import LayerCache
-from kvferry.planning.prepared_lists import count_transfer
-from kvferry.planning.select import Cells, needed_tokens
-from kvferry.planning.strategy import (
+from kvferry.planning import (
+    Cells,
     Costs,
+    Route,
     Strategy,
     TransferMethod,
     choose_method,
+    count_transfer,
+    needed_tokens,
     segment_bytes,
     transfer_methods,
 )
-from kvferry.planning.template import Route
+from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.contents import layer_pages, notes_of
 from kvferry.tools.plan.setting import EngineMemory, PlannedTransfer, set_up
 from kvferry.tools.plan.side import EngineSide, block_tokens
-from kvferry.transport.costs import TransferSettings
+from kvferry.transport import TransferSettings
 
 # Stands for the cheapest strategy.
 AUTO = "auto"
@@ -142,9 +143,8 @@ class TransferEstimate:
         self.descriptors += counted.descriptors
         self.bytes += counted.bytes
         self.full_bytes = (self.full_bytes or 0) + count_transfer(route, full).bytes
-        for cell_copy in route.cell_copies:
-            for length, count in cell_copy.lengths:
-                self.runs[length] += length * count * len(cells)
+        for kind in route.run_kinds:
+            self.runs[kind.length] += kind.length * kind.number * len(cells)
         if not len(cells):
             return
         method = pricing.method(route, len(cells))

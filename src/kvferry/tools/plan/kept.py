@@ -10,18 +10,21 @@ import numpy as np
 
 from kvferry.common.errors import ConfigError, GeometryError
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup, canonical_form_of
-from kvferry.geometry.canonical.derive import (
+from kvferry.geometry.canonical import (
+    CanonicalForm,
+    CanonicalGroup,
+    canonical_form_of,
     check_blocks,
     chunk_length,
     first_prefix,
     snapshot_interval,
     whole_block_tokens,
 )
-from kvferry.geometry.models import ModelReading
-from kvferry.planning.coverage import Bools, ChunkedPrompt, chunks_to_load
-from kvferry.planning.retention import (
+from kvferry.planning import (
+    Bools,
+    ChunkedPrompt,
     bytes_of_snapshots,
+    chunks_to_load,
     first_snapshot,
     keeps_chunk,
     keeps_snapshot,
@@ -29,8 +32,8 @@ from kvferry.planning.retention import (
     snapshot_interval_of,
     snapshot_positions,
 )
-from kvferry.tiers.format.chunk import NAMESPACE_BYTES, Chunk
-from kvferry.tiers.format.decode import chunk_group
+from kvferry.tiers import NAMESPACE_BYTES, Chunk, chunk_group
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.blocks import LAST_ONLY, STEP_TOKENS, SnapshotSteps
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.side import EngineSide, block_tokens, shape
@@ -81,7 +84,6 @@ class KeptGroup:
     """The format and the file size of a stored chunk of one KV cache group.
 
     Attributes:
-        layers: number of layers in the group.
         file_bytes: size of a chunk's file, with header and padding.
     """
 
@@ -197,7 +199,6 @@ class SharedPrefix:
     """The tokens that prompts load of a prefix that they share, from tiers with room for all prompts.
 
     Attributes:
-        tokens: length of the shared prefix in tokens.
         second: number of these tokens that the second prompt with this prefix loads.
         third: the same for the third prompt and all later ones.
         without: the same for every prompt, if the setting `first_snapshot_tokens` is 0.

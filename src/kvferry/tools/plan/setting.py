@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.geometry import GroupKind, GroupPattern, RankGeometry
-from kvferry.geometry.models import ModelReading, per_layer
-from kvferry.geometry.store import LayerCache
-from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import Cells, LoadSpan, select_cells
-from kvferry.planning.template import Route, Template, build_templates
+from kvferry.planning import Cells, Int64s, LoadSpan, Route, Template, build_templates, select_cells
+from kvferry.tools.models import ModelReading, per_layer
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.side import EngineSide, shape
 

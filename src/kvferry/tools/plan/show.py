@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvferry.common.text import Column, Report
 from kvferry.common.units import counted, format_bytes, format_count, format_seconds
 from kvferry.geometry import GroupKind, GroupPattern
-from kvferry.geometry.models import read_model
-from kvferry.geometry.store import LayerCache
+from kvferry.tools.models import read_model
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.find import entries
 from kvferry.tools.plan.forecast import Forecast, LayerForecast, TransferEstimate
 from kvferry.tools.plan.kept import KeptGroup, TierForecast
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.report import Column, Report
 
 _ALL = "all"
 _NAMES = {

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind
-from kvferry.geometry.layout import EngineShape, GroupShape, group_layers, split_stages
-from kvferry.geometry.models import ModelReading
-from kvferry.geometry.rank import LAYOUTS
+from kvferry.geometry import LAYOUTS, GroupKind
+from kvferry.tools.models import ModelReading
+from kvferry.tools.models.layout import EngineShape, GroupShape, group_layers, split_stages
 from kvferry.tools.plan.blocks import base_tokens, block_sizes, group_counts
 
 # Stands for the engine's default layout.

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.connector.load import saves_computation
+from kvferry.connector import saves_computation
 from kvferry.tools.replay.content import RequestKeys, in_batches
 from kvferry.tools.replay.engine import EngineCache
 from kvferry.tools.replay.settings import UNLIMITED, BlockPool

@@ -10,12 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.connector.choosing import LocalPrefix, last_boundary_before
-from kvferry.connector.load import saves_computation
+from kvferry.connector import LocalPrefix, last_boundary_before, saves_computation
 from kvferry.geometry import GroupKind
-from kvferry.planning.coverage import NO_TIER, ChunkedPrompt, coverage
-from kvferry.planning.select import STATE_BLOCKS, attends_to_all, first_attended
-from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.planning import (
+    NO_TIER,
+    STATE_BLOCKS,
+    ChunkedPrompt,
+    attends_to_all,
+    find_coverage,
+    first_attended,
+)
+from kvferry.tiers import EVICTION_POLICIES
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.lookup import Found, look_up
 from kvferry.tools.replay.settings import BlockGroup, ServedModel
@@ -63,12 +68,14 @@ class EngineCache:
         # key.
         in_whole_run = len(keys.whole[0]) * self._run >= tokens
         rows = keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)
-        if model.has_one_row:  # the result of `coverage` without its arrays, which would take twice as long
+        if (
+            model.has_one_row
+        ):  # the result of `find_coverage` without its arrays, which would take twice as long
             runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
             leading_tokens = min(runs * self._run, tokens)
             return LocalPrefix(leading_tokens, leading_tokens)
         numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
-        found = coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
+        found = find_coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
         whole = found.tokens
         return LocalPrefix(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
 

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.planning.coverage import (
+from kvferry.planning import (
     NO_TIER,
     ChunkedPrompt,
     Coverage,
     TierNumbers,
     chunks_to_load,
-    coverage,
+    find_coverage,
+    windows_survive_load,
 )
-from kvferry.planning.select import windows_survive_load
-from kvferry.tiers.eviction import EvictionPolicy
+from kvferry.tiers import EvictionPolicy
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.settings import ServedModel
 
@@ -216,7 +216,9 @@ def look_up(
         if not any(first in tier.held for tier in tiers):
             return None
     rows = keys.rows(tokens)
-    covered = coverage(model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows))
+    covered = find_coverage(
+        model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows)
+    )
     return _found(model, covered, rows, len(tiers))
 
 
@@ -225,7 +227,7 @@ def _leading_chunks(
 ) -> Found | None:
     """Return what `look_up` returns for a model with one group, which attends to all tokens."""
     # Such a model needs all chunks from the first one, so the leading chunks that are held are the result of
-    # `coverage`. Its arrays would make the replay of such a model take 1.5 to 3 times as long.
+    # `find_coverage`. Its arrays would make the replay of such a model take 1.5 to 3 times as long.
     first = local // size
     held: Sequence[bytes] = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
     numbers = [0] * len(held)

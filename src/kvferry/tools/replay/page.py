@@ -7,12 +7,12 @@ from functools import partial
 from html import escape
 from math import ceil, floor, log2
 
-from kvferry.common.text import Report
 from kvferry.common.units import format_bytes
 from kvferry.tools.plan.page.document import html_page, text_block
 from kvferry.tools.replay.curve import CurvePoint
 from kvferry.tools.replay.show import Outcome, show, show_size
 from kvferry.tools.replay.sizing import Sizing
+from kvferry.tools.report import Report
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 300, 52, 28
 _LABELS = 6

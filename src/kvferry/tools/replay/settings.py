@@ -15,12 +15,9 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.units import counted, format_bytes, parse_size
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.geometry.models import ModelReading
-from kvferry.planning.coverage import widest_group
-from kvferry.planning.retention import needed_chunks
-from kvferry.planning.select import attends_to_all
-from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.names import HOST
+from kvferry.planning import attends_to_all, needed_chunks, widest_group
+from kvferry.tiers import EVICTION_POLICIES, HOST
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.tools.plan.side import EngineSide, shape

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvferry.common.text import Column, Report
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
 from kvferry.tools.replay.lookup import TierCounts
@@ -15,6 +14,7 @@ from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.sizing import Sizing
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
+from kvferry.tools.report import Column, Report
 
 # Length in characters of the bar for a hit rate of 100 %.
 _BAR = 40

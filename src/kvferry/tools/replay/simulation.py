@@ -17,8 +17,7 @@ from heapq import heappop, heappush
 from math import ceil, exp, log
 from typing import TypeAlias
 
-from kvferry.tiers.eviction import EVICTION_POLICIES
-from kvferry.tiers.names import HOST
+from kvferry.tiers import EVICTION_POLICIES, HOST
 from kvferry.tools.replay.content import in_batches
 from kvferry.tools.replay.engine import Arrived, EngineCache, Hit, Running, SimulatedEngine
 from kvferry.tools.replay.lookup import SimulatedTier

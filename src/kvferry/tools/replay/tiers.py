@@ -19,15 +19,15 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical.derive import content_alignment
-from kvferry.planning.retention import (
+from kvferry.geometry.canonical import content_alignment
+from kvferry.planning import (
     MAX_CHUNKS_PER_ORDER,
+    first_attended,
     keeps_chunk,
     keeps_snapshot,
     last_prefix_ends,
     needed_chunks,
 )
-from kvferry.planning.select import first_attended
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.lookup import SimulatedTier, Wanted
 from kvferry.tools.replay.settings import ServedModel

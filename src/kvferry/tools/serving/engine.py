@@ -18,7 +18,8 @@ from typing import Any
 
 from kvferry.common.files import open_private
 from kvferry.tools.serving.guard import KILL, STOP
-from kvferry.tools.serving.kv_config import Role, kv_transfer_json
+from kvferry.tools.serving.kv_config import kv_transfer_json
+from kvferry.tools.serving.role import Role
 
 _HEALTH_TIMEOUT_SECONDS = 2.0
 # More than the guard takes after its own patience: it polls, and kills trackers last.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ import msgspec
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import expanded
-from kvferry.connector.config import DEFAULT, ConnectorConfig, parse_config, tier_settings
-from kvferry.engines.vllm.machine import check_machine
-from kvferry.engines.vllm.transfer_config import TransferCheck
-
-
-class Role(StrEnum):
-    """The role of an engine: PREFILL, DECODE, or BOTH for an engine that prefills and decodes."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
+from kvferry.connector import DEFAULT, ConnectorConfig, parse_config, tier_settings
+from kvferry.engines.vllm import TransferCheck
+from kvferry.tools.serving.machine import check_machine
+from kvferry.tools.serving.role import Role
 
 _VLLM_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _MARK = "  # default"

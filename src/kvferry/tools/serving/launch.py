@@ -35,9 +35,9 @@ from kvferry.tools.serving.engine import (
     last_line,
     process_code,
 )
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.machine_checks import REMEDY, signal_text
 from kvferry.tools.serving.processes import StopSignals, compiled_code, temporary_for_engines
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.specs import fleet_specs
 
 __all__ = ["EngineProcess", "EngineSpec", "EngineState", "Fleet", "LaunchError", "Role", "fleet_specs"]

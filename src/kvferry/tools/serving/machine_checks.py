@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import expanded, replace_file, user_cache
-from kvferry.engines.vllm.version import vllm_version
+from kvferry.engines.vllm import vllm_version
 from kvferry.tools.plan.find import CONFIG_FILE, PARAMS_FILE, NotOnHub, hub_config
 from kvferry.tools.serving.devices import vllm_is_for_cpu
 

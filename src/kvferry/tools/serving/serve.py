@@ -14,7 +14,6 @@ from kvferry.common.errors import KVFerryError
 from kvferry.common.units import format_seconds
 from kvferry.tools.serving.devices import url_of
 from kvferry.tools.serving.engine import EngineProcess, EngineSpec, EngineState
-from kvferry.tools.serving.kv_config import Role
 from kvferry.tools.serving.launch import (
     Fleet,
     LaunchError,
@@ -24,6 +23,7 @@ from kvferry.tools.serving.launch import (
     wait_ready,
 )
 from kvferry.tools.serving.processes import StopRequested, StopSignals
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.app import RouterApp
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.run import run_app
@@ -188,7 +188,6 @@ def serve_fleet(
     An engine that ends while the router serves is started again.
 
     Args:
-        sock: listening socket of the router.
         signals: the first signal stops the engines, and a second one kills them.
         announce: function that is called with one line when the endpoint can serve requests.
         startup_timeout_seconds: longest time from the start of an engine until it is ready.

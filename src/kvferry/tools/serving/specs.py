@@ -16,8 +16,9 @@ from kvferry.tools.serving.devices import (
     visible_devices,
 )
 from kvferry.tools.serving.engine import EngineSpec
-from kvferry.tools.serving.kv_config import Role, kv_transfer_config
+from kvferry.tools.serving.kv_config import kv_transfer_config
 from kvferry.tools.serving.machine_checks import check_attention, check_path, value_of
+from kvferry.tools.serving.role import Role
 
 # Arguments of vLLM that differ between the engines, and the settings to use in place of them.
 _OURS = {
@@ -198,7 +199,6 @@ def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
     Args:
-        engines: group of each engine.
         ports: free port for the control channel of each engine.
     """
     settings = [dict(group.settings or {}) for group in engines]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvferry.common.text import Column, fit_table
 from kvferry.common.units import format_bytes, format_seconds, plural
+from kvferry.tools.report import Column, fit_table
 from kvferry.tools.top.figures import ActivityCounts, Figures
 from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, arrange, number, percent, without_end
 

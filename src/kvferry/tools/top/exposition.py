@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.common.errors import ProtocolError
-from kvferry.observe.metrics import COMMON, EXPOSED, PREFIX, SUFFIXES, VLLM_PREFIX, series_names
+from kvferry.observe import COMMON, EXPOSED, PREFIX, SUFFIXES, VLLM_PREFIX, series_names
 
 
 class HistogramBucket(NamedTuple):
@@ -176,7 +176,6 @@ class Window:
     """The current metric values and the rates of one engine, or their sums over several engines.
 
     Attributes:
-        now: values of the last reading.
         rates: counters per second between the last two readings; None with only one reading.
     """
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.connector.events import MissReason
-from kvferry.connector.load import LoadOutcome
-from kvferry.observe.metrics import CONNECTOR
-from kvferry.tiers.names import PEER, tier_kind
-from kvferry.tiers.registry import TIER_KINDS
+from kvferry.connector import LoadOutcome, MissReason
+from kvferry.observe import CONNECTOR
+from kvferry.tiers import PEER, TIER_KINDS, tier_kind
 from kvferry.tools.top.exposition import Values, Window, quantile
 
 _ASKED = "kvferry_multi_queries_total"

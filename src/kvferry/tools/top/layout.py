@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from rich.cells import cell_len, set_cell_size
 
-from kvferry.common.text import DOTS, printable, wrap
+from kvferry.common.text import printable
+from kvferry.tools.report import DOTS, wrap
 
 # Width of headings, in cells.
 MARGIN = 10

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from rich.cells import cell_len
 
-from kvferry.common.text import Column, fit_table, printable, shortened, wrap
+from kvferry.common.text import printable
 from kvferry.common.units import format_age, format_bytes, format_seconds
+from kvferry.tools.report import Column, fit_table, shortened, wrap
 from kvferry.tools.top.detail import detail, extra
 from kvferry.tools.top.figures import Figures
 from kvferry.tools.top.layout import TextLine, TextStyle, fit, number, percent

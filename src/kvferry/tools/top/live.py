@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.common.machine import termios, tty
-from kvferry.observe.fetch import client
+from kvferry.tools.fetch import client
 from kvferry.tools.top.layout import TextLine
 from kvferry.tools.top.lines import screen
 from kvferry.tools.top.poller import FleetView, Poller

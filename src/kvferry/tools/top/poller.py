@@ -13,8 +13,8 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvferry.common.errors import ConfigError, ProtocolError
-from kvferry.observe.fetch import HEALTH, Health, fetch, server_url
-from kvferry.observe.metrics import ROUTER_PREFIX
+from kvferry.observe import ROUTER_PREFIX
+from kvferry.tools.fetch import HEALTH, Health, fetch, server_url
 from kvferry.tools.top.exposition import Scrape, Window, parse_page, window
 from kvferry.tools.top.figures import Figures, compute_figures
 
@@ -28,7 +28,6 @@ class Unreachable:
 
     Attributes:
         since: time of the first failure after the last success, in seconds since 1970.
-        why: text of the last error.
     """
 
     since: float

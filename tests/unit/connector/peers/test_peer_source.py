@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, LoadFigures, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
@@ -23,6 +23,7 @@ from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.read_plan import LoadFigures
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.engines import ranks

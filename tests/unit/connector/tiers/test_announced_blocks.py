@@ -13,8 +13,8 @@ from kvferry.connector.engine import BlockRun, PlainRequest
 from kvferry.connector.events import BlocksRemoved, BlocksStored, Event, EventStream
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import derive as length
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import first_attended
+from kvferry.tools.models.store import LayerCache
 from kvferry.tools.replay.engine import NO_PREFIX
 from support.engine_pairs import Turn, conversations, small_model
 from support.examples import examples

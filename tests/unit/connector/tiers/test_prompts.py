@@ -9,7 +9,7 @@ import pytest
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
+from kvferry.tools.models.layout import EngineShape, lay_out
 from support.block_pool import request
 from support.lora import adapter, slow_files
 from support.mm import feature

@@ -13,8 +13,8 @@ from kvferry.connector.events import EventStream, SnapshotsPlaced
 from kvferry.connector.tiers.prompts import SnapshotPlaces, SnapshotRule, snapshot_rule
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache
 from support.engine_info import made_up
 from support.models import attention, model, state
 

@@ -20,11 +20,11 @@ from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of, derive as length
-from kvferry.geometry.layout import EngineShape, lay_out
-from kvferry.geometry.store import LayerCache
 from kvferry.planning.select import LoadSpan, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache
 from support.block_pool import MadeUpRequest, request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, events_of

@@ -9,19 +9,20 @@ from kvferry.cache.reading import SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import GroupBytes, LoadFigures
+from kvferry.connector.load import GroupBytes
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.derive import WINDOW_ALIGNMENT_TOKENS
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS, GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load

@@ -10,11 +10,11 @@ from kvferry.cache.reading import SlowTier, TransferTimes, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StoreUsage
+from kvferry.tools.models.layout import EngineShape, lay_out
 from support.clock import Clock
 from support.models import attention, model
 from support.slow_tiers import answer, fake_tiers, queue_by_hand

@@ -14,15 +14,15 @@ from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
 from kvferry.connector.worker.mover import ChunkMover, ChunkRoutes
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
-from kvferry.geometry.layout import EngineShape
-from kvferry.geometry.store import LayerCache, ModelCache, StoredField
 from kvferry.memory import address_space, device_copy as host_registration, device_stream, pool_cells
 from kvferry.memory.address_space import tensor_over
 from kvferry.memory.device_copy import copy_cells_on_device
-from kvferry.memory.owned import OwnedCache, allocate
 from kvferry.planning.chunk_cells import slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
+from kvferry.tools.measuring.owned import OwnedCache, allocate
+from kvferry.tools.models.layout import EngineShape
+from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from support.loads import made_up_load
 from support.recorded_cuda import RecordedCuda
 from support.waiting import wait_for

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvferry.connector.load import Bid, Load, LoadFigures
+from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import LoadOrder, LoadPart, Report
 from kvferry.connector.worker.loads import MOST_TIMEOUTS, Loads
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import ReadPlan, ReadResult, TransferCounts
+from kvferry.transport.read_plan import LoadFigures, ReadResult
 from support.clock import Clock
 from support.examples import examples
 from support.loads import made_up_load
@@ -78,9 +78,19 @@ def test_a_load_ends_with_its_last_part_whatever_part_ends_last(loads):
 
 def test_figures_of_all_reads_are_added(loads):
     for key, size, pages in (("1", 10, 2), ("2", 30, 3)):
-        plan = ReadPlan((), (), (size, 0), (("direct",), ()), TransferCounts(size, pages, 1, size), 0.25)
+        figures = LoadFigures(
+            bytes_by_group=(size, 0),
+            strategies_by_group=(("direct",), ()),
+            reads=1,
+            pages=pages,
+            descriptors=1,
+            run_bytes=size,
+            plan_seconds=0.25,
+            transfer_seconds=1.0,
+            check_seconds=0.5,
+        )
         loads.add(part(key, last=key == "2"))
-        loads.on_part_ended(key, None, ReadResult(key, None, plan, 1.0, 0.5))
+        loads.on_part_ended(key, None, ReadResult(key, None, figures))
     (one,) = loads.settle()
     assert one.report == Report(
         None,
@@ -101,7 +111,7 @@ def test_figures_of_all_reads_are_added(loads):
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_lost_peer_is_reported(loads, lost):
     loads.add(part("1"))
-    loads.on_part_ended("1", "lost", ReadResult("1", "lost", None, 0.0, 0.0, lost))
+    loads.on_part_ended("1", "lost", ReadResult("1", "lost", peer_lost=lost))
     assert [one.report.peer_lost for one in loads.settle()] == [lost]
 
 

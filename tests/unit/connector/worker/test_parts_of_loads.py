@@ -45,7 +45,7 @@ class Worker:
         return set(ended.received), set(ended.failed)
 
     def land(self, key: str, failure: str | None = None) -> None:
-        self.over.append(ReadResult(key, failure, None, 1.0, 0.5))
+        self.over.append(ReadResult(key, failure))
 
     def released(self) -> bool:
         reports = self.half.take_reports() or StepReports()

@@ -15,8 +15,8 @@ from kvferry.connector.messages import StepOrders, StoreOrder
 from kvferry.connector.worker import half as module
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import ASLEEP
-from kvferry.geometry.layout import EngineShape, lay_out
 from kvferry.planning.select import LoadSpan
+from kvferry.tools.models.layout import EngineShape, lay_out
 from support.loads import made_up_load, only_read
 from support.models import attention, model
 

@@ -24,7 +24,7 @@ class Reads:
         over = [key for key, at in self.ends.items() if at <= self.clock.now]
         for key in over:
             del self.ends[key]
-        return [ReadResult(key, None, None, 0.0, 0.0) for key in over]
+        return [ReadResult(key, None) for key in over]
 
     def submit(self, *orders: ReadOrder) -> None:
         pass

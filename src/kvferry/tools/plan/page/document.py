@@ -9,14 +9,14 @@ from io import StringIO
 
 from rich.console import Console
 
-from kvferry.common.text import Report
 from kvferry.common.units import counted
-from kvferry.geometry.models import ModelReading
+from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.forecast import Forecast, LayerForecast
 from kvferry.tools.plan.page.draw import COLOURS, drawing
 from kvferry.tools.plan.page.scene import MAX_RANKS, Scene, scene
 from kvferry.tools.plan.setting import PlannedTransfer, set_up
 from kvferry.tools.plan.show import COLUMNS, describe, engine, result, table_cells
+from kvferry.tools.report import Report
 
 _TEXT_COLUMNS = 76
 

@@ -15,10 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.common.units import format_bytes
-from kvferry.geometry import Group, PageFormat
-from kvferry.geometry.page import join_loops, loop_offsets
-from kvferry.planning.descriptors import Int64s, merge
-from kvferry.planning.template import Route
+from kvferry.geometry import Group, PageFormat, join_loops, loop_offsets
+from kvferry.planning import Int64s, Route, merge
 
 WIDTH = 1000.0
 _GAP = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.geometry import RankGeometry
-from kvferry.planning.template import Route
+from kvferry.planning import Route
 from kvferry.tools.plan.page.draw import MemoryLane, Ribbon, by_strip, cut, runs_of, strips
 from kvferry.tools.plan.setting import PlannedTransfer
 

@@ -28,7 +28,6 @@ class StreamedAnswer:
     """A complete answer to a streamed completion request at temperature 0.
 
     Attributes:
-        request_id: id that the client gave the request.
         prompt, tokens: token ids of the prompt and of the answer.
         logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
             request does not ask for them.

@@ -106,8 +106,6 @@ def measure(
     Args:
         folder: folder for the engines' logs and for the transfer log.
         signals: a signal ends the run even while a request is being served.
-        count: number of requests.
-        answer_tokens: length of each answer, in tokens.
 
     Raises:
         LaunchError: an engine did not start.
@@ -138,7 +136,6 @@ class _Run:
     """The part of the demo that sends the requests, after the engines and the router were started.
 
     Attributes:
-        url: base URL of the router.
         single_url: base URL of the prefill engine, which also answers each prompt alone.
         log: path of the decode engine's transfer log.
     """

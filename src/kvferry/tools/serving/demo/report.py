@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvferry.common.text import Column, Report, printable
+from kvferry.common.text import printable
 from kvferry.common.units import counted, format_bytes, format_seconds
+from kvferry.tools.report import Column, Report
 from kvferry.tools.serving.demo.client import StreamedAnswer
 from kvferry.tools.serving.engine import EngineProcess
 from kvferry.tools.serving.launch import startup_progress

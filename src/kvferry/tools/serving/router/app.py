@@ -155,9 +155,6 @@ class RouterApp(Starlette):
         """Refuse new requests, and wait until those under way have ended.
 
         Until the server closes, ``/health`` answers with status 503 and says that the router drains.
-
-        Args:
-            seconds: longest time to wait, in seconds.
         """
         self._ongoing.draining = True
         with suppress(TimeoutError):

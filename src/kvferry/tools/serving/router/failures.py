@@ -82,7 +82,6 @@ class Failures:
         """Return the error reply that lists the failures, and log that the request is not tried again.
 
         Args:
-            path: path of the request.
             reply_headers: the first is x-request-id, which is logged.
         """
         engines = "; ".join([*self._earlier, *(text for _, text in self._own)])

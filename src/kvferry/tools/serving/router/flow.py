@@ -80,9 +80,6 @@ class Completion:
     """A completion request of a client, and what has happened to it.
 
     Attributes:
-        call: request of the client.
-        body: its body, parsed.
-        send: ASGI function that sends to the client.
         session: session of the request, as `session_of` returns it; None if it has none.
         keeper: decode engine that keeps the response which the request continues; None if any may answer.
         failures: failures of engines during this request, and deaths during equal ones.

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.observe.metrics import ROUTER_PREFIX
+from kvferry.observe import ROUTER_PREFIX
 from kvferry.tools.serving.router.backends import Backend, BackendState
 
 # Of `RouterMetrics.page`.

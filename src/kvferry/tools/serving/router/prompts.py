@@ -64,8 +64,7 @@ class PromptPrefix:
 
     Attributes:
         digest: XXH3 of the fields beside the prompt, and of the prompt's bytes.
-        size: number of the prompt's bytes.
-        tokens: approximate number of the prompt's tokens.
+        tokens: approximate number.
     """
 
     digest: bytes

@@ -59,7 +59,6 @@ class ApiError:
 
     Attributes:
         reason: name of the reason, for programs. vLLM's errors have no such field.
-        headers: headers of the answer besides content-type.
     """
 
     status: int

@@ -13,7 +13,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.common.errors import ConfigError
-from kvferry.observe.fetch import server_url
+from kvferry.tools.fetch import server_url
 from kvferry.tools.serving.router.replies import ApiError
 
 _UNAUTHORIZED = ApiError(
