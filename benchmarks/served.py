@@ -248,7 +248,7 @@ class SteppedEngine:
         return (
             self._engine.llm_engine.has_unfinished_requests()
             or any(half.busy for half in self.halves)
-            or any(len(writing) for cache in self._caches for writing in cache.writing)
+            or any(len(writing) for cache in self._caches for writing in cache.slow_tiers)
         )
 
     @property

@@ -13,8 +13,8 @@ from kvferry.common.errors import ConfigError
 from kvferry.geometry import Region
 from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import copy_cells
-from kvferry.memory.pool_cells import CopyView, PoolCells
+from kvferry.memory.host_copy import CopyView, copy_cells
+from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.strided_copy import Loop, StridedCopy

@@ -161,7 +161,7 @@ def _shares(asker: AskingScheduler) -> Iterator[list[float]]:
             seconds[share] += took - inner[0]
             inner[0] = before + took
 
-    askers = (asker.cache.reading, *asker.sources)
+    askers = (asker.cache, *asker.sources)
     owners = [(owner, name) for owner in askers for name in _SHARE_OF if hasattr(owner, name)]
     for owner, name in owners:
         setattr(owner, name, partial(timed, getattr(owner, name), _SHARE_OF[name]))

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.cache.reading import SlowTier
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys
 from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
@@ -174,9 +172,9 @@ def _look(group: CanonicalGroup, prompt: list[int], cache: ChunkCache) -> _LookU
     began = time.perf_counter()
     chunks = PromptChunks((group,), ChunkKeys(CHUNK_TOKENS, prompt))
     digested = time.perf_counter()
-    found = chunks.look_up(len(prompt), 0, cache.reading.tier_numbers)
+    found = chunks.look_up(len(prompt), 0, cache.tier_numbers)
     looked = time.perf_counter()
-    chunks.look_up(len(prompt), 0, cache.reading.tier_numbers)
+    chunks.look_up(len(prompt), 0, cache.tier_numbers)
     again = time.perf_counter()
     return _LookUpSeconds(digested - began, looked - digested, again - looked, found.tokens)
 

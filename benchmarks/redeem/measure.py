@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.source import STEP_WAIT_SECONDS
 from kvferry.geometry import GroupKind
 from kvferry.tools.measuring.rounds import Spread, percentile
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Pending
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
+from kvferry.transport.redemptions import Redemption
 from kvferry.transport.security import Keys, random_keys
 
 PRODUCERS = ("at rest", "beside a thread that never rests")
@@ -112,28 +113,27 @@ def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int
     """Make a handshake with a new peer, and redeem the ticket if it is not None. Return the seconds."""
     began = time.perf_counter()
     one.look_up(address)
-    number = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
+    claim = None if ticket is None else one.redeem(address, ticket, tokens, _CONTENT)
     while not isinstance(one.look_up(address), PeerInfo):
         _check(began)
         time.sleep(0.0001)
-    if number is not None:
-        _wait(one, number)
+    if claim is not None:
+        _wait(one, claim)
     return time.perf_counter() - began
 
 
 def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) -> float:
     """Redeem a ticket and release its lease. Return the seconds until the ticket was redeemed."""
     began = time.perf_counter()
-    number = one.redeem(address, ticket, tokens, _CONTENT)
-    _wait(one, number)
+    claim = one.redeem(address, ticket, tokens, _CONTENT)
+    _wait(one, claim)
     seconds = time.perf_counter() - began
-    one.end_redemption(number)
-    one.release(address, ticket)
+    one.end(claim)
     return seconds
 
 
-def _wait(one: ControlClient, number: int) -> None:
-    answer = one.redemption(number, _PATIENCE_SECONDS)
+def _wait(one: ControlClient, claim: Redemption) -> None:
+    answer = one.answer(claim, _PATIENCE_SECONDS)
     if not isinstance(answer, Redeemed):
         why = "it does not answer" if isinstance(answer, Pending) else answer.reason
         raise TransferError(f"the producer's process does not redeem a ticket: {why}")
@@ -176,7 +176,7 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     cache = ModelCache("bench", (LayerCache(GroupKind.FULL, 0, rows),))
     (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
     facts = Facts("bench-producer", _RUN, "kvferry bench", {})
-    server = ControlServer(_HOST, 0, ProducerCard(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
+    server = ControlServer(_HOST, 0, PeerInfo(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
     table = list(range(1, 1 + -(-tokens // _BLOCK_TOKENS)))
     for number, ticket in enumerate(tickets):
         server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))

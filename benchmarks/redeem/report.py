@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.phrases import verdict
 from benchmarks.redeem.measure import PRODUCERS, RedeemTimes
 from kvferry.common.units import format_seconds
-from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
+from kvferry.connector.peers.source import STEP_WAIT_SECONDS
 
 TARGET_SECONDS = 0.5e-3
 """Target for the median time to redeem a ticket at a known, idle peer, in seconds."""

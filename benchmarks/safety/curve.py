@@ -32,7 +32,7 @@ from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.gather_client import Done, Gather, GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.listener import Authenticator
+from kvferry.transport.listener import _Authenticator
 from kvferry.transport.messages import Release, encode
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
@@ -210,7 +210,7 @@ def _listening(keys: security.Keys | None) -> Iterator[int]:
         keys: CURVE keys; None for a plain socket.
     """
     context: zmq.Context[Any] = zmq.Context()
-    door = Authenticator(context, keys, ANY_PEER) if keys is not None else None
+    door = _Authenticator(context, keys, ANY_PEER) if keys is not None else None
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     socket.linger = 0
     if keys is not None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import Fetch, SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, Fetch, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.load import Bid, Load
@@ -27,7 +26,7 @@ from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import TIERS, GetOutcome, PutOutcome
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, RankPair
 from kvferry.tools.bench.storage_chunks import bench_namespace
@@ -108,7 +107,7 @@ class PromptLoads:
         """
         self._cache.clear()
         wall, cpu = time.perf_counter(), _others_cpu()
-        fetch = self._cache.reading.fetch(
+        fetch = self._cache.fetch(
             [WantedChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
         )
         copying: dict[str, Sequence[Slot]] = {}
@@ -120,7 +119,7 @@ class PromptLoads:
                 if moved.failure is not None:
                     raise TransferError(f"a chunk was not copied to its blocks: {moved.failure}")
                 for slot in copying.pop(key):
-                    self._cache.close(slot)
+                    self._cache.host.close(slot)
             if time.perf_counter() - wall > _PATIENCE_SECONDS:
                 raise TransferError(f"a prompt has not come within {_PATIENCE_SECONDS:g} s")
         if fetch.failure is not None:

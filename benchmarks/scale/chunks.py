@@ -32,7 +32,7 @@ from kvferry.keys.chunk import KEY_BYTES, ChunkKeys
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 
 _PROMPT_CHUNKS, _LOOK_UPS, _REPLACED = 128, 256, 20_000
@@ -63,7 +63,7 @@ def _round(keys: Sequence[bytes], new: Sequence[bytes], prompts: Sequence[Prompt
     _insert(host, keys)
     inserted = time.perf_counter() - began
     cache = ChunkCache(host, _no_memory, _GROUPS)
-    numbers = cache.reading.tier_numbers
+    numbers = cache.tier_numbers
     tokens = len(prompts[0].keys)
     began = time.perf_counter()
     for number in range(_LOOK_UPS):

@@ -19,7 +19,8 @@ from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.producer import Producer
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from kvferry.transport.security import random_keys
@@ -51,7 +52,7 @@ class RetainingProducer:
             step_tokens=8192,
         )
         facts = Facts(engine.engine_id, 1, "kvferry bench", {})
-        self._server = ControlServer(_HOST, 0, ProducerCard(facts, ()), random_keys())
+        self._server = ControlServer(_HOST, 0, PeerInfo(facts, ()), random_keys())
         self._producer = Producer(
             engine,
             ConnectorConfig(lease_seconds=lease_seconds),

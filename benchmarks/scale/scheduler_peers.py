@@ -29,7 +29,7 @@ from kvferry.geometry import GroupKind
 from kvferry.tools.measuring.simulated import span_of
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, new_ticket
@@ -54,7 +54,7 @@ class SchedulerPeers:
         keys, adapters = random_keys(), Adapters()
         with ExitStack() as stack:
             self._server = stack.enter_context(
-                closing(ControlServer("0.0.0.0", 0, ProducerCard(theirs, (card,)), keys))  # noqa: S104 - see above
+                closing(ControlServer("0.0.0.0", 0, PeerInfo(theirs, (card,)), keys))  # noqa: S104 - see above
             )
             self._client = stack.enter_context(closing(ControlClient(ours, lambda _: None, keys)))
             self._stack = stack.pop_all()

@@ -14,7 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.tier_keys import ListedKeys
+from kvferry.tiers.index import ListedKeys
 from kvferry.transport.lease import LeaseWords
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half
@@ -142,9 +142,9 @@ def _no_checksum(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_key(engine: Any) -> Iterator[None]:
-    from kvferry.transport.listener import Authenticator
+    from kvferry.transport.listener import _Authenticator
 
-    with mock.patch.object(Authenticator, "_verdict", return_value=(b"200", b"OK")):
+    with mock.patch.object(_Authenticator, "_verdict", return_value=(b"200", b"OK")):
         yield
 
 

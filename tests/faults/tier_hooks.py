@@ -33,7 +33,7 @@ def tokens_at_hand(engine: Any, text: list[int], salt: str, adapter: str = "") -
         .look_up(
             len(text),
             0,
-            tiering._cache.reading.tier_numbers,
+            tiering._cache.tier_numbers,
             in_full=windows_survive_load(tiering.source._groups, len(text)),
         )
         .tokens
@@ -56,7 +56,7 @@ def tiers_are_idle(engine: Any) -> bool:
     """Whether everything stored so far is written."""
     cache = parts.cache(engine)
     cache.poll()
-    return not half(engine).busy and not any(len(one) for one in cache.writing)
+    return not half(engine).busy and not any(len(one) for one in cache.slow_tiers)
 
 
 def clear_host(engine: Any) -> None:

@@ -75,13 +75,13 @@ class Consumer:
         unanswered = client.redeem(_NOWHERE, ticket("x"), TOKENS, CONTENT)
         question = client.ask_turn({there: 1}, self._prompt)
         wait_for(lambda: not isinstance(client.look_up(there, 1), Pending))
-        answer = client.redemption(asked, 0.05)
+        answer = client.answer(asked, 0.05)
         self.taken[type(answer).__name__] += 1
-        lie = client.redemption(unanswered)
+        lie = client.answer(unanswered)
         assert not isinstance(lie, Redeemed), f"the liar answered for another peer: {lie}"
-        client.end_redemption(unanswered)
+        client.end(unanswered)
         assert redeem(client, self._honest_port).grant == GRANT, "a lie was taken for another peer's answer"
-        self._end(asked)
+        client.end(asked)
         if question is not None:
             self._look_at_turns(question)
 
@@ -94,7 +94,7 @@ class Consumer:
         asked = self._client.redeem(self._there, ticket("x"), TOKENS, CONTENT)
         wait_for(lambda: self._heard() >= heard)
         self._lies.more = []
-        self._end(asked)
+        self._client.end(asked)
         return len(told), bytes_of(told)
 
     def _look_at_turns(self, question: int) -> None:
@@ -103,10 +103,6 @@ class Consumer:
         assert len(found) <= MAX_TURNS
         assert all(0 <= shared_tokens(self._prompt, kept) <= 600 for _, kept in found)
         self.taken["turns"] += bool(found)
-
-    def _end(self, asked: int) -> None:
-        if self._client.end_redemption(asked):
-            self._client.release(self._there, ticket("x"))
 
 
 class Reader:

@@ -17,7 +17,7 @@ from kvferry.geometry.rank import RankGeometry
 from kvferry.planning.template import absent_layer_names
 from kvferry.transport import security
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
 from kvferry.transport.handshake import PeerInfo, Pending
@@ -48,7 +48,7 @@ class Rig:
 
     def server(self) -> ControlServer:
         """Return a producer's end, of one rank."""
-        server = ControlServer(HOST, 0, ProducerCard(facts(), cards()), self.keys)
+        server = ControlServer(HOST, 0, PeerInfo(facts(), cards()), self.keys)
         self.stack.callback(server.close)
         return server
 
@@ -120,9 +120,9 @@ def redeem(client: ControlClient, port: int) -> Redeemed:
 
     def answered() -> Redeemed | None:
         client.look_up((HOST, port))
-        number = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
-        answer = wait_for(lambda: None if isinstance(a := client.redemption(number), Pending) else a)
-        client.end_redemption(number)
+        asked = client.redeem((HOST, port), ticket("honest"), TOKENS, CONTENT)
+        answer = wait_for(lambda: None if isinstance(a := client.answer(asked), Pending) else a)
+        client._redemptions.end(asked)  # without a release, so that the lease is kept alive
         assert isinstance(answer, Redeemed) or "no answer" in answer.reason, answer
         return answer if isinstance(answer, Redeemed) else None
 

@@ -26,7 +26,7 @@ from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.tools.models.layout import EngineShape, lay_out
-from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import AskTurn, Facts, RankCard
@@ -51,7 +51,7 @@ class Network:
         self.clients: list[NearClient] = []
         self.words: dict[int, Counter[int]] = {}
 
-    def server(self, host: str, port: Any, card: ProducerCard, *_: Any) -> NearServer:
+    def server(self, host: str, port: Any, card: PeerInfo, *_: Any) -> NearServer:
         one = NearServer(len(self.servers) + 1, card)
         self.servers[one.port] = one
         return one
@@ -69,7 +69,7 @@ class Network:
 class NearServer:
     """An engine's end of the control channel that answers others."""
 
-    def __init__(self, port: int, card: ProducerCard) -> None:
+    def __init__(self, port: int, card: PeerInfo) -> None:
         self.port, self.card = port, card
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
@@ -98,18 +98,20 @@ class NearClient:
 
     def forget(self, address: Address) -> None: ...
 
-    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
-        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
-        self._ask(address, message)
-        return message.number
+    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> Any:
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        if one.users == 1:
+            self._ask(address, one.message)
+        return one
 
-    def redemption(self, number: int, wait_seconds: float = 0.0) -> Any:
+    def answer(self, one: Any, wait_seconds: float = 0.0) -> Any:
         for address, message in self._redemptions.due():
             self._ask(address, message)
-        return self._redemptions.answer(number)
+        return self._redemptions.answer(one)
 
-    def end_redemption(self, number: int) -> bool:
-        return self._redemptions.end(number)
+    def end(self, one: Any) -> None:
+        if self._redemptions.end(one):
+            self.release(one.address, one.message.ticket)
 
     def _ask(self, address: Address, message: Any) -> None:
         server = self._network.servers[address[1]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from unittest.mock import patch
 
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.connector.choosing import LocalPrefix
 from kvferry.connector.config import ConnectorConfig, parse_config
@@ -20,7 +20,7 @@ from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ServedModel
@@ -164,7 +164,7 @@ class ServedEngine:
         """Keys of the chunks in host memory."""
         tier = self.half._tiering._cache.host
         tier.check_integrity()
-        return set(tier._slots.ready)
+        return set(tier._ready)
 
     def resumable_tokens(self, request: PlainRequest) -> int:
         return self._local.resumable_tokens

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys
 from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier
 

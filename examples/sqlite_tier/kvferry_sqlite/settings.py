@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvferry.common.errors import ConfigError
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import Medium
 from kvferry.tiers.storage_tier import Location, StorageSettings, TrialResult
 

@@ -1,2 +1,2 @@
-from kvferry.cache.tier_queue import Done as Done, ReadEnded as ReadEnded, TierQueue as TierQueue
+from kvferry.cache.tier_queue import Ended as Ended, TierQueue as TierQueue
 from kvferry.cache.weights import cached_digests as cached_digests

@@ -1,45 +1,159 @@
 """The tiered cache of one engine: chunks of KV by key, in host memory and in slower tiers.
 
 Every chunk passes through host memory. The engine's ranks copy chunks between host memory and their KV
-blocks. Background threads copy them between host memory and storage.
+blocks. Background threads copy them between host memory and storage (`tier_queue`).
 
-    store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and queued for every slow tier (`writing`)
-    load    fetch ─▶ in host memory, from any tier, and held (`reading`) ─▶ (ranks copy) ─▶ close
+    store   reserve ─▶ (ranks copy) ─▶ filled ─▶ in host memory, and queued for every slow tier
+                                                  ─▶ held, and written ─▶ in the slow tier
 
-A *held* chunk is not evicted. Only `shutdown` blocks. A tier that fails raises no exception: its chunks count
-as missed, or are not stored.
+    load    fetch ─▶ hold each chunk in host memory, or read it from the fastest tier that has it; on a miss,
+                     the next ─▶ in host memory, queued for faster tiers (promotion) ─▶ ready
+                     ─▶ (ranks copy) ─▶ `HostTier.close`
+
+A *held* chunk is not evicted. A chunk that several loads want is read once. Only `shutdown` blocks. A tier
+that fails raises no exception: its chunks count as missed, or are not stored.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.reading import CacheCounts, Reading, SlowTier, TransferTimes, Writing
-from kvferry.cache.tier_queue import ReadEnded
+from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry.canonical import CanonicalGroup
-from kvferry.planning.coverage import NO_TIER
+from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tiers.index import MAX_TIERS, Tags, tags_of
+from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
+
+# Share of host memory in use above which write-back starts to write.
+WRITE_BACK_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChunk:
+    """A chunk that a load needs."""
+
+    group: int  # index of the KV cache group
+    number: int  # index of the chunk in the prompt
+    key: bytes  # key of the chunk in this group
+    tokens: int  # number of tokens in the chunk; 0 for a snapshot
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The chunks of one load on their way from the tiers to host memory.
+
+    `ChunkCache` moves each chunk from `remaining` to `reading` if a slow tier must be read, and then to
+    `ready`. The load takes ready chunks with `take`.
+    """
+
+    remaining: deque[WantedChunk] = field(default_factory=deque)  # chunks neither held nor being read
+    without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
+    reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
+    # Chunks in host memory, held until the load closes the slot.
+    ready: list[tuple[WantedChunk, Slot]] = field(default_factory=list)
+    # Names of the tiers, host memory included, that have provided chunks of this load so far.
+    tiers: set[str] = field(default_factory=set)
+    # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
+    # chunk is not included.
+    failed: set[str] = field(default_factory=set)
+    # Reason why the fetch cannot continue; None if it can. Chunks in `ready` stay ready.
+    failure: str | None = None
+    # Outcome for the chunk that caused the failure, such as ABSENT if no tier has it any more; None if there
+    # is no failure, or if the cache was reset.
+    miss: GetOutcome | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.failure is not None or not (self.remaining or self.reading)
+
+    def take(self) -> list[tuple[WantedChunk, Slot]]:
+        """Remove and return all ready chunks. The caller must close the slots."""
+        found, self.ready = self.ready, []
+        return found
+
+
+@dataclass(slots=True)
+class SlowTier:
+    """A storage tier behind host memory, and the chunks that it is owed."""
+
+    queue: TierQueue
+    write_back: bool = False  # write only while host memory is fuller than `WRITE_BACK_SHARE`
+    lost: int = 0  # number of queued chunks that host memory evicted before their write started
+    # Chunks still to be written, the oldest first: (description, cold) by key.
+    queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
+    # Slots of the chunks that are being written, by key.
+    held: dict[bytes, Slot] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.queued) + len(self.held)
+
+    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
+        """Queue a chunk in host memory for writing, unless the tier has the chunk or is writing it."""
+        if key not in self.held and not self.queue.tier.contains([key])[0]:
+            self.queued[key] = group, cold
+
+
+@dataclass(slots=True)
+class _CacheCounts:
+    """Counts of chunks of a tiered cache since its start."""
+
+    # Chunks that ranks have copied, or failed to copy, to host memory.
+    stored: int = 0
+    failed: int = 0
+    # Chunks made ready for a load, by name of the tier that they came from.
+    fetched: Counter[str] = field(default_factory=Counter)
+    # Reads that did not return the chunk although the tier listed it, by name of the tier and outcome.
+    missed: Counter[tuple[str, GetOutcome]] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class TransferTimes:
+    """Seconds that each successful transfer of chunks took."""
+
+    # Of reads and writes in storage, by name of the tier.
+    reads: dict[str, list[float]] = field(default_factory=dict)
+    writes: dict[str, list[float]] = field(default_factory=dict)
+    # Of copies from host memory to KV blocks, by the slowest rank.
+    copies: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A chunk that is being read into host memory."""
+
+    slot: Slot
+    group: ChunkGroup
+    source: int  # index of the slow tier that the chunk is read from
+    others: list[int]  # indices of the slow tiers to try if this read fails, the fastest first
+    waiting: list[Fetch]
 
 
 class ChunkCache:
     """The chunks of one engine in host memory and storage. Only the engine's scheduling thread may use it.
 
     Args:
-        host: empty host tier. From now on, only the cache may change it.
+        host: empty host tier. From now on, callers may only look chunks up in it and close slots.
         memory_at: map an offset and a size, in bytes, to writable memory of the arena.
         groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
             sequence.
         slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
+
+    Attributes:
+        tiers: names of host memory and of the slow tiers, by tier number.
+        bits: their bits in the key table, by tier number.
+        incoming: chunks that are being read, by key.
+        events: counter that increases whenever the values in `counts` may have changed.
+        times: seconds of transfers since the last event about tiers, which replaces the object.
 
     Raises:
         ValueError: the tiers do not share one key table.
@@ -55,30 +169,57 @@ class ChunkCache:
     ) -> None:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
-        self.counts, self._events, self._times = CacheCounts(), 0, TransferTimes()
-        self.host, self._clock = host, clock
-        self._memory_at, self._groups = memory_at, tuple(groups)
-        self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
-        # Of each slow tier, the fastest first.
-        self.writing = tuple(Writing(one, host, self._slot_memory) for one in slow_tiers)
+        self.host, self.slow_tiers = host, tuple(slow_tiers)
+        self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
+        self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
-        self.reading = Reading(host, self.writing, self._slot_memory, self._describe_chunk, self.counts)
-
-    @property
-    def events(self) -> int:
-        """Counter that increases whenever the values in `counts` may have changed."""
-        return self._events + self.reading.events
+        self.tiers = (HOST, *(queue.name for queue in self._queues))
+        self.bits = (host.keys.bit, *(queue.tier.keys.bit for queue in self._queues))
+        # The description of a snapshot of each group, and those of chunks of other lengths, of which there
+        # are few.
+        self._formats = [chunk_group(group, 0) for group in groups]
+        self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
+        self._fastest_tier_tables: dict[tuple[bool, ...], TierNumbers] = {}
+        self.incoming: dict[bytes, _Incoming] = {}
+        self.fetches: list[Fetch] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a load waits for chunks, or a write to a tier that does not hang is in flight or due."""
-        return bool(self.reading.fetches) or any(writing.busy for writing in self.writing)
+        """True if a load waits for chunks, or a write to a tier that does not hang is in flight or due.
+
+        In write-back mode, no write is due while host memory has room.
+        """
+        for slow in self.slow_tiers:
+            if (slow.held or (slow.queued and self._may_write(slow))) and not slow.queue.writes.stuck:
+                return True
+        return bool(self.fetches)
+
+    def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
+        """Return the number of the tier from which each chunk would be read now: int64 of shape (len(tags),).
+
+        It is 0 for host memory, n for the n-th slow tier, and `NO_TIER` for none. If the chunk is already
+        being read for another load, it is that of the slow tier from which it is being read, or `NO_TIER` if
+        that tier hangs or is named in `without`.
+        """
+        names = frozenset(without)
+        # No read should start if earlier ones hang, or the tier pauses after failures.
+        refusing = [one.name in names or one.reads.stuck or one.tier.paused for one in self._queues]
+        allowed = (True, *[not refuses for refuses in refusing])
+        found = self._fastest_tier_table(allowed).take(self.host.keys.table.tier_bits(tags))
+        if self.incoming:
+            coming = np.maximum(found, self._incoming_tiers(tags, names))
+            found = np.where((found > 0) & (found < NO_TIER), coming, found)
+        return found
+
+    def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
+        """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
+        return self.tier_numbers(tags_of(keys), without) < NO_TIER
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT:
             for queue in self._queues:
-                if queue.tier.keys.recently_evicted(key):
+                if key in queue.tier.keys.recently_evicted:
                     return HostMissReason.EVICTED
         return why
 
@@ -91,20 +232,12 @@ class ChunkCache:
         """
         return next((one for queue in self._queues if (one := queue.usage.same_name_namespace)), "")
 
-    def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
-        """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
-        return self.reading.tier_numbers(tags_of(keys), without) < NO_TIER
-
-    @property
-    def tiers(self) -> list[str]:
-        return [queue.name for queue in self._queues]
-
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Reserve a slot in host memory for a chunk that ranks will fill; None if it is dropped.
 
         The host tier counts a chunk as dropped that it has, that is being filled, or that has no room.
         """
-        self._events += 1
+        self.events += 1
         return self.host.reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
@@ -114,17 +247,14 @@ class ChunkCache:
             tokens: number of tokens in the chunk; 0 for a snapshot.
             failure: reason why the ranks failed, so that the slot is freed; None if they filled it.
         """
-        self._events += 1
+        self.events += 1
         if failure is not None:
             self.counts.failed += 1
             self.host.abort(slot)
         elif self.host.commit(slot, cold=cold):
             self.counts.stored += 1
-            for writing in self.writing:
-                writing.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
-
-    def close(self, slot: Slot) -> None:
-        self.host.close(slot)
+            for slow in self.slow_tiers:
+                slow.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Mark chunks as used, in the order of their prompt, and `cold` ones to be evicted first.
@@ -135,112 +265,204 @@ class ChunkCache:
         for queue in self._queues:
             queue.mark_used(keys)
 
+    def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
+        """Start to read chunks into host memory for a load, in their order. `poll` continues it.
+
+        A chunk in host memory is held until the load closes its slot.
+        """
+        self.events += 1
+        fetch = Fetch(without=frozenset(without))
+        # Hold all that host memory has before any read starts, which may evict to make room.
+        for want in wanted_chunks:
+            slot = self.host.open(want.key)
+            if slot is None:
+                fetch.remaining.append(want)
+            else:
+                self._add_ready(fetch, want, slot, HOST)
+        self.fetches.append(fetch)
+        self._advance(fetch)
+        return fetch
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Cancel a fetch and release its slots. The chunks of reads in flight still get into host memory."""
+        for _, slot in fetch.take():
+            self.host.close(slot)
+        fetch.remaining.clear()
+        fetch.reading.clear()
+
+    def awaited_tiers(self, fetch: Fetch) -> set[str]:
+        """Return the names of the slow tiers from which chunks of a fetch are still being read."""
+        return {self._queues[self.incoming[key].source].name for key in fetch.reading}
+
+    def origin(self, fetch: Fetch) -> str:
+        """Return the name of the slowest tier from which chunks of a fetch have been or are being read."""
+        names = self.awaited_tiers(fetch) | fetch.tiers
+        return next((name for name in reversed(self.tiers) if name in names), HOST)
+
     def poll(self) -> None:
         """Collect the results of reads and writes, and start more. Call this once per step."""
-        for queue, writing in zip(self._queues, self.writing, strict=True):
-            for done in queue.done():
-                self._events += 1
-                if isinstance(done, ReadEnded):
+        for slow in self.slow_tiers:
+            name = slow.queue.name
+            for done in slow.queue.done():
+                self.events += 1
+                if isinstance(done.what, GetOutcome):
                     if done.what is GetOutcome.HIT:
-                        self._times.reads.setdefault(queue.name, []).append(done.seconds)
-                    self.reading.on_read_ended(done.key, done.what)
+                        self.times.reads.setdefault(name, []).append(done.seconds)
+                    self._on_read_ended(done.key, done.what)
                 else:
                     if done.what is PutOutcome.STORED:
-                        self._times.writes.setdefault(queue.name, []).append(done.seconds)
-                    writing.on_write_ended(done.key)
+                        self.times.writes.setdefault(name, []).append(done.seconds)
+                    self.host.close(slow.held.pop(done.key))
         # After all results: freed slots make room for more chunks of waiting loads.
-        self.reading.advance()
-        for writing in self.writing:
-            self._events += writing.pump()
-
-    def take_times(self) -> TransferTimes:
-        times, self._times = self._times, TransferTimes()
-        return times
+        if self.fetches:
+            self.events += 1
+            for fetch in self.fetches:
+                self._advance(fetch)
+            self.fetches = [fetch for fetch in self.fetches if not fetch.over]
+        for slow in self.slow_tiers:
+            while slow.queued and self._may_write(slow) and slow.queue.can_write:
+                self._write_next(slow)
 
     def clear(self) -> None:
         """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
-        self._events += 1
+        self.events += 1
         self.host.clear()
-        for writing in self.writing:
-            writing.queued.clear()
+        for slow in self.slow_tiers:
+            slow.queued.clear()
 
     def shutdown(self, patience_seconds: float) -> None:
         """Write all queued chunks to the slow tiers, and end their threads.
 
         What has not ended after about `patience_seconds` is abandoned, and a warning is logged.
         """
-        for writing in self.writing:
-            writing.flush()
+        for slow in self.slow_tiers:
+            # Whatever the write mode, and beyond the tier's limit on writes.
+            while slow.queued:
+                self._write_next(slow)
         ends = self._clock() + patience_seconds
         for queue in self._queues:
             queue.close(max(ends - self._clock(), 0))
 
-    def _slot_memory(self, slot: Slot) -> memoryview:
-        return self._memory_at(slot.offset, self._groups[slot.group].chunk_bytes)
-
     def _describe_chunk(self, group: int, tokens: int) -> ChunkGroup:
-        # A description is made of each kind of chunk once. There are few.
         if (group, tokens) not in self._descriptions:
-            self._descriptions[group, tokens] = chunk_group(self._groups[group], tokens)
+            self._descriptions[group, tokens] = replace(self._formats[group], tokens=tokens)
         return self._descriptions[group, tokens]
 
+    def _may_write(self, slow: SlowTier) -> bool:
+        return not slow.write_back or self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
 
-_MOST_PINNED = 0.5
-"""Maximum share of host memory in use that pins may hold, so that other chunks still find room."""
+    def _write_next(self, slow: SlowTier) -> None:
+        """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
+        self.events += 1
+        key, (group, cold) = slow.queued.popitem(last=False)
+        slot = self.host.hold(key)
+        if slot is None:
+            slow.lost += 1
+            return
+        slow.held[key] = slot
+        slow.queue.writes.start(key, group, self._memory_at(slot.offset, slot.size), cold=cold)
 
+    def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
+        """Return a table that maps `KeyTable.tier_bits` to the number of the fastest allowed tier among them.
 
-class _Pin(NamedTuple):
-    slots: Sequence[Slot]
-    salt: str
-
-
-class PinnedChunks:
-    """The chunks in host memory that operators have pinned, by name. `chunk_bytes` are by group."""
-
-    def __init__(self, host: HostTier, chunk_bytes: Sequence[int]) -> None:
-        self._host, self._chunk_bytes = host, tuple(chunk_bytes)
-        self._pins: dict[str, _Pin] = {}
-        self._held = 0  # bytes
-
-    def pin(self, name: str, keys: Sequence[bytes], salt: str = "") -> int:
-        """Pin those of these chunks that are in host memory. Return their number.
-
-        An earlier pin of the same name is replaced. `keys` are in the order of the prompt: the last chunks,
-        beyond the share `_MOST_PINNED`, are not pinned.
+        It is int64 of shape (1 << MAX_TIERS,), with `NO_TIER` for none. `allowed` is by tier number.
         """
-        self.unpin(name)
-        most = _MOST_PINNED * self._host.capacity_bytes
-        slots: list[Slot] = []
-        for key in keys:
-            slot = self._host.hold(key)
+        if allowed not in self._fastest_tier_tables:
+            marks = np.arange(1 << MAX_TIERS)
+            found = self._fastest_tier_tables[allowed] = np.full(len(marks), NO_TIER)
+            for number in reversed(range(len(self.bits))):
+                if allowed[number]:
+                    found[(marks & self.bits[number]) != 0] = number
+        return self._fastest_tier_tables[allowed]
+
+    def _incoming_tiers(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
+        """Return the number of the slow tier from which each chunk is being read; 0 if it is not.
+
+        `NO_TIER` stands for a tier that hangs or is excluded. `incoming` must not be empty.
+        """
+        reads = [
+            NO_TIER if queue.name in without or queue.reads.stuck else number
+            for number, queue in enumerate(self._queues, 1)
+        ]
+        coming = tags_of(list(self.incoming))
+        tier_numbers = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
+        order = coming.argsort()
+        at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
+        return np.where(coming[at] == tags, tier_numbers[at], 0)
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Continue a fetch as far as host memory has room."""
+        while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):
+            fetch.remaining.popleft()
+
+    def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
+        """Hold one chunk of a fetch, wait for a read of it, or start one. Return False without room."""
+        if incoming := self.incoming.get(want.key):
+            incoming.waiting.append(fetch)
+            fetch.reading[want.key] = want
+        elif (slot := self.host.hold(want.key)) is not None:
+            self._add_ready(fetch, want, slot, HOST)
+        elif sources := [
+            number
+            for number, queue in enumerate(self._queues)
+            if queue.name not in fetch.without and queue.known([want.key])[0]
+        ]:
+            # Not counted as dropped, because the fetch tries again in the next step.
+            slot = self.host.reserve(want.key, want.group, counted=False)
             if slot is None:
-                continue
-            if self._held + self._chunk_bytes[slot.group] > most:
-                self._host.close(slot)
-                break
-            self._held += self._chunk_bytes[slot.group]
-            slots.append(slot)
-        if slots:
-            self._pins[name] = _Pin(slots, salt)
-        return len(slots)
+                return False
+            group = self._describe_chunk(want.group, want.tokens)
+            incoming = _Incoming(slot, group, sources[0], sources[1:], [fetch])
+            self.incoming[want.key] = incoming
+            fetch.reading[want.key] = want
+            self._read(incoming)
+        else:
+            fetch.failure, fetch.miss = "a chunk has gone since it was offered", GetOutcome.ABSENT
+        return True
 
-    def unpin(self, name: str) -> int:
-        """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
-        pin = self._pins.pop(name, None)
-        if pin is None:
-            return 0
-        # In reverse order, so that the end of the prompt is evicted before its start.
-        for slot in reversed(pin.slots):
-            self._host.close(slot)
-            self._held -= self._chunk_bytes[slot.group]
-        return len(pin.slots)
+    def _read(self, incoming: _Incoming) -> None:
+        slot = incoming.slot
+        into = self._memory_at(slot.offset, slot.size)
+        self._queues[incoming.source].reads.start(slot.key, incoming.group, into)
 
-    def unpin_salt(self, salt: str) -> None:
-        """Remove all pins of prompts with a cache salt, because no request can find these chunks any more."""
-        for name in [name for name, pin in self._pins.items() if pin.salt == salt]:
-            self.unpin(name)
+    def _on_read_ended(self, key: bytes, what: GetOutcome) -> None:
+        """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier."""
+        incoming = self.incoming[key]
+        name = self._queues[incoming.source].name
+        if what is GetOutcome.HIT:
+            del self.incoming[key]
+            if not self.host.commit(incoming.slot):
+                self._fail(incoming, "the cache was reset")
+                return
+            # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted
+            # it.
+            for slow in self.slow_tiers[: incoming.source]:
+                slow.enqueue(key, incoming.group)
+            for fetch in incoming.waiting:
+                want = fetch.reading.pop(key, None)
+                if want is not None and (slot := self.host.hold(key)) is not None:
+                    self._add_ready(fetch, want, slot, name)
+            return
+        self.counts.missed[name, what] += 1
+        for fetch in incoming.waiting:
+            if key in fetch.reading and what is GetOutcome.IO_ERROR:
+                fetch.failed.add(name)
+        if incoming.others:
+            incoming.source = incoming.others.pop(0)
+            self._read(incoming)
+            return
+        del self.incoming[key]
+        self.host.abort(incoming.slot)
+        self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
-    def clear(self) -> None:
-        """Remove all pins, before host memory is cleared."""
-        for name in list(self._pins):
-            self.unpin(name)
+    def _add_ready(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
+        """Add a chunk that is held for a fetch to its ready chunks. It came from the tier `name`."""
+        fetch.ready.append((want, slot))
+        fetch.tiers.add(name)
+        self.counts.fetched[name] += 1
+
+    def _fail(self, incoming: _Incoming, why: str, what: GetOutcome | None = None) -> None:
+        """Record why each waiting load fails, unless it has failed already. `what` is None after a reset."""
+        for fetch in incoming.waiting:
+            if fetch.reading.pop(incoming.slot.key, None) is not None and fetch.failure is None:
+                fetch.failure, fetch.miss = why, what

@@ -14,23 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.cache.reading import WantedChunk
+from kvferry.cache.chunk_cache import WantedChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, find_coverage
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan, attends_to_all
-from kvferry.tiers.index.key_table import TAG_BYTES, Tags, tags_of
+from kvferry.tiers.index import TAG_BYTES, Tags, tags_of
 
 _LAST = np.uint64(8 * (TAG_BYTES - 1))
 _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
-
-
-def _group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a chunk in a group, from the key of its tokens and the group's index below 256."""
-    # 248 bits of digest are left, and one mapping or directory can hold the chunks of all groups.
-    return key[:-1] + bytes((group,))
 
 
 class BegunChunk(NamedTuple):
@@ -101,16 +95,17 @@ class PromptChunks:
         # A cached prefix may end with a tail unless a group has recurrent state.
         self._has_tail = all(group.kind is not GroupKind.STATE for group in groups)
         self._numbers = np.arange(len(self._groups), dtype=np.uint64)[:, None] << _LAST
-        self._of_any = tags_of(())
-        self._of_any = self._new_tags()
+        self._of_any = tags_of(())  # tags of the whole chunks that were looked up, without a group
 
     def key(self, group: int, number: int) -> bytes:
         """Return the key of a whole chunk in a group, by its index in the prompt."""
-        return _group_key(self.keys.chunk(number), group)
+        return self.tail(group, (number + 1) * self.keys.chunk_tokens)
 
     def tail(self, group: int, tokens: int) -> bytes:
         """Return the key of the last chunk of the prefix of `tokens` tokens, which may be whole or a tail."""
-        return _group_key(self.keys.at(tokens), group)
+        # The last byte is the index of the group, below 256. 248 bits of digest are left, and one mapping or
+        # directory can hold the chunks of all groups.
+        return self.keys.at(tokens)[:-1] + bytes((group,))
 
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
@@ -140,8 +135,7 @@ class PromptChunks:
         return needed_chunks(self._groups, self.keys.chunk_tokens, (*ends, self.shared_tokens))
 
     def key_of(self, chunked: ChunkedPrompt, group: int, number: int) -> bytes:
-        whole = (number + 1) * chunked.chunk_tokens <= chunked.tokens
-        return self.key(group, number) if whole else self.tail(group, chunked.tokens)
+        return self.tail(group, min((number + 1) * chunked.chunk_tokens, chunked.tokens))
 
     def look_up(
         self,
@@ -156,7 +150,7 @@ class PromptChunks:
         Args:
             tokens: number of tokens of the request to look up, which `keys` must cover.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: as `Reading.tier_numbers`.
+            tier_numbers: as `ChunkCache.tier_numbers`.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """
@@ -184,11 +178,9 @@ class PromptChunks:
         each = [(int(number), group) for group, of in enumerate(numbers) for number in of]
         size = self.keys.chunk_tokens
         for number, group in sorted(each):
-            last = min((number + 1) * size, chunked.tokens)
             state = self._groups[group].kind is GroupKind.STATE
-            whole = last == (number + 1) * size
-            key = self.key(group, number) if whole else self.tail(group, last)
-            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else last - number * size)
+            key, tokens = self.key_of(chunked, group, number), min(size, chunked.tokens - number * size)
+            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else tokens)
             yield WantedChunk(group, number, chunk.key, chunk.tokens)
 
     def _end_inside(
@@ -231,18 +223,15 @@ class PromptChunks:
             of_any.insert(whole, (whole, self.keys.at(prompt)))
         for number, key in of_any:
             for group in range(len(self._groups)):
-                yield number, group, _group_key(key, group)
+                yield number, group, key[:-1] + bytes((group,))
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
         """Return the tags of a prompt's chunks in all groups: uint64 of shape (groups, chunks)."""
         whole, rest = divmod(chunked.tokens, chunked.chunk_tokens)
         if len(self._of_any) < whole:
-            self._of_any = np.concatenate((self._of_any, self._new_tags()))
+            new = self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST
+            self._of_any = np.concatenate((self._of_any, new))
         tags = self._of_any[:whole]
         if rest:
             tags = np.concatenate((tags, tags_of([self.keys.at(chunked.tokens)]) & _BUT_LAST))
         return tags | self._numbers
-
-    def _new_tags(self) -> Tags:
-        """Return the tags of the whole chunks that `keys` has gained, without a group: uint64 (chunks,)."""
-        return self.keys.digests(len(self._of_any)).view("<u8")[:, -1] & _BUT_LAST

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,27 +36,15 @@ REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class WriteEnded:
-    """The result of a write. The caller may change the memory of the chunk again."""
+class Ended:
+    """The result of a read or a write. The operation does not use the memory of the chunk any more."""
 
     key: bytes
-    what: PutOutcome
+    what: GetOutcome | PutOutcome  # of a read or a write
     seconds: float = field(default=0.0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """The result of a read. The memory that it filled does not change any more."""
-
-    key: bytes
-    what: GetOutcome
-    seconds: float = field(default=0.0, compare=False)
-
-
-Done: TypeAlias = WriteEnded | ReadEnded
-
-
-class Threads(Protocol):
+class _Threads(Protocol):
     """Threads that run the jobs of one queue."""
 
     def put(self, job: Callable[[], None]) -> None:
@@ -67,29 +55,49 @@ class Threads(Protocol):
 
 
 class _Operations:
-    """Counts the reads (or the writes) that are in flight, and keeps their results for `done`.
+    """The reads (or the writes) of a tier: the threads that do them, their number, and their results.
 
-    Worker threads call `end`. `count` includes operations whose results `done` has not returned yet.
+    Only the engine's thread may use it.
+
+    Args:
+        call: does one operation, for its key, the description of the chunk, and its memory.
+        kind: name of an operation in logs.
+        failed: outcome if `call` raises.
+        after: called by the thread after each operation, before its result is returned.
+
+    Attributes:
+        count: number of operations whose results `done` has not returned yet.
     """
 
-    def __init__(self, clock: Callable[[], float], stuck_seconds: float) -> None:
-        self.count = 0
+    def __init__(
+        self,
+        call: Callable[..., GetOutcome | PutOutcome],
+        kind: str,
+        failed: GetOutcome | PutOutcome,
+        threads: _Threads,
+        clock: Callable[[], float],
+        stuck_seconds: float,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.count, self.threads = 0, threads
+        self._call, self._kind, self._failed, self._after = call, kind, failed, after
         self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
-        self._ended: deque[Done] = deque()
+        self._ended: deque[Ended] = deque()
 
-    def begin(self) -> None:
+    def start(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
+        """Queue an operation. It uses the memory until `done` returns its result."""
         # Time without operations is no time without progress.
         if self.count == len(self._ended):
             self._progress_at = self._clock()
         self.count += 1
+        self.threads.put(partial(self._run, key, group, memory, **options))
 
-    def end(self, what: Done) -> None:
-        self._ended.append(what)
-        self._progress_at = self._clock()
-
-    def done(self) -> list[Done]:
-        found = [self._ended.popleft() for _ in range(len(self._ended))]
+    def done(self) -> list[Ended]:
+        """Return the results of operations that have ended since the last call."""
+        found: list[Ended] = []
+        while self._ended:
+            found.append(self._ended.popleft())
         self.count -= len(found)
         return found
 
@@ -98,6 +106,18 @@ class _Operations:
         """Whether operations are in flight and none ended in the last `stuck_seconds`."""
         in_flight = self.count > len(self._ended)
         return in_flight and self._clock() - self._progress_at > self._stuck_seconds
+
+    def _run(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
+        began = self._clock()
+        try:
+            what = self._call(key, group, memory, **options)
+        except Exception:
+            logger.exception("%s of %s", self._kind, key.hex())
+            what = self._failed
+        seconds = self._clock() - began
+        self._after()
+        self._ended.append(Ended(key, what, seconds))
+        self._progress_at = self._clock()
 
 
 class _DaemonThreads:
@@ -138,6 +158,8 @@ class TierQueue:
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
+        reads: reads of chunks as `StorageTier.get` does them.
+        writes: writes of chunks as `StorageTier.put` does them.
     """
 
     def __init__(
@@ -150,20 +172,35 @@ class TierQueue:
         *,
         refresh_seconds: float | None = REFRESH_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
-        start_threads: Callable[[int, str], Threads] | None = None,
+        start_threads: Callable[[int, str], _Threads] | None = None,
     ) -> None:
         self.name, self.tier, self.usage = name, tier, StoreUsage()
         self._clock, self._usage_lock, self._refresh_seconds = clock, threading.Lock(), refresh_seconds
-        # Apart from each other: a mount may hang for writes only.
-        self.reads, self.writes = _Operations(clock, stuck_seconds), _Operations(clock, stuck_seconds)
         # A few more than threads, so that these never wait for the engine's next step. The rest stays in the
-        # queue of `Writing`, where a chunk that host memory evicts costs no write.
+        # queue of `SlowTier`, where a chunk that host memory evicts costs no write.
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
-        start_threads = start_threads or _DaemonThreads
-        self._read_threads = start_threads(readers, f"{name}-read")
-        self._write_threads = start_threads(writers, f"{name}-write")
+        start = start_threads or _DaemonThreads
+        # Apart from each other: a mount may hang for writes only.
+        self.reads = _Operations(
+            tier.get,
+            f"{name} tier: fetch",
+            GetOutcome.IO_ERROR,
+            start(readers, f"{name}-read"),
+            clock,
+            stuck_seconds,
+        )
+        # The usage may take long to read on a mount, so it is no part of the seconds of a write.
+        self.writes = _Operations(
+            tier.put,
+            f"{name} tier: store",
+            PutOutcome.IO_ERROR,
+            start(writers, f"{name}-write"),
+            clock,
+            stuck_seconds,
+            after=self._read_usage,
+        )
         self._refresher = threading.Thread(target=self._refresh, name=f"kvferry-{name}-refresh", daemon=True)
         if refresh_seconds is not None:
             self._refresher.start()
@@ -177,21 +214,11 @@ class TierQueue:
         """Whether another write may start now: not too many are in flight, and none hang."""
         return self.writes.count < self._most_writes and not self.writes.stuck
 
-    def read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        """Queue a read of a chunk into memory of its size, reserved until `done` returns the result."""
-        self.reads.begin()
-        self._read_threads.put(partial(self._read, key, group, into))
-
-    def write(self, key: bytes, group: ChunkGroup, body: memoryview, *, cold: bool = False) -> None:
-        """Queue a write as `StorageTier.put` does it. `body` must not change until `done` has the result."""
-        self.writes.begin()
-        self._write_threads.put(partial(self._write, key, group, body, cold=cold))
-
     def mark_used(self, keys: Sequence[bytes]) -> None:
         """Mark chunks of a prompt, the first one first, as used. The refresh thread tells the tier later."""
         self._uses.append(keys)
 
-    def done(self) -> list[Done]:
+    def done(self) -> list[Ended]:
         return [*self.reads.done(), *self.writes.done()]
 
     def close(self, patience_seconds: float) -> None:
@@ -202,7 +229,7 @@ class TierQueue:
         self._closing.set()
         ends = time.monotonic() + patience_seconds
         # Writes first: their chunks would be lost, those of reads are still in the tier.
-        idle = [threads.close(ends) for threads in (self._write_threads, self._read_threads)]
+        idle = [threads.close(ends) for threads in (self.writes.threads, self.reads.threads)]
         if self._refresher.ident is not None:
             self._refresher.join(max(ends - time.monotonic(), 0))
         if all(idle) and not self._refresher.is_alive():
@@ -213,27 +240,6 @@ class TierQueue:
                 "abandoned; see whether its storage hangs",
                 self.name, patience_seconds,
             )  # fmt: skip
-
-    def _read(self, key: bytes, group: ChunkGroup, into: memoryview) -> None:
-        began = self._clock()
-        try:
-            what = self.tier.get(key, group, into)
-        except Exception:
-            logger.exception("%s tier: fetch of %s", self.name, key.hex())
-            what = GetOutcome.IO_ERROR
-        self.reads.end(ReadEnded(key, what, self._clock() - began))
-
-    def _write(self, key: bytes, group: ChunkGroup, body: memoryview, *, cold: bool) -> None:
-        began = self._clock()
-        try:
-            what = self.tier.put(key, group, body, cold)
-        except Exception:
-            logger.exception("%s tier: store of %s", self.name, key.hex())
-            what = PutOutcome.IO_ERROR
-        # Before the usage is read, which may take long on a mount.
-        seconds = self._clock() - began
-        self._read_usage()
-        self.writes.end(WriteEnded(key, what, seconds))
 
     def _read_usage(self) -> None:
         try:

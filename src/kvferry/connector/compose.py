@@ -26,7 +26,7 @@ from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.addresses import AllowedPeers, is_loopback, parse_allowed_peers

@@ -13,7 +13,7 @@ from kvferry.connector.choosing import PolicyName
 from kvferry.connector.parse import check_text, parse_settings
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
-from kvferry.tiers.index.key_table import MAX_TIERS
+from kvferry.tiers.index import MAX_TIERS
 from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_tier import StorageSettings
 from kvferry.transport.addresses import check_host, is_every_address, parse_allowed_peers, parse_port_range

@@ -286,6 +286,8 @@ class LeaseEnded(_OfRequest):
             prompt was aborted. Always False for the lease of a turn.
     """
 
+    _: KW_ONLY
+    granted: LeaseGranted
     expired: bool
     withdrawn: bool = False
 

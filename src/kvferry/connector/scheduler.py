@@ -201,7 +201,7 @@ class SchedulerHalf:
         self.parts.forget(request.request_id)
         if self._tiering is not None:
             self._tiering.finished(request, whole)
-        return (False, None) if self._peering is None else self._peering.finished(request, whole)
+        return (False, None) if self._peering is None else self._peering.producer.finished(request, whole)
 
     def orders(self, step: Step) -> StepOrders:
         """Return the message that tells all workers what to load, store and send in the coming step."""

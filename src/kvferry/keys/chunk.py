@@ -99,9 +99,8 @@ class ChunkKeys:
             self._items_by_chunk.setdefault(item.start // chunk_tokens, []).append(item)
         root = _ROOT.copy()
         root.update(_encode_count(chunk_tokens) + _encode_text(lora) + _encode_text(salt))
-        self._root = root.digest()
-        self._chunks: list[bytes] = []
-        self._digests = bytearray()  # the keys of `_chunks`, concatenated
+        self._keys = [root.digest()]  # the root, then the key of each complete chunk
+        self._digests = bytearray()  # the keys of the chunks, concatenated
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -112,30 +111,27 @@ class ChunkKeys:
         """Append tokens, or raise Unnameable and change nothing. The keys of 256 tokens take 2 us."""
         self._ids += _encode_ids(tokens)
         complete = len(self._ids) // (self.chunk_tokens * _ID_BYTES)
-        if complete == len(self._chunks):
+        first, step = len(self._keys) - 1, self.chunk_tokens * _ID_BYTES
+        if complete == first:
             return
-        first, step = len(self._chunks), self.chunk_tokens * _ID_BYTES
         # What is the same for all chunks is encoded once: a long prompt has thousands.
-        key, count, none = self._parent_key(first), _encode_count(self.chunk_tokens), _encode_items(())
+        key, count, none = self._keys[-1], _encode_count(self.chunk_tokens), _encode_items(())
         for index in range(first, complete):
             starting = self._items_by_chunk.get(index)
             digest = _CHUNK.copy()
             digest.update(key + count + self._ids[index * step : (index + 1) * step])
             digest.update(_encode_items(starting) if starting else none)
             key = digest.digest()
-            self._chunks.append(key)
+            self._keys.append(key)
             self._digests += key
 
     def chunks(self, first: int = 0) -> list[bytes]:
         """Return the keys of the complete chunks from index `first` on."""
-        return self._chunks[first:]
+        return self._keys[first + 1 :]
 
     def digests(self, first: int = 0) -> npt.NDArray[np.uint8]:
         """Return the same keys as `chunks` as an array: uint8 of shape (chunks, KEY_BYTES)."""
         return np.frombuffer(self._digests[first * KEY_BYTES :], np.uint8).reshape(-1, KEY_BYTES)
-
-    def chunk(self, number: int) -> bytes:
-        return self._chunks[number]
 
     def at(self, tokens: int) -> bytes:
         """Return the key of the last chunk, maybe a tail, of the request's first `tokens` tokens."""
@@ -143,17 +139,13 @@ class ChunkKeys:
             raise Unnameable(f"a key at token {tokens} of a request of {len(self)}")
         index, count = divmod(tokens, self.chunk_tokens)
         if not count:
-            return self._chunks[index - 1]
+            return self._keys[index]
         # A shorter prompt, which lacks the item, must have the same key.
         found = [item for item in self._items_by_chunk.get(index, ()) if item.start < tokens]
         ids = self._ids[(tokens - count) * _ID_BYTES : tokens * _ID_BYTES]
         digest = _TAIL.copy()
-        digest.update(self._parent_key(index) + _encode_count(count) + ids + _encode_items(found))
+        digest.update(self._keys[index] + _encode_count(count) + ids + _encode_items(found))
         return digest.digest()
-
-    def _parent_key(self, index: int) -> bytes:
-        """Return the key before that of chunk `index`, or the root."""
-        return self._chunks[index - 1] if index else self._root
 
 
 def _encode_count(number: int) -> bytes:
@@ -167,10 +159,10 @@ def _encode_text(text: str) -> bytes:
 
 
 def _encode_items(items: Sequence[Item]) -> bytes:
-    parts = [
-        _encode_count(item.start) + _encode_count(item.tokens) + _encode_text(item.identity) for item in items
-    ]
-    return _encode_count(len(items)) + b"".join(parts)
+    data = _encode_count(len(items))
+    for item in items:
+        data += _encode_count(item.start) + _encode_count(item.tokens) + _encode_text(item.identity)
+    return data
 
 
 def _encode_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

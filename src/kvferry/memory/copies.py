@@ -84,19 +84,15 @@ class ChunkCopies(PoolCells):
     def blank(self, cells: Cells, offset: int) -> None:
         """Zero cells of the chunk at a byte offset in host memory. The block ids of `cells` are not used."""
         for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
-            for at in _offsets(chunk_cells, offset, cells.number).tolist():
+            for at in (offset + chunk_cells[cells.number % len(chunk_cells)]).tolist():
                 for view in part.copies:
                     packed_cell(view, self._memory, at)[...] = 0
 
     def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
         for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
             places = part.places(blocks, cells.number)
-            offsets = _offsets(chunk_cells, chunks, cells.number)
+            offsets = chunks + chunk_cells[cells.number % len(chunk_cells)]
             self.copy(part, places, self._packed, offsets)
-
-
-def _offsets(chunk_cells: Int64s, chunks: Int64s | int, number: Int64s) -> Int64s:
-    return chunks + chunk_cells[number % len(chunk_cells)]
 
 
 def offsets_of(offsets: Sequence[int]) -> Int64s:

@@ -9,7 +9,6 @@ Copies are queued on the calling thread's current stream (`device_stream`). Noth
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +17,8 @@ from kvferry.common.errors import TransferError
 from kvferry.common.units import format_bytes
 from kvferry.geometry import Region
 from kvferry.memory import device_kernel
-from kvferry.memory.host_copy import check_bounds
+from kvferry.memory.host_copy import CellViews, CopyView, check_bounds
 from kvferry.planning.descriptors import Int64s
-
-if TYPE_CHECKING:
-    from kvferry.memory.pool_cells import CellViews, CopyView
-
 
 # Words that a program of the kernel copies at a time, and its warps.
 _TILE_WORDS, _WARPS = 2048, 8

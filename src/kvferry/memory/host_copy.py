@@ -1,8 +1,9 @@
-"""Copy cells between a block pool and packed memory, both in host memory."""
+"""Views of the cells of a block pool, and copies between them and packed memory, both in host memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +11,53 @@ import numpy.typing as npt
 from kvferry.common.errors import TransferError
 from kvferry.memory import copy_kernel
 from kvferry.planning.descriptors import Int64s
-
-if TYPE_CHECKING:
-    from kvferry.memory.pool_cells import CopyView
+from kvferry.planning.strided_copy import StridedCopy
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 # Bytes from which a copy is written past the CPU's caches, which it would fill.
 STREAMED_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyView:
+    """A view of a block pool through which one strided copy can be run for any cell.
+
+    The copy connects a cell in the pool with the same cell outside of it, in packed memory or in a chunk.
+    """
+
+    copy: StridedCopy
+    storing: bool  # whether the pool is the source of the copy
+    # Loops of the copy, sorted by descending stride in the pool, int64 of shape (loops, 3). A row is (count,
+    # source stride in bytes, destination stride in bytes).
+    loops: Int64s
+    word: int  # size in bytes of an element of `elements`
+    # View of the pool, of shape (places, count of every loop in `copy.loops`, elements of a run): an array
+    # for host memory, a tensor for GPU memory.
+    elements: Any
+    device_loops: Any  # the loops in GPU memory, the innermost first; None for host memory
+    offset: int  # byte offset of the first run in the cell outside the pool
+    # Those of a view of that cell, in elements and in bytes.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    extent: int  # bytes from the start of its first run to the end of its last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellViews:
+    """Views of a block pool through which a set of strided copies can be run for any cell."""
+
+    block_places: int  # number of places from the start of one block to the start of the next
+    # Number of places from the start of a block to each of its cells, int64 of shape (cells per block,).
+    cell_places: Int64s
+    copies: tuple[CopyView, ...]
+
+    def places(self, blocks: Int64s, numbers: Int64s) -> Int64s:
+        """Return the index of each cell on the first axis of `CopyView.elements`, int64.
+
+        `numbers` count from the start of the prompt, and broadcast with the block ids.
+        """
+        return blocks * self.block_places + self.cell_places[numbers % len(self.cell_places)]
 
 
 def copy_cells(

@@ -74,7 +74,7 @@ class MetricsListener:
         self._counted = MetricsDelta()
         self._requests: dict[str, _RequestCounts] = {}
         self._pending: Counter[str] = Counter()
-        self._leases: set[str] = set()
+        self._leases = 0
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
             events.SourcesAsked: self._asked,
@@ -197,17 +197,15 @@ class MetricsListener:
         if not event.failure:
             self._counted.sample("tier_store_seconds", HOST, of=(event.seconds,))
 
-    def _lease_granted(self, event: events.LeaseGranted) -> None:
-        self._leases.add(event.request_id)
+    def _lease_granted(self, _: events.LeaseGranted) -> None:
+        self._leases += 1
         self._counted.count("leases_granted")
-        self._counted.set("leases", to=len(self._leases))
+        self._counted.set("leases", to=self._leases)
 
     def _lease_ended(self, event: events.LeaseEnded) -> None:
-        if event.request_id not in self._leases:
-            return
-        self._leases.discard(event.request_id)
+        self._leases -= 1
         self._counted.count("leases_ended", "expired" if event.expired else "released")
-        self._counted.set("leases", to=len(self._leases))
+        self._counted.set("leases", to=self._leases)
 
     def _snapshots_placed(self, event: events.SnapshotsPlaced) -> None:
         self._counted.set("first_snapshot_tokens", to=event.first_tokens)

@@ -55,7 +55,6 @@ class SpanListener:
         self._emit = emit
         self._parents: OrderedDict[str, Headers] = OrderedDict()
         self._looking: dict[str, events.SourcesAsked] = {}
-        self._leases: dict[str, events.LeaseGranted] = {}
         self._handlers: Mapping[type[Event], Callable[[Any], None]] = {
             events.Arrived: self._arrived,
             events.SourcesAsked: self._asked,
@@ -64,7 +63,6 @@ class SpanListener:
             events.Scheduled: self._wait_ended,
             events.Finished: self._wait_ended,
             events.StoreEnded: self._store_ended,
-            events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
         }
 
@@ -130,13 +128,9 @@ class SpanListener:
         }
         self._end("kvferry.store", event.began, event, attributes, event.failure)
 
-    def _lease_granted(self, event: events.LeaseGranted) -> None:
-        self._leases[event.request_id] = event
-
     def _lease_ended(self, event: events.LeaseEnded) -> None:
-        if (began := self._leases.pop(event.request_id, None)) is not None:
-            attributes: Attributes = {"kvferry.tokens": began.tokens, "kvferry.expired": event.expired}
-            self._end("kvferry.lease", began, event, attributes)
+        attributes: Attributes = {"kvferry.tokens": event.granted.tokens, "kvferry.expired": event.expired}
+        self._end("kvferry.lease", event.granted, event, attributes)
 
     def _end(
         self,

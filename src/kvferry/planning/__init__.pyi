@@ -18,8 +18,8 @@ from kvferry.planning.prepared_lists import (
 from kvferry.planning.retention import (
     MAX_CHUNKS_PER_ORDER as MAX_CHUNKS_PER_ORDER,
     bytes_of_snapshots as bytes_of_snapshots,
+    chunks_to_store as chunks_to_store,
     first_snapshot as first_snapshot,
-    keeps_chunk as keeps_chunk,
     keeps_snapshot as keeps_snapshot,
     last_prefix_ends as last_prefix_ends,
     needed_chunks as needed_chunks,
@@ -32,6 +32,7 @@ from kvferry.planning.select import (
     LoadSpan as LoadSpan,
     attends_to_all as attends_to_all,
     first_attended as first_attended,
+    first_needed_token as first_needed_token,
     needed_tokens as needed_tokens,
     select_cells as select_cells,
     windows_survive_load as windows_survive_load,

@@ -44,24 +44,30 @@ def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple
     return (prompt - 1) // interval * interval, prompt // interval * interval
 
 
-def keeps_chunk(group: GroupPattern, number: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:
-    """Return True if a chunk of an attention group is worth storing.
+def chunks_to_store(
+    group: GroupPattern, numbers: range, chunk_tokens: int, every: int, ends: Iterable[int]
+) -> Sequence[int]:
+    """Return the chunks of an attention group, by their indices in a prompt, that are worth storing.
 
     Four chunks of 256 tokens hold a window of 1,024 tokens before each multiple of 4,096 tokens and the end:
 
     >>> from kvferry.geometry import GroupKind
     >>> from kvferry.tools.models.store import LayerCache
     >>> window = LayerCache(GroupKind.SLIDING, 1024, ())
-    >>> [n for n in range(40) if keeps_chunk(window, n, 256, 4096, last_prefix_ends(10240, 256, 0))]
+    >>> chunks_to_store(window, range(40), 256, 4096, last_prefix_ends(10240, 256, 0))
     [12, 13, 14, 15, 28, 29, 30, 31, 36, 37, 38, 39]
 
-    Expected prefixes end at multiples of `every` tokens, a multiple of `chunk_tokens`, and at `ends`.
+    `numbers` are the candidates. Expected prefixes end at multiples of `every` tokens, itself a multiple of
+    `chunk_tokens`, and at `ends`.
     """
-    if every == chunk_tokens or not group.attention_span:
-        return True
-    # The next multiple of `every` after the chunk is the only one whose window can reach back to it.
-    offered = ((number * chunk_tokens // every + 1) * every, *ends)
-    return any(number in _window(group, chunk_tokens, end) for end in offered)
+    if every == chunk_tokens or not group.attention_span or not numbers:
+        return numbers
+    # The next multiple of `every` after a chunk is the first one whose window can reach back to it.
+    first, last = ((number * chunk_tokens // every + 1) * every for number in (numbers[0], numbers[-1]))
+    kept: set[int] = set()
+    for end in (*ends, *range(first, last + 1, every)):
+        kept.update(_window(group, chunk_tokens, end))
+    return [number for number in numbers if number in kept]
 
 
 def keeps_snapshot(tokens: int, chunk_tokens: int, every: int, ends: Iterable[int]) -> bool:

@@ -86,6 +86,15 @@ def first_attended(group: GroupPattern, next_token: Position) -> Position:
     return next_token * 0
 
 
+def first_needed_token(group: GroupPattern, low: int, high: int, alignment: int) -> int:
+    """Return the first of the tokens ``[low, high)`` of a chunk that a prefix needs that ends with it.
+
+    A chunk can be stored without the tokens before. `alignment` is that of its content
+    (`geometry.canonical.derive.content_alignment`).
+    """
+    return max(low, first_attended(group, high - 1) // alignment * alignment)
+
+
 class BlockPattern(GroupPattern, Protocol):
     """The attention pattern and the block size of a KV cache group."""
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from kvferry.common.errors import ChunkError, OtherVersion, Unnameable
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.files.directory_index import FIRST_USE_NS
+from kvferry.tiers.files.chunk_file import FIRST_USE_NS
 from kvferry.tiers.format.chunk import Buffer
 from kvferry.tiers.format.decode import read_header, verify
 from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity

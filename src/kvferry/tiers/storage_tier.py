@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import ChunkGroup
-from kvferry.tiers.index.key_table import KeyTable, tags_of
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys, tags_of
 from kvferry.tiers.names import GetOutcome, Medium, PutOutcome, TierStats
 
 

@@ -15,7 +15,7 @@ from kvferry.common.errors import ChunkError, ConfigError, KVFerryError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup, ChunkSection
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, Medium, PutOutcome
 from kvferry.tiers.storage_tier import StorageSettings, StorageTier
 

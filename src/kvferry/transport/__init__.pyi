@@ -12,7 +12,6 @@ from kvferry.transport.control_client import ControlClient as ControlClient
 from kvferry.transport.control_server import (
     ControlServer as ControlServer,
     LeasesClaimed as LeasesClaimed,
-    ProducerCard as ProducerCard,
 )
 from kvferry.transport.costs import (
     CostsFile as CostsFile,
@@ -64,6 +63,7 @@ from kvferry.transport.redeem import (
     Redeem as Redeem,
     new_ticket as new_ticket,
 )
+from kvferry.transport.redemptions import Redemption as Redemption
 from kvferry.transport.security import (
     Keys as Keys,
     admin_token as admin_token,

@@ -45,10 +45,10 @@ from kvferry.transport.messages import (
     decode_numbered,
 )
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
-from kvferry.transport.redemptions import Redemptions
+from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
 from kvferry.transport.security import Keys
-from kvferry.transport.sockets import SOCKETS, ControlSocket, DelayMonitor, SocketPoller
+from kvferry.transport.sockets import SOCKETS, ControlSocket, SocketPoller, warn_if_late
 from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
@@ -162,26 +162,28 @@ class ControlClient:
 
     def redeem(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
-    ) -> int:
-        """Ask a producer to redeem a ticket, as `Redemptions.begin`; return the number of the redemption."""
+    ) -> Redemption:
+        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`)."""
         self._questions.note_ticket(address)
-        message = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
-        self._queue_command(address, message)
-        return message.number
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        if one.users == 1:
+            self._queue_command(address, one.message)
+        return one
 
-    def redemption(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
+    def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the producer's last grant; Unusable if it refused or is silent; otherwise Pending."""
-        answer = self._redemptions.answer(number, wait_seconds)
-        if (silent := self._redemptions.silent_producer(number)) is not None:
+        answer = self._redemptions.answer(one, wait_seconds)
+        if one.asked:
             if isinstance(answer, Unusable):
-                self.forget(silent)  # so that the next `look_up` finds out whether it has restarted
-            elif isinstance(status := self._handshakes.status(silent), Unusable) and status.gone:
+                self.forget(one.address)  # so that the next `look_up` finds out whether it has restarted
+            elif isinstance(status := self._handshakes.status(one.address), Unusable) and status.gone:
                 return status  # who cannot be reached need not be waited for
         return answer
 
-    def end_redemption(self, number: int) -> bool:
-        """Forget a redemption. Return False if the producer refused the ticket; else `release` the lease."""
-        return self._redemptions.end(number)
+    def end(self, one: Redemption) -> None:
+        """End a request's claim, and release the lease if it was the ticket's last claim."""
+        if self._redemptions.end(one):
+            self.release(one.address, one.message.ticket)
 
     def hold(self, address: Address, ticket: bytes) -> None:
         """Send heartbeats for the lease on an earlier turn until `release`."""
@@ -227,13 +229,16 @@ class ControlClient:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        delay = DelayMonitor("control channel, asking")
         self._next_beat = self._clock() + self._heartbeat_seconds
         self._meet()
         stop = False
         while not stop:
-            heard = self._poller.wait(delay.before_wait(self._wait_seconds()))
-            delay.after_wait()
+            # At most a second, so that delays are noticed.
+            soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
+            seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
+            due = time.monotonic() + seconds
+            heard = self._poller.wait(seconds)
+            warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
                 self._run_once(heard)
@@ -258,16 +263,10 @@ class ControlClient:
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat_seconds
             self._send_heartbeats()
-        self._handshakes.refuse_silent()
-        for address in self._handshakes.pop_refused():
+        for address in self._handshakes.refuse_silent():
             # The heartbeats for leases that are held still need the socket.
             if (peer := self._peers.get(address)) is not None and not peer.held:
                 self._close(address)
-
-    def _wait_seconds(self) -> float:
-        """Return the seconds until the next deadline, at most 1, so that `DelayMonitor` notices delays."""
-        soonest = min([self._next_beat, *self._handshakes.deadlines, *self._redemptions.deadlines])
-        return min(1.0, max(0.0, soonest - self._clock()) + 0.001)
 
     def _meet(self) -> None:
         for address in self._meets:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,29 +23,25 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
-from kvferry.transport.handshake import Address
+from kvferry.transport.handshake import Address, PeerInfo, differences
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL,
-    Accepted,
-    AskRanks,
     AskTurn,
-    Facts,
     Heartbeat,
     Hello,
     RankCard,
-    Ranks,
     Refused,
     Release,
-    compare_facts,
+    Reply,
     decode_request,
     encode,
     make_refusal,
 )
 from kvferry.transport.redeem import Redeem, Redeemed, TicketBook
 from kvferry.transport.resolver import ResolveName
-from kvferry.transport.sockets import DelayMonitor
+from kvferry.transport.sockets import warn_if_late
 from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
@@ -109,28 +106,6 @@ class FairQueue(Generic[_Message]):
 
 
 @dataclass(frozen=True, slots=True)
-class ProducerCard:
-    """Description of an engine that offers KV, for handshakes."""
-
-    facts: Facts
-    ranks: tuple[RankCard, ...]
-
-    def answer(self, message: Hello | AskRanks) -> Accepted | Ranks | Refused:
-        """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
-        # The consumer prints these sentences, so "there" is the producer.
-        if found := _differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
-            return make_refusal(found)
-        return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
-
-
-def _differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return why one engine cannot read KV from another. Each is (protocol version, description)."""
-    if theirs[0] != ours[0]:
-        return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
-    return compare_facts(theirs[1].must_agree, ours[1].must_agree)
-
-
-@dataclass(frozen=True, slots=True)
 class LeasesClaimed:
     """Event: a consumer has claimed these leases, named as in `LeaseBook`, or sent a heartbeat for them."""
 
@@ -157,7 +132,7 @@ class ControlServer:
         self,
         host: str,
         port: int | PortRange,
-        card: ProducerCard,
+        card: PeerInfo,
         keys: security.Keys,
         peers: AllowedPeers = ANY_PEER,
         resolve: ResolveName | None = None,
@@ -187,7 +162,7 @@ class ControlServer:
 
         Peers that know the engine repeat the handshake before they use a lease that is granted from now on.
         """
-        self._card = ProducerCard(structs.replace(self._card.facts, incarnation=incarnation), ranks)
+        self._card = PeerInfo(structs.replace(self._card.facts, incarnation=incarnation), ranks)
         self.tickets.renew(incarnation)
 
     @property
@@ -209,10 +184,10 @@ class ControlServer:
         self._thread.join()
 
     def _run(self) -> None:
-        delay = DelayMonitor("control channel, listening")
         while not self._stop.is_set():
-            heard = self._listener.wait(delay.before_wait(_POLL_SECONDS))
-            delay.after_wait()
+            began = time.monotonic()
+            heard = self._listener.wait(_POLL_SECONDS)
+            warn_if_late(self._log, "control channel, listening", began + _POLL_SECONDS)
             if not heard:
                 continue
             try:
@@ -228,9 +203,19 @@ class ControlServer:
         sender, data = self._listener.receive()
         message = decode_request(data)
         if isinstance(message, Redeem):
-            self._redeem(sender, message)
-        elif isinstance(message, Heartbeat | Release):
-            self._handle_lease_message(sender, message)
+            answer = self.tickets.redeem(message)
+            if isinstance(answer, Redeemed):
+                claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
+                self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
+            self._listener.send(sender, encode(answer))
+        elif isinstance(message, Heartbeat):
+            leases = self.tickets.claimed(message.consumer, message.tickets)
+            if leases := leases + self.turns.leases(message.tickets):
+                self.events.put(sender, LeasesClaimed(leases))
+        elif isinstance(message, Release):
+            # Each ticket is released at most once, so the number of leases limits these events.
+            if leases := self.tickets.release(message.consumer, message.tickets):
+                self.events.put(sender, LeasesReleased(leases), force=True)
         elif isinstance(message, AskTurn):
             self._listener.send(sender, encode(self.turns.find(message)))
         else:
@@ -239,7 +224,7 @@ class ControlServer:
                 self._on_hello(message, reply)
             self._listener.send(sender, encode(reply))
 
-    def _on_hello(self, message: Hello, reply: Accepted | Ranks | Refused) -> None:
+    def _on_hello(self, message: Hello, reply: Reply) -> None:
         peer = message.facts
         if not isinstance(reply, Refused):
             if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
@@ -248,23 +233,7 @@ class ControlServer:
                 if len(self._keepers) > _MOST_KEEPERS:  # a peer with the key can name any number of addresses
                     del self._keepers[next(iter(self._keepers))]
             return
-        found = _differences((message.protocol, peer), (PROTOCOL, self._card.facts))
+        found = differences((message.protocol, peer), (PROTOCOL, self._card.facts))
         who = shown(peer.engine_id)
         why = shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS)
         self._log.say(who, f"engine {who} cannot read from this one: {why}")
-
-    def _redeem(self, sender: bytes, message: Redeem) -> None:
-        answer = self.tickets.redeem(message)
-        if isinstance(answer, Redeemed):
-            claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
-            self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
-        self._listener.send(sender, encode(answer))
-
-    def _handle_lease_message(self, sender: bytes, message: Heartbeat | Release) -> None:
-        if isinstance(message, Heartbeat):
-            claimed = self.tickets.claimed(message.consumer, message.tickets)
-            if leases := claimed + self.turns.leases(message.tickets):
-                self.events.put(sender, LeasesClaimed(leases))
-        elif leases := self.tickets.release(message.consumer, message.tickets):
-            # Each ticket is released at most once, so the number of leases limits these events.
-            self.events.put(sender, LeasesReleased(leases), force=True)

@@ -13,6 +13,7 @@ The engine's thread uses `status`, `is_full`, `start` and `forget`. The thread w
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,6 +34,7 @@ from kvferry.transport.messages import (
     Reply,
     compare_facts,
     decode_reply,
+    make_refusal,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,10 +71,24 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Status of a peer: this engine can read from it."""
+    """Description of an engine that offers KV. As the status of a peer: this engine can read from it."""
 
     facts: Facts
     ranks: tuple[RankCard, ...]
+
+    def answer(self, message: Hello | AskRanks) -> Accepted | Ranks | Refused:
+        """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
+        # The consumer prints these sentences, so "there" is the producer.
+        if found := differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
+            return make_refusal(found)
+        return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
+
+
+def differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
+    """Return why one engine cannot read KV from another. Each is (protocol version, description)."""
+    if theirs[0] != ours[0]:
+        return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
+    return compare_facts(theirs[1].must_agree, ours[1].must_agree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +111,11 @@ class _Handshake:
 
 
 class Handshakes:
-    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline."""
+    """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline.
+
+    Attributes:
+        soonest: time of the next deadline, as of the last call of `refuse_silent`; may be infinite.
+    """
 
     def __init__(
         self,
@@ -116,6 +136,7 @@ class Handshakes:
         self._asked_anew: dict[Address, float] = {}
         self._known_since: dict[Address, float] = {}
         self._closable: list[Address] = []
+        self.soonest = math.inf
         self._log = LimitedLog(logger, clock=clock)
         self._running: dict[Address, _Handshake] = {}
 
@@ -153,10 +174,6 @@ class Handshakes:
 
     # -- the thread that has the sockets ------------------------------------------------------------------
 
-    @property
-    def deadlines(self) -> list[float]:
-        return [one.began + self._patience(one) for one in list(self._running.values())]
-
     def open(self, address: Address, *, again: bool = False) -> Hello:
         """Start the timeout of a handshake, unless it is opened `again`, and return the first message."""
         running = self._running.get(address) if again else None
@@ -191,22 +208,25 @@ class Handshakes:
             self._answers.pop(oldest, None)
         self._closable.append(address)
 
-    def pop_refused(self) -> list[Address]:
-        """Return the peers that became Unusable since the last call. The caller closes their sockets."""
-        refused, self._closable = self._closable, []
-        return refused
+    def refuse_silent(self) -> list[Address]:
+        """Refuse the peers that have not answered in time.
 
-    def refuse_silent(self) -> None:
-        now = self._clock()
+        Return the peers that became Unusable since the last call. The caller closes their sockets.
+        """
+        now, self.soonest = self._clock(), math.inf
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
-            if now >= handshake.began + patience:
+            if now < handshake.began + patience:
+                self.soonest = min(self.soonest, handshake.began + patience)
+            else:
                 self.refuse(
                     address,
                     f"no answer within {patience:g} s; is it up and reachable, and does it have the "
                     "same key?",
                     gone=True,
                 )
+        refused, self._closable = self._closable, []
+        return refused
 
     def _patience(self, handshake: _Handshake) -> float:
         # Addresses that clients make up never answer. They must not keep others from being asked.

@@ -151,7 +151,7 @@ def _default_limit() -> int:
     return max(1, min(MAX_CONNECTIONS, descriptors // 4))
 
 
-class Authenticator:
+class _Authenticator:
     """A thread that admits clients to a listener if they have the key pair and an allowed address."""
 
     def __init__(
@@ -238,7 +238,7 @@ class Listener:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
         # Before the listener: without an authenticator, ZeroMQ admits any CURVE client.
-        self._door = Authenticator(self._context, keys, peers, resolve)
+        self._door = _Authenticator(self._context, keys, peers, resolve)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = max_message_bytes

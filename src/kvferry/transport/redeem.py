@@ -116,9 +116,12 @@ class Grant(msgspec.Struct, frozen=True):
 
     # A list of thousands of numbers is slow to decode, so ids are packed and checked here.
     def __post_init__(self) -> None:
-        if any(len(table) % _ID.itemsize for table in self.tables):
-            raise ValueError(f"block ids take {_ID.itemsize} bytes each")
-        if (blocks := sum(map(len, self.tables)) // _ID.itemsize) > MAX_BLOCKS:
+        blocks = 0
+        for table in self.tables:
+            if len(table) % _ID.itemsize:
+                raise ValueError(f"block ids take {_ID.itemsize} bytes each")
+            blocks += len(table) // _ID.itemsize
+        if blocks > MAX_BLOCKS:
             raise ValueError(f"block tables of {blocks} blocks, at most {MAX_BLOCKS}")
 
     @classmethod
@@ -305,17 +308,16 @@ class TicketBook:
 
     def release(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
         """End a consumer's claims, and return the leases that nobody claims any more, to be ended."""
+        leases = []
         with self._lock:
-            return [lease for ticket in tickets if (lease := self._released(consumer, ticket)) is not None]
-
-    def _released(self, consumer: int, ticket: bytes) -> str | None:
-        found = self._open.get(ticket)
-        if found is None or consumer not in found.claimed:
-            return None
-        found.claimed.discard(consumer)
-        found.released.add(consumer)
-        if found.claimed:
-            return None
-        # Another lease may get the same ticket before this one is withdrawn.
-        self._tickets.pop(found.lease, None)
-        return self._open.pop(ticket).lease
+            for ticket in tickets:
+                if (found := self._open.get(ticket)) is None or consumer not in found.claimed:
+                    continue
+                found.claimed.discard(consumer)
+                found.released.add(consumer)
+                if not found.claimed:
+                    # Another lease may get the same ticket before this one is withdrawn.
+                    self._tickets.pop(found.lease, None)
+                    del self._open[ticket]
+                    leases.append(found.lease)
+        return leases

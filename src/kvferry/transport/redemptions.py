@@ -7,13 +7,17 @@
 
 A redemption is *growing* while the producer computes the prompt. A *foreseen* ticket may be redeemed before
 the producer knows it. It is growing until the producer's first grant.
+
+Samples of a prompt (``n`` above 1) arrive with the same ticket and share one redemption. Requests with the
+same ticket but different prompts each redeem it, because the producer compares the prompt.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from msgspec import structs
@@ -31,17 +35,19 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 _PAUSE_SHARE = 0.125
 
 
-@dataclass(slots=True)
-class _Redemption:
-    """A request, from `begin` until `end` of `Redemptions`. Times are seconds of its clock.
+@dataclass(slots=True, eq=False)
+class Redemption:
+    """A request to redeem a ticket, until its last user ends it. Times are seconds of the client's clock.
 
     Attributes:
         deadline: time until which the producer must reply.
         foreseen: True if the producer may learn of the ticket later.
-        news: time of the last reply that covered more tokens; of `begin` before that.
+        news: time of the last reply that covered more tokens; of the first request before that.
+        users: number of this engine's requests that use it.
         asked: True while a reply to `message` is missing.
         granted: True once the producer has accepted the ticket, even if it has ended the lease since.
-        again: time of the next request while the redemption is growing.
+        again: time of the next request; infinite while a reply is missing, and if it is not growing.
+        answered: set once there is an `answer`.
         answer: last reply that granted or refused.
     """
 
@@ -50,35 +56,48 @@ class _Redemption:
     deadline: float
     foreseen: bool
     news: float
+    users: int = 0
     asked: bool = True
     sent: bool = False
     granted: bool = False
-    again: float = 0.0
+    again: float = math.inf
+    answered: threading.Event = field(default_factory=threading.Event)
     answer: Redeemed | NotRedeemed | None = None
 
-    @property
-    def grows(self) -> bool:
-        """True if the producer may cover more tokens in a later reply."""
-        if self.answer is None:
-            return self.foreseen
-        return isinstance(self.answer, Redeemed) and self.answer.tokens < self.message.tokens
+
+@dataclass(slots=True)
+class _Ticket:
+    """A ticket that requests of this engine use.
+
+    Attributes:
+        open: its redemptions, one for each distinct prompt.
+        held: True if a redemption that has ended was not refused: the lease may have been granted.
+    """
+
+    open: dict[PromptContent, Redemption] = field(default_factory=dict)
+    held: bool = False
 
 
 class Redemptions:
-    """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them."""
+    """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them.
+
+    Attributes:
+        soonest: time of the next request that becomes due, as of the last call of `due`; may be infinite.
+    """
 
     def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
         self._consumer, self._patience_seconds, self._clock = consumer, patience_seconds, clock
         self._numbers = count()
-        self._asked: dict[int, _Redemption] = {}
-        self._heard = threading.Condition()
+        self._asked: dict[int, Redemption] = {}
+        self._tickets: dict[tuple[Address, bytes], _Ticket] = {}
+        self.soonest = math.inf
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
-    ) -> Redeem:
-        """Create a request. The caller must send it; the other methods take its attribute `number`.
+    ) -> Redemption:
+        """Use a ticket for a request. If this is the first user of the redemption, send its message.
 
         Args:
             tokens, content: number of tokens whose KV was offered, and digests of as many of this engine's
@@ -86,60 +105,72 @@ class Redemptions:
             foreseen: True if the producer may learn of the ticket later, because its request for the prompt
                 may arrive after this one.
         """
-        message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
-        self._asked[message.number] = _Redemption(
-            address, message, now + self._patience_seconds, foreseen, now
-        )
-        return message
+        found = self._tickets.setdefault((address, ticket), _Ticket()).open
+        if (one := found.get(content)) is None:
+            message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
+            one = Redemption(address, message, now + self._patience_seconds, foreseen, now)
+            found[content] = self._asked[message.number] = one
+        one.users += 1
+        return one
 
-    def answer(self, number: int, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
+    def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the last grant; Unusable after a refusal or without a reply in time; otherwise Pending."""
-        asked = self._asked[number]
-        if asked.answer is None and wait_seconds > 0:
-            with self._heard:
-                self._heard.wait_for(lambda: asked.answer is not None, wait_seconds)
-        if isinstance(asked.answer, NotRedeemed):
-            return Unusable(asked.answer.reason)
-        if asked.asked and self._clock() >= asked.deadline:
+        if one.answer is None and wait_seconds > 0:
+            one.answered.wait(wait_seconds)
+        if isinstance(one.answer, NotRedeemed):
+            return Unusable(one.answer.reason)
+        if one.asked and self._clock() >= one.deadline:
             return Unusable(SILENT.format(seconds=self._patience_seconds), gone=True)
-        return Pending() if asked.answer is None else asked.answer
+        return Pending() if one.answer is None else one.answer
 
-    def silent_producer(self, number: int) -> Address | None:
-        asked = self._asked[number]
-        return asked.address if asked.asked else None
+    def end(self, one: Redemption) -> bool:
+        """End a request's use of a ticket. After the last one, ignore later replies.
 
-    def end(self, number: int) -> bool:
-        """Forget a request and ignore later replies. Return False if the producer refused the ticket.
-
-        Otherwise it has accepted it or has not replied, and may be keeping the KV for this engine.
+        Return True if the ticket's lease must be released now: it has no other user, and the producer has
+        accepted it, or may have.
         """
-        asked = self._asked.pop(number)
-        return asked.granted or not isinstance(asked.answer, NotRedeemed)
+        one.users -= 1
+        if one.users:
+            return False
+        del self._asked[one.message.number]
+        name = one.address, one.message.ticket
+        ticket = self._tickets[name]
+        del ticket.open[one.message.content]
+        # An answer may still be on its way, so only a refusal proves that there is no lease to release.
+        ticket.held |= one.granted or not isinstance(one.answer, NotRedeemed)
+        if ticket.open:
+            return False
+        del self._tickets[name]
+        return ticket.held
 
     # -- the channel's thread -----------------------------------------------------------------------------
 
     def handle_reply(self, address: Address, answer: Redeemed | Unchanged | NotRedeemed) -> bytes | None:
         """Store a reply to a request to this peer. Return the ticket if the producer has accepted it."""
-        asked = self._asked.get(answer.number)
-        if asked is None or asked.address != address or not asked.asked:
+        one = self._asked.get(answer.number)
+        if one is None or one.address != address or not one.asked:
             return None
-        with self._heard:
-            now = self._clock()
-            if isinstance(answer, Redeemed):
-                asked.answer, asked.news = answer, now
-            # The producer does not know a foreseen ticket yet: the redemption stays growing.
-            elif isinstance(answer, NotRedeemed) and not (
-                answer.unknown and asked.foreseen and asked.answer is None
-            ):
-                asked.answer = answer
-            pause = min(max((now - asked.news) * _PAUSE_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)
-            asked.asked, asked.again = False, now + pause
-            asked.granted |= not isinstance(answer, NotRedeemed)
-            self._heard.notify_all()
-        return None if isinstance(answer, NotRedeemed) else asked.message.ticket
+        now = self._clock()
+        if isinstance(answer, Redeemed):
+            one.answer, one.news = answer, now
+        # The producer does not know a foreseen ticket yet: the redemption stays growing.
+        elif isinstance(answer, NotRedeemed) and not (answer.unknown and one.foreseen and one.answer is None):
+            one.answer = answer
+        if isinstance(one.answer, Redeemed):
+            grows = one.answer.tokens < one.message.tokens
+        else:
+            grows = one.answer is None and one.foreseen
+        if grows:
+            pause = (now - one.news) * _PAUSE_SHARE
+            one.again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+        one.asked = False
+        one.granted |= not isinstance(answer, NotRedeemed)
+        if one.answer is not None:
+            one.answered.set()
+        return None if isinstance(answer, NotRedeemed) else one.message.ticket
 
     def unanswered(self, address: Address) -> list[Redeem]:
-        """Return the requests to send over a new connection. Their timeouts begin again."""
+        """Return the requests to this peer without a reply, to send them again. Their timeouts begin anew."""
         found = [one for one in list(self._asked.values()) if one.address == address and one.asked]
         for one in found:
             one.deadline, one.sent = self._clock() + self._patience_seconds, True
@@ -147,26 +178,23 @@ class Redemptions:
 
     def is_unsent(self, number: int) -> bool:
         """Return whether a request has not been sent, and record that it is sent now."""
-        asked = self._asked.get(number)
+        one = self._asked.get(number)
         # After `end`, a release follows, and the producer ends only the lease of a ticket that it has seen.
-        if asked is None:
+        if one is None:
             return True
-        unsent, asked.sent = not asked.sent, True
+        unsent, one.sent = not one.sent, True
         return unsent
 
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because there may be more tokens. Their timeouts begin."""
-        now = self._clock()
-        found = [one for one in self._paused() if one.again <= now]
-        for one in found:
-            known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
-            one.message = structs.replace(one.message, known_tokens=known)
-            one.deadline, one.asked, one.sent = now + self._patience_seconds, True, False
-        return [(one.address, one.message) for one in found]
-
-    @property
-    def deadlines(self) -> list[float]:
-        return [one.again for one in self._paused()]
-
-    def _paused(self) -> list[_Redemption]:
-        return [one for one in list(self._asked.values()) if not one.asked and one.grows]
+        now, found = self._clock(), list[tuple[Address, Redeem]]()
+        self.soonest = math.inf
+        for one in list(self._asked.values()):
+            if one.again <= now:
+                known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
+                one.message = structs.replace(one.message, known_tokens=known)
+                one.deadline, one.again = now + self._patience_seconds, math.inf
+                one.asked, one.sent = True, False
+                found.append((one.address, one.message))
+            self.soonest = min(self.soonest, one.again)
+        return found

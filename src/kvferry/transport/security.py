@@ -70,7 +70,7 @@ def random_keys() -> Keys:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: Keys) -> None:
-    """Encrypt the connections of a socket that is not bound yet. An `Authenticator` checks the clients."""
+    """Encrypt the connections of a socket that is not bound yet. An `_Authenticator` checks the clients."""
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = keys.secret, keys.public, True
 
 

@@ -8,27 +8,24 @@ before the next wait. See the description of ``ZMQ_FD`` in ``zmq_getsockopt(3)``
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvferry.common.limited_log import LimitedLog
 from kvferry.transport import security
 from kvferry.transport.addresses import zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
-
-logger = logging.getLogger(__name__)
 
 # Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
 SOCKETS = 3
 
 LATE_SECONDS = 1.0
-_QUIET_SECONDS = 60.0
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -67,13 +64,13 @@ class SocketPoller(Generic[Name]):
 
         Receive at least one message from each: the next call returns those that have more.
         """
-        ready = self._readable(list(self._unsure))
-        signalled = self._epoll.poll(0 if ready else seconds)
-        for descriptor, _ in signalled:
+        ready, heard = self._readable(self._unsure), list[Name]()
+        for descriptor, _ in self._epoll.poll(0 if ready else seconds):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
-        names = [self._names[descriptor] for descriptor, _ in signalled if descriptor in self._names]
-        ready += self._readable([name for name in names if name not in ready])
+            elif (name := self._names.get(descriptor)) is not None and name not in ready:
+                heard.append(name)
+        ready += self._readable(heard)
         # These may have further messages, for which no new signal comes.
         self._unsure = dict.fromkeys(ready)
         return ready
@@ -87,7 +84,7 @@ class SocketPoller(Generic[Name]):
         self._epoll.close()
         os.close(self._wake)
 
-    def _readable(self, names: list[Name]) -> list[Name]:
+    def _readable(self, names: Iterable[Name]) -> list[Name]:
         return [name for name in names if int(self._sockets[name].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
 
 
@@ -153,25 +150,13 @@ class ControlSocket:
         self.raw.close(linger=linger_milliseconds)
 
 
-class DelayMonitor:
-    """Measures how late one thread wakes up from waiting, and logs a warning if it is very late."""
-
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._clock = name, clock
-        self._due = self._said = float("-inf")
-
-    def before_wait(self, seconds: float) -> float:
-        """Record that the thread is about to wait for at most `seconds`, and return them."""
-        self._due = self._clock() + seconds
-        return seconds
-
-    def after_wait(self) -> None:
-        now = self._clock()
-        # A machine that is too busy stays so. One line a minute is enough.
-        if now - self._due > LATE_SECONDS and now - self._said > _QUIET_SECONDS:
-            self._said = now
-            logger.warning(
-                "%s: did not run for %.1f s; peers may take this engine for dead: are there more busy "
-                "processes on this machine than cores?",
-                self._name, now - self._due,
-            )  # fmt: skip
+def warn_if_late(
+    log: LimitedLog, thread: str, due: float, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Log a warning if a thread's wait should have ended long ago, at the time `due` of the clock."""
+    if (late := clock() - due) > LATE_SECONDS:
+        log.say(
+            thread,
+            f"{thread}: did not run for {late:.1f} s; peers may take this engine for dead: are there more "
+            "busy processes on this machine than cores?",
+        )

@@ -518,7 +518,7 @@ def settle_tiers(engine: Any, seconds: float = 120.0, of: int = 0) -> None:
     until = time.monotonic() + seconds
     cache, core = ours._tiering._cache, engine.llm_engine.engine_core.engine_core
     # A step under way may be all that keeps the blocks of requests that have ended.
-    while ours.busy or core.batch_queue or cache.reading.incoming or any(len(one) for one in cache.writing):
+    while ours.busy or core.batch_queue or cache.incoming or any(len(one) for one in cache.slow_tiers):
         assert time.monotonic() < until, "the tiers are still busy"
         cache.poll()
         engine.llm_engine.step()
@@ -570,7 +570,7 @@ def tier_counts(engine: Any) -> dict[str, Any]:
         "missed": {f"{name} {what}": n for (name, what), n in cache.counts.missed.items()},
         "dropped": dict(tiering._stores.dropped),
         "loads": loads_of(engine, "tiers"),
-        "lost": [writing.lost for writing in cache.writing],
+        "lost": [writing.lost for writing in cache.slow_tiers],
     }
 
 
@@ -684,8 +684,8 @@ def wait_for_turns(engine: Any, seconds: float) -> None:
     turns.ASK_SECONDS = seconds
     finder = parts.turn_finder(engine)
 
-    def found(request: Any) -> Any:
-        while isinstance(answer := type(finder).found(finder, request), Pending):
+    def found(request: Any, search: Any) -> Any:
+        while isinstance(answer := type(finder).found(finder, request, search), Pending):
             time.sleep(0.001)
         return answer
 

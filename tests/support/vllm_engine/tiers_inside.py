@@ -18,7 +18,6 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
     cache, source, stores = tiering._cache, tiering.source, tiering._stores
     worker = worker_half(engine, of)
     cache.host.check_integrity()
-    book = cache.host._slots
     counts = {
         "loads": len(admission.loads),
         "late": admission.loads.late_blocks(),
@@ -28,10 +27,10 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "named requests": len(tiering._prompts._known),
         "requests to serve": len(source._requests),
         "loads from tiers": sum(feed.busy for feed in source._feeds),
-        "fetches": len(cache.reading.fetches),
-        "incoming": len(cache.reading.incoming),
-        "fills": len(book._fills),
-        "reads": len(book._reads),
+        "fetches": len(cache.fetches),
+        "incoming": len(cache.incoming),
+        "fills": len(cache.host._fills),
+        "reads": len(cache.host._reads),
         "reading": sum(queue.reads.count for queue in cache._queues),
         "writing": sum(queue.writes.count for queue in cache._queues),
         "requests": len(engine.llm_engine.engine_core.engine_core.scheduler.requests),
@@ -94,13 +93,13 @@ def learned(engine: Any) -> tuple[float, int]:
 def slow_files(engine: Any, seconds: float, of: int = 0) -> None:
     """Let every fetch from a slow tier take so much longer."""
     for queue in parts.queues(engine, of):
-        inner = queue.tier.get
+        inner = queue.reads._call
 
         def slower(*args: Any, inner: Any = inner) -> Any:
             time.sleep(seconds)
             return inner(*args)
 
-        queue.tier.get = slower
+        queue.reads._call = slower
 
 
 def wait_for_ledgers(engine: Any, seconds: float) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
 from support.models import attention, model
@@ -65,13 +64,13 @@ class Cache:
 
     def load(self, *keys: bytes) -> bool:
         """Whether all could be loaded; what was is right, and nothing is held afterwards."""
-        fetch = self.cache.reading.fetch([WantedChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
+        fetch = self.cache.fetch([WantedChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
         self.step_until(lambda: fetch.over)
         taken = fetch.take()
         for want, slot in taken:
             assert bytes(self.bytes_at(slot.offset, SIZE)) == content(want.key)
-            self.cache.close(slot)
-        self.cache.reading.cancel(fetch)
+            self.cache.host.close(slot)
+        self.cache.cancel(fetch)
         self.step_until(lambda: not (self.cache.busy or self.host.holds))
         return len(taken) == len(keys)
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import WRITE_BACK_SHARE, SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import WRITE_BACK_SHARE, ChunkCache, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -108,7 +107,7 @@ class Cache:
             self.host.evict(key)
 
     def fetch(self, *keys, **options):
-        return self.cache.reading.fetch([want(key) for key in keys], **options)
+        return self.cache.fetch([want(key) for key in keys], **options)
 
     def answer(self, number, what, key, as_):
         """Let an operation of a tier end, and hear of it."""
@@ -182,12 +181,12 @@ class Living(RuleBasedStateMachine):
                 self.note_owed(number, slot.key)
 
     def note_owed(self, number, key):
-        if not self.made.tiers[number].contains([key])[0] and key not in self.cache.writing[number].held:
+        if not self.made.tiers[number].contains([key])[0] and key not in self.cache.slow_tiers[number].held:
             self.owed[number].add(key)
 
     def note_lost(self):
         """What is owed no longer, and was not written, has left host memory, and is counted."""
-        for number, writing in enumerate(self.cache.writing):
+        for number, writing in enumerate(self.cache.slow_tiers):
             self.owed[number] -= writing.held.keys()
             gone = self.owed[number] - set(writing.queued)
             self.owed[number] -= gone
@@ -226,13 +225,13 @@ class Living(RuleBasedStateMachine):
     def close(self, data):
         slot = data.draw(st.sampled_from(self.sorted_slots(self.taken)))
         self.taken.remove(slot)
-        self.cache.close(slot)
+        self.cache.host.close(slot)
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def cancel(self, data):
         fetch, _, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        self.cache.reading.cancel(fetch)
+        self.cache.cancel(fetch)
         assert fetch.over
         assert not fetch.take()
 
@@ -283,7 +282,7 @@ class Living(RuleBasedStateMachine):
         self.cache.poll()
         for number, key in sorted(heard):
             for faster in range(number):
-                if self.host.contains([key])[0] or key in self.cache.writing[faster].queued:
+                if self.host.contains([key])[0] or key in self.cache.slow_tiers[faster].queued:
                     self.note_owed(faster, key)
         self.note_lost()
         self.check_write_back(before, used)
@@ -318,7 +317,7 @@ class Living(RuleBasedStateMachine):
         if not hasattr(self, "made"):
             return
         cache = self.cache
-        counts = asdict(cache.counts), asdict(cache.host.counters), [one.lost for one in cache.writing]
+        counts = asdict(cache.counts), asdict(cache.host.counters), [one.lost for one in cache.slow_tiers]
         assert cache.events != self.counted[0] or counts == self.counted[1]
         self.counted = cache.events, counts
 
@@ -358,7 +357,7 @@ class Living(RuleBasedStateMachine):
                 assert set(here) <= set(keys)
             if not fetch.over:
                 assert self.cache.busy
-            assert self.cache.reading.awaited_tiers(fetch) <= {queue.name for queue in self.queues}
+            assert self.cache.awaited_tiers(fetch) <= {queue.name for queue in self.queues}
 
     @invariant()
     def every_hold_is_somebodys(self):
@@ -373,16 +372,16 @@ class Living(RuleBasedStateMachine):
         for slot in self.fills:
             self.filled(slot)
         for fetch, _, _ in self.loads:
-            self.cache.reading.cancel(fetch)
+            self.cache.cancel(fetch)
         for slot in self.taken:
-            self.cache.close(slot)
+            self.cache.host.close(slot)
         self.cache.poll()
         while any(map(jobs_of, self.queues)):
             for number, queue in enumerate(self.queues):
                 for what, key, _ in jobs_of(queue):
                     self.end(number, what, key, GetOutcome.HIT if what == "read" else PutOutcome.STORED)
             self.cache.poll()
-        owed = [set(writing.queued) for writing in self.cache.writing]
+        owed = [set(writing.queued) for writing in self.cache.slow_tiers]
         here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
         for tier in self.made.tiers:
             tier.next_put = PutOutcome.STORED
@@ -418,13 +417,13 @@ def test_a_chunk_in_host_memory_is_ready_at_once():
     made.store(FULL, OTHER)
     fetch = made.fetch(FULL, OTHER)
     assert (fetch.over, names_of(fetch), fetch.tiers) == (True, [FULL, OTHER], {"host"})
-    assert made.cache.reading.origin(fetch) == "host"
+    assert made.cache.origin(fetch) == "host"
 
 
 def test_chunk_of_the_slowest_tier_is_read_once_and_written_to_the_faster_one():
     made = cache([], [FULL])
     first, second = made.fetch(FULL), made.fetch(FULL)
-    assert made.cache.reading.origin(first) == "object"
+    assert made.cache.origin(first) == "object"
     assert made.jobs(1) == [("read", FULL)]
     made.answer(1, "read", FULL, GetOutcome.HIT)
     assert names_of(first) == names_of(second) == [FULL]
@@ -442,9 +441,9 @@ def test_recomputed_chunk_is_written_to_the_tiers_that_lack_it():
 def test_chunk_that_a_tier_misses_comes_from_the_next_one():
     made = cache([FULL], [FULL])
     fetch = made.fetch(FULL)
-    assert made.cache.reading.awaited_tiers(fetch) == {"file"}
+    assert made.cache.awaited_tiers(fetch) == {"file"}
     made.answer(0, "read", FULL, GetOutcome.CORRUPT)
-    assert made.cache.reading.awaited_tiers(fetch) == {"object"}
+    assert made.cache.awaited_tiers(fetch) == {"object"}
     made.answer(1, "read", FULL, GetOutcome.HIT)
     assert (fetch.failure, names_of(fetch), fetch.tiers) == (None, [FULL], {"object"})
     assert made.cache.counts.missed == Counter({("file", GetOutcome.CORRUPT): 1})
@@ -455,7 +454,7 @@ def test_load_fails_if_a_chunk_is_missing_and_keeps_its_other_chunks():
     fetch = made.fetch(FULL, OTHER)
     made.answer(0, "read", FULL, GetOutcome.ABSENT)
     assert (fetch.over, fetch.failure) == (True, "a chunk of the file tier: absent")
-    made.cache.reading.cancel(fetch)
+    made.cache.cancel(fetch)
     made.answer(0, "read", OTHER, GetOutcome.HIT)
     assert made.host.contains([FULL, OTHER]).tolist() == [False, True]
     assert made.host.holds == 0
@@ -510,7 +509,7 @@ def test_a_load_larger_than_host_memory_goes_on_as_its_chunks_are_used():
         for of, slot in fetch.take():
             assert made.at(slot).tobytes() == content(of.key)
             taken.append(of.key)
-            made.cache.close(slot)
+            made.cache.host.close(slot)
         made.cache.poll()
     assert fetch.failure is None
     assert taken + names_of(fetch) == [FULL, OTHER, THIRD]
@@ -521,13 +520,11 @@ def test_beginning_of_a_prompt_outlasts_its_end_after_a_load():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
     tiers = fake_tiers([(key, content(key)) for key in prompt])
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
-    fetch = made.cache.reading.fetch(
-        [WantedChunk(0, number, key, CHUNK) for number, key in enumerate(prompt)]
-    )
+    fetch = made.cache.fetch([WantedChunk(0, number, key, CHUNK) for number, key in enumerate(prompt)])
     while not fetch.over:  # as they come, from the first on
         made.answer(0, "read", made.jobs(0)[0][1], GetOutcome.HIT)
         for _, slot in fetch.take():
-            made.cache.close(slot)
+            made.cache.host.close(slot)
     assert made.host.contains(prompt).all()
     made.cache.mark_used(prompt)
     for number in range(4):
@@ -552,7 +549,7 @@ def test_chunk_held_while_its_prompt_is_used_is_ranked_when_released():
     made.store(*KEYS[:3])
     ((_, slot),) = made.fetch(KEYS[1]).take()
     made.cache.mark_used(KEYS[:3])
-    made.cache.close(slot)
+    made.cache.host.close(slot)
     order = [made.policy.evict() for _ in range(3)]
     assert order == [KEYS[2], KEYS[0], KEYS[1]]
 
@@ -604,7 +601,7 @@ def test_chunk_evicted_before_its_write_counts_as_lost():
     made.store(FULL)
     made.leave(FULL)
     made.cache.poll()
-    assert (made.jobs(0), made.cache.writing[0].lost) == ([], 1)
+    assert (made.jobs(0), made.cache.slow_tiers[0].lost) == ([], 1)
 
 
 def test_a_tier_takes_only_so_many_stores_at_once():
@@ -618,7 +615,7 @@ def test_a_tier_takes_only_so_many_stores_at_once():
         assert made.cache.busy, "steps go on until its end is heard of"
         made.answer(0, "write", key, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
-    assert len(made.cache.take_times().writes["file"]) == 5
+    assert len(made.cache.times.writes["file"]) == 5
 
 
 def hung(*kept):
@@ -640,7 +637,7 @@ def test_tier_stuck_for_reading_gets_no_reads_but_writes():
 def test_hanging_read_of_a_cancelled_load_keeps_no_engine_busy():
     made, fetch = hung([FULL])
     assert made.cache.busy
-    made.cache.reading.cancel(fetch)
+    made.cache.cancel(fetch)
     made.cache.poll()
     assert not made.cache.busy
     made.answer(0, "read", FULL, GetOutcome.HIT)

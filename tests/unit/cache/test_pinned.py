@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.cache.chunk_cache import PinnedChunks
+from kvferry.cache.pinned import PinnedChunks
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 
@@ -18,7 +18,7 @@ def full():
     host = HostTier(CHUNKS * PAGE, [PAGE], EVICTION_POLICIES["lru"])
     keys = [key(number) for number in range(CHUNKS)]
     add(host, keys)
-    return host, PinnedChunks(host, [PAGE]), keys
+    return host, PinnedChunks(host), keys
 
 
 def add(host, keys):

@@ -12,7 +12,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import LoadSpan
-from kvferry.tiers.index.key_table import tags_of
+from kvferry.tiers.index import tags_of
 from support.examples import examples
 
 FULL, STATE = CanonicalGroup(GroupKind.FULL, 0, ()), CanonicalGroup(GroupKind.STATE, 0, ())

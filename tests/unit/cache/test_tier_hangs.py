@@ -32,9 +32,9 @@ def work(path: Path, what: str) -> dict[str, object]:
             before = time.monotonic()
             known = queue.known([key(1)])[0]
             if what == "read" and known and step < 50:
-                queue.read(key(1), GROUP, body(1))
+                queue.reads.start(key(1), GROUP, body(1))
             if what == "write" and queue.can_write:
-                queue.write(key(100 + step), GROUP, body(1))
+                queue.writes.start(key(100 + step), GROUP, body(1))
             queue.mark_used([key(1)])
             queue.done()
             longest = max(longest, time.monotonic() - before)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.cache.tier_queue import STUCK_SECONDS, ReadEnded, TierQueue, WriteEnded
+from kvferry.cache.tier_queue import STUCK_SECONDS, Ended, TierQueue
 from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from support.chunk_files import key
@@ -39,19 +39,19 @@ def heard(queue, count):
     found = []
     wait_for(lambda: found.extend(queue.done()) or len(found) >= count)
     assert len(found) == count
-    return sorted(found, key=lambda done: (isinstance(done, ReadEnded), done.key))
+    return sorted(found, key=lambda done: (isinstance(done.what, GetOutcome), done.key))
 
 
 def test_chunks_go_to_files_and_come_back(tmp_path):
     queue = TierQueue(open_store(tmp_path, capacity=1 << 20), "file")
     stored = [body(number) for number in range(6)]
     for number, one in enumerate(stored):
-        queue.write(key(number), GROUP, one)
+        queue.writes.start(key(number), GROUP, one)
     assert {done.what for done in heard(queue, 6)} == {PutOutcome.STORED}
     assert queue.known([key(number) for number in range(7)]).tolist() == [True] * 6 + [False]
     into = [whole_pages(len(one)) for one in stored]
     for number, one in enumerate(into):
-        queue.read(key(number), GROUP, one)
+        queue.reads.start(key(number), GROUP, one)
     assert {done.what for done in heard(queue, 6)} == {GetOutcome.HIT}
     for one, other in zip(stored, into, strict=True):
         assert sections(GROUP, one) == sections(GROUP, other)
@@ -61,23 +61,23 @@ def test_chunks_go_to_files_and_come_back(tmp_path):
 
 def test_a_damaged_file_is_a_miss_and_known_no_more(tmp_path):
     queue = TierQueue(open_store(tmp_path, capacity=1 << 20), "file")
-    queue.write(KEY, GROUP, body(1))
+    queue.writes.start(KEY, GROUP, body(1))
     heard(queue, 1)
     path = file_of(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    queue.read(KEY, GROUP, whole_pages(len(body(1))))
-    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.CORRUPT)]
+    queue.reads.start(KEY, GROUP, whole_pages(len(body(1))))
+    assert heard(queue, 1) == [Ended(KEY, GetOutcome.CORRUPT)]
     assert not queue.known([KEY])[0]
     queue.close(5)
 
 
 def test_exception_of_a_tier_is_an_io_error(caplog):
     queue = queue_by_hand(FakeTier("file"), Clock())
-    queue.read(KEY, GROUP, memoryview(bytearray(1)))
-    queue.write(KEY, GROUP, memoryview(bytearray(1)))
+    queue.reads.start(KEY, GROUP, memoryview(bytearray(1)))
+    queue.writes.start(KEY, GROUP, memoryview(bytearray(1)))
     answer(queue, "read", KEY, RuntimeError)
     answer(queue, "write", KEY, RuntimeError)
-    assert queue.done() == [ReadEnded(KEY, GetOutcome.IO_ERROR), WriteEnded(KEY, PutOutcome.IO_ERROR)]
+    assert queue.done() == [Ended(KEY, GetOutcome.IO_ERROR), Ended(KEY, PutOutcome.IO_ERROR)]
     assert [record.getMessage() for record in caplog.records] == [
         f"file tier: {what} of {KEY.hex()}" for what in ("fetch", "store")
     ]
@@ -87,7 +87,7 @@ def reading(*keys):
     clock = Clock()
     queue = queue_by_hand(FakeTier("file", [(KEY, b"1")]), clock, writers=1)
     for one in keys:
-        queue.read(one, GROUP, memoryview(bytearray(1)))
+        queue.reads.start(one, GROUP, memoryview(bytearray(1)))
     return queue, clock
 
 
@@ -119,8 +119,8 @@ def test_a_tier_that_was_long_idle_is_not_stuck_with_its_next_operation():
     queue, clock = reading()
     clock.now += 1000
     assert not queue.reads.stuck
-    queue.read(key(2), GROUP, memoryview(bytearray(1)))
-    queue.write(key(2), GROUP, memoryview(b"1"))
+    queue.reads.start(key(2), GROUP, memoryview(bytearray(1)))
+    queue.writes.start(key(2), GROUP, memoryview(b"1"))
     assert not queue.reads.stuck
     assert not queue.writes.stuck
     clock.now += STUCK_SECONDS + 1
@@ -139,7 +139,7 @@ def test_operations_that_end_while_the_engine_sleeps_leave_the_tier_unstuck(list
         queue.done()
     assert not queue.reads.stuck
     assert queue.known([KEY])[0]
-    queue.read(key(4), GROUP, memoryview(bytearray(1)))
+    queue.reads.start(key(4), GROUP, memoryview(bytearray(1)))
     assert not queue.reads.stuck
 
 
@@ -147,7 +147,7 @@ def test_there_is_room_for_four_stores_a_thread():
     queue, _ = reading()
     for number in range(4):
         assert queue.can_write
-        queue.write(key(number), GROUP, memoryview(b"1"))
+        queue.writes.start(key(number), GROUP, memoryview(b"1"))
     assert not queue.can_write
     answer(queue, "write", key(2), PutOutcome.STORED)
     assert not queue.can_write, "it is heard of with done()"
@@ -158,20 +158,20 @@ def test_there_is_room_for_four_stores_a_thread():
 def test_closing_waits_no_longer_than_it_may_for_a_thread_that_hangs(caplog):
     tier = Gate()
     queue = TierQueue(tier, "gate", readers=1, writers=1)
-    queue.read(KEY, GROUP, memoryview(bytearray(1)))
+    queue.reads.start(KEY, GROUP, memoryview(bytearray(1)))
     queue.close(0.2)
     assert queue.reads.count == 1, "the read has not ended"
     assert not tier.closed, "an operation is under way"
     assert "gate tier: a read or write has not ended 0.2 s after the engine began to stop" in caplog.text
     tier.opened.set()
-    assert heard(queue, 1) == [ReadEnded(KEY, GetOutcome.ABSENT)]
+    assert heard(queue, 1) == [Ended(KEY, GetOutcome.ABSENT)]
 
 
 def test_closing_writes_what_was_given_and_closes_the_tier():
     tier = FakeTier("file")
     queue = TierQueue(tier, "file", readers=1, writers=1)
     for number in range(9):
-        queue.write(key(number), GROUP, memoryview(b"%d" % number))
+        queue.writes.start(key(number), GROUP, memoryview(b"%d" % number))
     queue.close(5)
     assert tier.kept == {key(number): b"%d" % number for number in range(9)}
     assert tier.closed

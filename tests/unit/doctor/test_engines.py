@@ -18,7 +18,8 @@ from kvferry.tools.doctor import http_engine
 from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.serving.role import Role
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
@@ -79,7 +80,7 @@ def control():
 
 def keeps_blocks(of=None) -> ControlServer:
     """A control channel that knows the ticket which `engine` hands out."""
-    server = ControlServer(HOST, 0, ProducerCard(of or facts(), cards()), KEYS)
+    server = ControlServer(HOST, 0, PeerInfo(of or facts(), cards()), KEYS)
     server.tickets.publish(
         ticket("cmpl-7"), "cmpl-7", 3, PromptContent(prompt_digest([11, 12, 13])), Grant.of(1, 2, [[1]])
     )
@@ -188,7 +189,7 @@ def test_ranks_that_cannot_be_chosen_are_said_not_to_have_been_looked_at():
 
 
 def test_another_engine_at_the_address_that_peers_are_told_is_not_taken_for_it():
-    server = ControlServer(HOST, 0, ProducerCard(facts("somebody"), cards()), KEYS)
+    server = ControlServer(HOST, 0, PeerInfo(facts("somebody"), cards()), KEYS)
     try:
         with http(engine(server.port)) as url:
             (section,), (seen,) = examine_engines([parse_target(url)], KEYS)
@@ -343,7 +344,7 @@ def test_every_open_port_of_an_engine_is_listed_with_who_may_use_it():
     ):
         port, anybodys = (one.getsockname()[1] for one in (gathers, ucx))
         card = structs.replace(card, outgoing=Outgoing(HOST, port, 1 << 40, 4096, 1))
-        server = ControlServer(HOST, 0, ProducerCard(facts(), (card,)), KEYS)
+        server = ControlServer(HOST, 0, PeerInfo(facts(), (card,)), KEYS)
         try:
             (section,), _ = examine_engines([parse_target(f"kvferry://{HOST}:{server.port}")], KEYS)
         finally:

@@ -10,7 +10,8 @@ import zmq
 from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import identity
 from kvferry.tools.doctor.identity import IdentifyError, identify, release_ticket
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
@@ -22,7 +23,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def server(keys=KEYS):
-    one = ControlServer(HOST, 0, ProducerCard(facts(weights="theirs"), cards()), keys)
+    one = ControlServer(HOST, 0, PeerInfo(facts(weights="theirs"), cards()), keys)
     try:
         yield one
     finally:

@@ -152,11 +152,10 @@ def row(draw: Any, chunks: int) -> list[int]:
 class Chunks:
     """A cache that says where chunks are, and notes what is fetched."""
 
-    tiers = ("file", "object")
+    tiers = ("host", "file", "object")
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.wanted_chunks = rows, []
-        self.reading = self
 
     def tier_numbers(self, tags: np.ndarray, without: set[str]) -> np.ndarray:
         assert not without
@@ -180,7 +179,7 @@ class Client:
     def redeem(self, address: Any, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> int:
         return 0
 
-    def redemption(self, number: int, wait_seconds: float) -> Redeemed:
+    def answer(self, claim: int, wait_seconds: float) -> Redeemed:
         return self._granted
 
 

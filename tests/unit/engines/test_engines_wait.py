@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvferry.connector.events import SourceRefused
-from kvferry.connector.peers.claims import Standstill
+from kvferry.connector.peers.peering import _Standstill
 from support.clock import Clock
 from support.examples import examples
 from support.mesh import MeshEngine, Network, network
@@ -108,7 +108,7 @@ def test_a_circle_of_full_engines_goes_on_after_the_patience(engines, prefix_cac
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_engines_without_the_rule_wait_for_ever(engines, monkeypatch):
-    monkeypatch.setattr(Standstill, "claim_lapses", lambda *_, **__: False)
+    monkeypatch.setattr(_Standstill, "claim_lapses", lambda *_, **__: False)
     with network(Clock()) as net:
         mesh = meshed(net, [BLOCKS] * engines)
         with pytest.raises(pytest.fail.Exception, match="for ever"):

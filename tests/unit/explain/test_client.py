@@ -111,8 +111,8 @@ def everything(name: str, at: float) -> tuple[Event, ...]:
         StoreBegan(name, at, f"store-{name}", "full", 2),
         Scheduled(name, at, 1, 20, loads=(load,)),
         Finished(name, at),
-        LeaseGranted(name, at, 19, 30.0),
-        LeaseEnded(name, at, expired=True),
+        granted := LeaseGranted(name, at, 19, 30.0),
+        LeaseEnded(name, at, granted=granted, expired=True),
     )
 
 

@@ -223,15 +223,17 @@ def test_a_timeline_names_the_sources_that_cannot_serve_a_request() -> None:
     ],
 )
 def test_a_timeline_says_how_a_lease_ended(expired: bool, heartbeats: int, said: str) -> None:
-    found = told(LeaseGranted("a", 11.0, 699, 30.0), LeaseEnded("a", 12.0, expired), heartbeats=heartbeats)
+    granted = LeaseGranted("a", 11.0, 699, 30.0)
+    found = told(granted, LeaseEnded("a", 12.0, granted=granted, expired=expired), heartbeats=heartbeats)
     assert found[1].startswith("1.0 699 tokens are offered to another engine; the lease ends 30 s after")
     assert found[2] == f"2.0 {said}"
 
 
 def test_a_timeline_says_that_a_lease_was_withdrawn() -> None:
-    ended = LeaseEnded("a", 12.0, expired=False, withdrawn=True)
+    granted = LeaseGranted("a", 11.0, 699, 30.0)
+    ended = LeaseEnded("a", 12.0, granted=granted, expired=False, withdrawn=True)
     assert (
-        told(LeaseGranted("a", 11.0, 699, 30.0), ended)[2]
+        told(granted, ended)[2]
         == "2.0 The lease is withdrawn: the cache was reset, or another sample of the request was aborted."
     )
 
@@ -304,8 +306,8 @@ def test_a_summary_of_two_parts_counts_time_once_and_nothing_of_what_was_of_no_u
 @pytest.mark.parametrize(("heartbeats", "also"), [(0, ""), (3, " after 3 heartbeats of readers")])
 def test_blocks_that_are_kept_for_the_next_turn(heartbeats, also):
     found = told(
-        LeaseGranted("a", 11.0, 699, 60.0, turn=True),
-        LeaseEnded("a", 12.0, expired=False),
+        granted := LeaseGranted("a", 11.0, 699, 60.0, turn=True),
+        LeaseEnded("a", 12.0, granted=granted, expired=False),
         heartbeats=heartbeats,
     )
     assert found[-2:] == [

@@ -21,7 +21,8 @@ from faults.storage import dropped_since
 from faults.values import Fault, Trial, judged
 from fuzz.rigs import new_keys
 from kvferry.tiers.names import PutOutcome
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
+from kvferry.transport.handshake import PeerInfo
 from transport.cards import cards, facts
 
 pytestmark = pytest.mark.slow
@@ -188,7 +189,7 @@ def test_garbage_counts_as_noticed_only_if_the_connection_closes_after_the_greet
 
 
 def test_control_channel_closes_connections_that_send_garbage(tmp_path: Path):
-    server = ControlServer(HOST, 0, ProducerCard(facts(), cards()), new_keys())
+    server = ControlServer(HOST, 0, PeerInfo(facts(), cards()), new_keys())
     try:
         assert tried(GARBAGE, tmp_path, server.port)[1].detected
     finally:

@@ -14,8 +14,8 @@ from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.memory import copy_kernel
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import STREAMED_BYTES, copy_cells
-from kvferry.memory.pool_cells import CopyView, PoolCells
+from kvferry.memory.host_copy import STREAMED_BYTES, CopyView, copy_cells
+from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from support.cells import cell, runs

@@ -306,11 +306,10 @@ def test_tiers_and_leases_and_late_blocks() -> None:
         store := StoreBegan("a", 0.0, "store#0", "full_attention", 2),
         StoreEnded("a", 0.0, began=store, failure="", size=64, seconds=0.3),
         StoreEnded("a", 0.0, began=store, failure="gone", size=0, seconds=0.3),
-        LeaseGranted("a", 0.0, 80, 30.0),
+        granted := LeaseGranted("a", 0.0, 80, 30.0),
         LeaseGranted("b", 0.0, 80, 30.0),
         LeaseExtended("a", 0.0),
-        LeaseEnded("a", 0.0, expired=True),
-        LeaseEnded("a", 0.0, expired=False),
+        LeaseEnded("a", 0.0, granted=granted, expired=True),
         LateBlocks(0.0, 7),
         SnapshotsPlaced(1088, 4096),
     )
@@ -448,7 +447,6 @@ def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
         Scheduled("a", 0.0, 0, PROMPT),
         Finished("a", 0.0),
         asked(),
-        LeaseEnded("x", 0.0, expired=True),
     )
     assert not counted(*events)
     assert not counted(*(replace(event, at=1.0) for event in events))

@@ -107,15 +107,11 @@ def test_stores_and_leases_end_after_their_requests_and_keep_their_trace() -> No
     lease, store = spans(
         Arrived("a", 0.0, tokens=200, sources=(), declined=(), trace_headers=HEADERS),
         store := StoreBegan("a", 1.0, "store#0", "full", 2),
-        LeaseGranted("a", 2.0, 199, 30.0),
+        granted := LeaseGranted("a", 2.0, 199, 30.0),
         Finished("a", 2.0),
-        LeaseEnded("a", 3.0, expired=True),
+        LeaseEnded("a", 3.0, granted=granted, expired=True),
         StoreEnded("a", 4.0, began=store, failure="gone", size=8, seconds=0.1),
     )
     assert (lease.parent, lease.attributes) == (HEADERS, {"kvferry.tokens": 199, "kvferry.expired": True})
     assert (store.parent, store.failure) == (HEADERS, "gone")
     assert store.attributes == {"kvferry.group": "full", "kvferry.chunks": 2, "kvferry.bytes": 8}
-
-
-def test_an_end_without_a_begin_makes_no_span() -> None:
-    assert spans(LeaseEnded("a", 3.0, expired=False)) == []

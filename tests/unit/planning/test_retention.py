@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.geometry import GroupKind
-from kvferry.planning.retention import keeps_chunk, keeps_snapshot, last_prefix_ends, needed_chunks
+from kvferry.planning.retention import chunks_to_store, keeps_snapshot, last_prefix_ends, needed_chunks
 from kvferry.tools.models.store import LayerCache
 
 FULL = LayerCache(GroupKind.FULL, 0, ())
@@ -13,7 +13,7 @@ ATTENTION_CHUNK = LayerCache(GroupKind.CHUNKED, 128, ())
 
 def kept(group, every, prompt, chunk_tokens=32, block_tokens=0):
     ends = last_prefix_ends(prompt, chunk_tokens, block_tokens)
-    return [n for n in range(prompt // chunk_tokens) if keeps_chunk(group, n, chunk_tokens, every, ends)]
+    return list(chunks_to_store(group, range(prompt // chunk_tokens), chunk_tokens, every, ends))
 
 
 def test_everything_is_kept_where_every_chunk_ends_a_prefix():

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.control_server import ProducerCard
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
     MAX_DIFFERENCES,
@@ -171,7 +171,7 @@ def test_ids_and_sentences_have_a_limit():
 
 def test_a_refusal_of_very_many_differences_can_be_read_and_says_how_many_more():
     ours, theirs = ({str(number): side * 4096 for number in range(1000)} for side in "ab")
-    said = decode_reply(encode(ProducerCard(facts(**ours), ()).answer(Hello(PROTOCOL, facts(**theirs)))))
+    said = decode_reply(encode(PeerInfo(facts(**ours), ()).answer(Hello(PROTOCOL, facts(**theirs)))))
     assert isinstance(said, Refused)
     assert len(said.differences) == MAX_DIFFERENCES
     assert said.differences[-1] == "937 more differences"

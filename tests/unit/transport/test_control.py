@@ -20,7 +20,6 @@ from kvferry.transport.control_server import (
     ControlServer,
     LeasesClaimed,
     LeasesReleased,
-    ProducerCard,
 )
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import (
@@ -38,7 +37,7 @@ from kvferry.transport.messages import (
     encode,
 )
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, Unchanged
-from kvferry.transport.redemptions import SILENT
+from kvferry.transport.redemptions import SILENT, Redemption
 from kvferry.transport.sockets import ControlSocket
 from kvferry.transport.turns import TurnContent
 from support.clock import Clock
@@ -72,7 +71,7 @@ class Ends:
         self._stack, self.heard = stack, list[bytes]()
 
     def server(self, of=None, port=0, keys=KEYS, peers=ANY_PEER) -> ControlServer:
-        server = ControlServer(HOST, port, ProducerCard(of or facts(), cards()), keys, peers)
+        server = ControlServer(HOST, port, PeerInfo(of or facts(), cards()), keys, peers)
         self._stack.callback(server.close)
         return server
 
@@ -136,24 +135,21 @@ def publish(server: ControlServer, named: bytes, lease: str = "lease") -> None:
     server.tickets.publish(named, lease, 4, CONTENT, GRANT)
 
 
-def granted(client: ControlClient, number: int):
+def granted(client: ControlClient, claim: Redemption):
     """Return a redemption's answer."""
-    return wait_for(
-        lambda: None if isinstance(answer := client.redemption(number, 0.01), Pending) else answer
-    )
+    return wait_for(lambda: None if isinstance(answer := client.answer(claim, 0.01), Pending) else answer)
 
 
 def redeem(
     client: ControlClient, server: ControlServer, named: bytes, lease: str = "lease", publishes: bool = True
-) -> bytes:
-    """Claim a lease, which the server has granted; returns its ticket."""
+) -> Redemption:
+    """Claim a lease, which the server has granted."""
     if publishes:
         publish(server, named, lease)
     status(client, server.port)
-    number = client.redeem((HOST, server.port), named, 4, CONTENT)
-    assert granted(client, number).grant == GRANT
-    assert client.end_redemption(number)
-    return named
+    claim = client.redeem((HOST, server.port), named, 4, CONTENT)
+    assert granted(client, claim).grant == GRANT
+    return claim
 
 
 def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
@@ -208,8 +204,9 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, capl
     wait_for(lambda: "nobody expects this" in caplog.text)
     clock.now += 6.0
     assert granted(client, lost).reason.startswith("it did not answer")
+    client.end(lost)
     again = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert granted(client, again) == Redeemed(again, 1, GRANT, 4)
+    assert granted(client, again) == Redeemed(again.message.number, 1, GRANT, 4)
 
 
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog):
@@ -217,8 +214,8 @@ def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monke
     monkeypatch.setattr(ControlSocket, "receive", raising_once(ControlSocket.receive))
     wait_for(lambda: not isinstance(status(client, server.port), Unusable))
     wait_for(lambda: "nobody expects this" in caplog.text)
-    number = client.redeem((HOST, server.port), ticket("other"), 4, CONTENT)
-    assert granted(client, number).reason.startswith("it does not know the ticket")
+    claim = client.redeem((HOST, server.port), ticket("other"), 4, CONTENT)
+    assert granted(client, claim).reason.startswith("it does not know the ticket")
 
 
 def test_a_refusal_names_every_difference(ends):
@@ -461,14 +458,14 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     client = ends.client(heartbeat_seconds=0.05)
     first, second = (redeem(client, server, ticket(name), name) for name in "ab")
     wait_for(lambda: sum(event == LeasesClaimed(["a", "b"]) for event in list(server.events)) >= 3)
-    client.release((HOST, server.port), first)
+    client.end(first)
     wait_for(lambda: LeasesReleased(["a"]) in server.events)
     server.events.clear()
     wait_for(lambda: len(server.events) >= 2)
     assert all(event == LeasesClaimed(["b"]) for event in list(server.events)), (
         "a released lease is not kept alive"
     )
-    client.release((HOST, server.port), second)
+    client.end(second)
     wait_for(lambda: LeasesReleased(["b"]) in server.events)
     server.events.clear()
     execute(client, server)
@@ -536,7 +533,7 @@ def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
 def test_a_release_right_before_the_end_still_goes_out(ends):
     server = ends.server()
     client = ControlClient(facts("D"), lambda ranks: None, KEYS)
-    client.release((HOST, server.port), redeem(client, server, LEASE))
+    client.end(redeem(client, server, LEASE))
     client.close()
     wait_for(lambda: LeasesReleased(["lease"]) in server.events)
 
@@ -560,9 +557,9 @@ def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     server, client = ends.server(), ends.client()
     publish(server, LEASE)
     assert isinstance(client.look_up((HOST, server.port)), Pending)
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert isinstance(client.redemption(number), Pending), "the first answer does not wait"
-    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(client.answer(claim), Pending), "the first answer does not wait"
+    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
     assert status(client, server.port) == PeerInfo(facts(), cards())
 
 
@@ -570,12 +567,12 @@ def test_a_ticket_alone_opens_no_connection(ends):
     """Its address came with a request; the handshake decides whether anybody is spoken to there."""
     server, other, client = ends.server(), ends.server(), ends.client()
     publish(server, LEASE)
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     execute(client, other)
     assert client.connections == 1, "to the other server"
-    assert isinstance(client.redemption(number), Pending)
+    assert isinstance(client.answer(claim), Pending)
     status(client, server.port)
-    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
 
 
 def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
@@ -588,11 +585,11 @@ def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
         (LEASE, 5, CONTENT, "the ticket is for 4 tokens, not for 5"),
         (LEASE, 4, PromptContent("other"), "the offered blocks hold other tokens than this prompt"),
     ):
-        number = client.redeem(at, asked, tokens, content)
-        assert granted(client, number).reason.startswith(says)
-        assert client.end_redemption(number) is False
+        claim = client.redeem(at, asked, tokens, content)
+        assert granted(client, claim).reason.startswith(says)
+        client.end(claim)
         client.release(at, asked)
-    client.release(at, redeem(client, server, LEASE, publishes=False))
+    client.end(redeem(client, server, LEASE, publishes=False))
     wait_for(lambda: list(server.events) == [LeasesClaimed(["lease"]), LeasesReleased(["lease"])])
 
 
@@ -612,15 +609,17 @@ def test_a_producer_that_does_not_answer_a_ticket_is_given_up_and_met_anew(ends)
     clock, server = Clock(), ends.server()
     client = ends.client(handshake_seconds=5.0, clock=clock)
     status(client, server.port)
+    publish(server, LEASE)
     begun = holding_up(server)
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     clock.now = 4.9
-    assert isinstance(client.redemption(number, 0.05), Pending)
+    assert isinstance(client.answer(claim, 0.05), Pending)
     clock.now = 5.0
-    assert granted(client, number) == Unusable(SILENT.format(seconds=5), gone=True)
-    assert client.end_redemption(number) is True, "it may have claimed the lease"
+    assert granted(client, claim) == Unusable(SILENT.format(seconds=5), gone=True)
     assert isinstance(client.look_up((HOST, server.port)), Pending)
+    client.end(claim)
     begun.set()
+    wait_for(lambda: LeasesReleased(["lease"]) in server.events)  # it may have claimed the lease
 
 
 def test_a_producer_that_has_ended_is_given_up_although_no_time_passes(ends):
@@ -628,8 +627,8 @@ def test_a_producer_that_has_ended_is_given_up_although_no_time_passes(ends):
     server, client = ends.server(), ends.client(clock=Clock())
     status(client, server.port)
     begun = holding_up(server)
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert isinstance(client.redemption(number, 0.05), Pending)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(client.answer(claim, 0.05), Pending)
     begun.set()
     server.tickets.redeem = lambda message: None  # an engine that dies answers nothing
     server.close()
@@ -654,8 +653,8 @@ def test_a_ticket_that_arrives_before_its_producer_is_known_is_redeemed_once(end
     server.tickets.redeem = lambda message: asked.append(message.ticket) or redeem(message)
     publish(server, LEASE)
     client.look_up((HOST, server.port))
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert granted(client, number).grant == GRANT
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert granted(client, claim).grant == GRANT
     status(client, server.port)
     execute(client, server)
     assert asked == [LEASE]
@@ -669,9 +668,8 @@ def test_tickets_that_are_given_back_at_once_end_their_leases(ends):
     for name in names:
         publish(server, ticket(name), name)
     for name in names:
-        number = client.redeem((HOST, server.port), ticket(name), 4, CONTENT)
-        assert client.end_redemption(number)
-        client.release((HOST, server.port), ticket(name))
+        claim = client.redeem((HOST, server.port), ticket(name), 4, CONTENT)
+        client.end(claim)
     wait_for(lambda: all(LeasesReleased([name]) in server.events for name in names))
 
 
@@ -681,12 +679,12 @@ def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(end
     client, port = ends.client(clock=Clock()), first.port
     status(client, port)
     first.tickets.redeem = lambda message: Unchanged(message.number + 1, 1)
-    number = client.redeem((HOST, port), LEASE, 4, CONTENT)
-    assert isinstance(client.redemption(number, 0.05), Pending)
+    claim = client.redeem((HOST, port), LEASE, 4, CONTENT)
+    assert isinstance(client.answer(claim, 0.05), Pending)
     first.close()
     second = ends.server(facts("P", 2), port)
     publish(second, LEASE)
-    assert wait_for(lambda: isinstance(answer := client.redemption(number), Redeemed) and answer)
+    assert wait_for(lambda: isinstance(answer := client.answer(claim), Redeemed) and answer)
     assert status(client, port, 2).facts.incarnation == 2
 
 
@@ -696,22 +694,22 @@ def test_an_unanswered_ticket_is_asked_again_on_a_new_connection(ends):
     status(client, server.port)
     publish(server, LEASE)
     server.tickets.redeem = raising_once(server.tickets.redeem)
-    number = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     execute(client, server)
     client.forget((HOST, server.port))
     status(client, server.port)
-    assert granted(client, number) == Redeemed(number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
 
 
 def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_them(ends):
     server, one, other = ends.server(), ends.client(), ends.client(facts("E", 10))
-    redeem(one, server, LEASE)
-    redeem(other, server, LEASE, publishes=False)
-    one.release((HOST, server.port), LEASE)
+    first = redeem(one, server, LEASE)
+    last = redeem(other, server, LEASE, publishes=False)
+    one.end(first)
     again = one.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert granted(one, again).reason == "this engine has redeemed the ticket before, and released it"
     assert LeasesReleased(["lease"]) not in server.events
-    other.release((HOST, server.port), LEASE)
+    other.end(last)
     wait_for(lambda: LeasesReleased(["lease"]) in server.events)
 
 
@@ -727,11 +725,11 @@ def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends):
 
 def test_leases_of_others_are_neither_extended_nor_released(ends):
     server, reader, other = ends.server(), ends.client(), ends.client(facts("E", 10))
-    claimed = redeem(reader, server, LEASE)
+    redeem(reader, server, LEASE)
     wait_for(lambda: server.events)
     server.events.clear()
-    other.hold((HOST, server.port), claimed)
-    other.release((HOST, server.port), claimed)
+    other.hold((HOST, server.port), LEASE)
+    other.release((HOST, server.port), LEASE)
     granted(other, other.redeem((HOST, server.port), ticket("unknown"), 1, CONTENT))  # all before was heard
     assert not server.events
 
@@ -775,7 +773,7 @@ def test_a_port_in_use_is_a_setting_to_change(ends):
             ConfigError,
             match=rf"cannot listen on {HOST} port {port}: Address already in use; set another port, or 0",
         ):
-            ControlServer(HOST, port, ProducerCard(facts(), cards()), KEYS)
+            ControlServer(HOST, port, PeerInfo(facts(), cards()), KEYS)
 
 
 def test_an_answer_that_is_too_long_is_not_taken(ends, monkeypatch):
@@ -805,7 +803,7 @@ def test_made_up_addresses_do_not_open_sockets_without_end(ends):
 
 def test_an_address_of_another_machine_is_a_host_to_change():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port 7: .*; set host to an"):
-        ControlServer("203.0.113.1", 7, ProducerCard(facts(), cards()), KEYS)
+        ControlServer("203.0.113.1", 7, PeerInfo(facts(), cards()), KEYS)
 
 
 def test_the_socket_to_a_refused_address_is_closed_without_waiting_for_a_heartbeat(ends):
@@ -846,7 +844,7 @@ def test_ipv6_loopback_works_too(ends):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = ControlServer("::1", 0, ProducerCard(facts(), cards()), KEYS)
+    server = ControlServer("::1", 0, PeerInfo(facts(), cards()), KEYS)
     client = ends.client()
     answer = status(client, server.port, host="::1")
     server.close()

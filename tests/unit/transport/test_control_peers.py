@@ -13,7 +13,7 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.transport import resolver, security
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased, ProducerCard
+from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
@@ -38,7 +38,7 @@ def stack():
 
 
 def server(stack, peers=ANY_PEER, ranks=None, resolve=None) -> ControlServer:
-    one = ControlServer(HOST, 0, ProducerCard(facts(), ranks or cards()), KEYS, peers, resolve)
+    one = ControlServer(HOST, 0, PeerInfo(facts(), ranks or cards()), KEYS, peers, resolve)
     stack.callback(one.close)
     return one
 

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from kvferry.transport.sockets import DelayMonitor
+from kvferry.common.limited_log import LimitedLog
+from kvferry.transport.sockets import warn_if_late
 from support.clock import Clock
 
 
@@ -16,14 +17,14 @@ def clock():
 @pytest.fixture
 def late(clock, caplog):
     """Wait so long, come back so much later; what is said of it."""
-    delay = DelayMonitor("a thread", clock)
+    log = LimitedLog(logging.getLogger("kvferry.transport"), clock=clock)
 
     def run(seconds: float, later: float) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "kvferry"):
-            assert delay.before_wait(seconds) == seconds
-            clock.now += seconds + later
-            delay.after_wait()
+            due = clock.now + seconds
+            clock.now = due + later
+            warn_if_late(log, "a thread", due, clock)
         return caplog.messages
 
     return run

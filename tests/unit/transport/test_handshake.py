@@ -1,5 +1,7 @@
 """Handshakes by themselves: no socket, no thread, a clock of their own."""
 
+import math
+
 import pytest
 
 from kvferry.common.errors import Incompatible
@@ -48,12 +50,12 @@ def test_a_peer_is_known_once_its_ranks_have_come(handshakes):
     assert handshakes.status(PEER, 1) == Pending()
     assert handshakes.handle_reply(PEER, RANKS) is None
     assert handshakes.status(PEER, 1) == PeerInfo(facts(), cards())
-    assert not handshakes.deadlines
+    assert (handshakes.refuse_silent(), handshakes.soonest) == ([], math.inf)
 
 
 def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, clock):
     begun(handshakes)
-    assert handshakes.deadlines == [clock.now + 5]
+    assert (handshakes.refuse_silent(), handshakes.soonest) == ([], clock.now + 5)
     clock.now += 4.9
     handshakes.refuse_silent()
     assert handshakes.status(PEER, 1) == Pending()
@@ -132,12 +134,10 @@ def test_no_number_of_made_up_addresses_makes_anything_grow(handshakes, clock, c
             handshakes.open(address)
         clock.now += 0.01
         handshakes.refuse_silent()
-        handshakes.pop_refused()
     assert max(sizes(handshakes)) <= MAX_REMEMBERED + MAX_HANDSHAKES
     assert 0 < len(caplog.records) <= 21
     clock.now += REFUSAL_SECONDS + 5
     handshakes.refuse_silent()
-    handshakes.pop_refused()
     clock.now += REFUSAL_SECONDS + 5
     handshakes.forget_refusals()
     assert sizes(handshakes) == [0] * len(sizes(handshakes))
@@ -173,9 +173,8 @@ def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_a
         handshakes.open(("10.2.0.1", number))
     assert handshakes.is_full
     clock.now += HURRY_SECONDS
-    handshakes.refuse_silent()
+    assert len(handshakes.refuse_silent()) == MAX_HANDSHAKES - HURRY_HANDSHAKES
     assert not handshakes.is_full
-    assert len(handshakes.deadlines) == HURRY_HANDSHAKES
     assert handshakes.status(PEER, 1) == Pending()
     assert handshakes.handle_reply(PEER, RANKS) is None
     assert isinstance(handshakes.status(PEER, 1), PeerInfo)

@@ -11,7 +11,8 @@ import zmq
 from kvferry.common.errors import ConfigError
 from kvferry.transport.addresses import PortRange, parse_port_range
 from kvferry.transport.agent import PORTS_VARIABLE, restrict_ucx_to, ucx_environment
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
+from kvferry.transport.handshake import PeerInfo
 from support.keys import KEYS
 from support.ports import OWN_ADDRESS as HOST
 from transport.cards import cards, facts
@@ -44,7 +45,7 @@ def free_pair() -> PortRange:
 
 
 def test_channels_take_free_ports_of_the_range_until_there_is_none():
-    ports, card = free_pair(), ProducerCard(facts(), cards())
+    ports, card = free_pair(), PeerInfo(facts(), cards())
     with closing(ControlServer(HOST, ports, card, KEYS)) as one:
         with closing(ControlServer(HOST, ports, card, KEYS)) as other:
             assert [one.port, other.port] == [*ports]
@@ -58,7 +59,7 @@ def test_channels_take_free_ports_of_the_range_until_there_is_none():
 
 
 def test_a_range_may_begin_at_ports_that_only_root_may_have(monkeypatch):
-    ports, card = free_pair(), ProducerCard(facts(), cards())
+    ports, card = free_pair(), PeerInfo(facts(), cards())
     refuse_below(ports.last, monkeypatch)
     with closing(ControlServer(HOST, ports, card, KEYS)) as one:
         assert one.port == ports.last

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeemed, Unchanged
-from kvferry.transport.redemptions import LONGEST_PAUSE, SHORTEST_PAUSE, Redemptions
+from kvferry.transport.redemptions import LONGEST_PAUSE, SHORTEST_PAUSE, Redemption, Redemptions
 from support.clock import Clock
 from transport.cards import ticket
 
@@ -26,60 +27,60 @@ def redemptions(clock: Clock) -> Redemptions:
     return Redemptions(9, 5.0, clock)
 
 
-def begun(redemptions: Redemptions, name: str = "a", at=HERE) -> int:
-    return redemptions.begin(at, ticket(name), 4, CONTENT).number
+def begun(redemptions: Redemptions, name: str = "a", at=HERE, content=CONTENT) -> Redemption:
+    return redemptions.begin(at, ticket(name), 4, content)
 
 
 def test_an_answer_counts_only_from_the_peer_that_was_asked(redemptions):
-    number = begun(redemptions)
-    assert redemptions.handle_reply(ELSEWHERE, Redeemed(number, 1, GRANT, 4)) is None
-    assert isinstance(redemptions.answer(number), Pending)
-    assert redemptions.handle_reply(HERE, good := Redeemed(number, 1, GRANT, 4)) == ticket("a")
-    assert redemptions.answer(number) == good
+    claim = begun(redemptions)
+    assert redemptions.handle_reply(ELSEWHERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
+    assert isinstance(redemptions.answer(claim), Pending)
+    assert redemptions.handle_reply(HERE, good := Redeemed(claim.message.number, 1, GRANT, 4)) == ticket("a")
+    assert redemptions.answer(claim) == good
 
 
 def test_the_first_answer_stands(redemptions):
     """A question that was asked again is answered twice."""
-    number = begun(redemptions)
-    redemptions.handle_reply(HERE, first := Redeemed(number, 1, GRANT, 4))
-    assert redemptions.handle_reply(HERE, Redeemed(number, 1, Grant.of(4, 8, [[5]]), 4)) is None
-    assert redemptions.answer(number) == first
+    claim = begun(redemptions)
+    redemptions.handle_reply(HERE, first := Redeemed(claim.message.number, 1, GRANT, 4))
+    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, Grant.of(4, 8, [[5]]), 4)) is None
+    assert redemptions.answer(claim) == first
 
 
-def growing(redemptions: Redemptions, clock: Clock, tokens: int = 2) -> tuple[int, Redeemed]:
+def growing(redemptions: Redemptions, clock: Clock, tokens: int = 2) -> tuple[Redemption, Redeemed]:
     """A redemption of which some tokens are granted."""
-    number = begun(redemptions)
-    redemptions.handle_reply(HERE, some := Redeemed(number, 1, GRANT, tokens))
-    return number, some
+    claim = begun(redemptions)
+    redemptions.handle_reply(HERE, some := Redeemed(claim.message.number, 1, GRANT, tokens))
+    return claim, some
 
 
 def test_a_producer_that_computes_is_asked_again_until_it_has_all_tokens(redemptions, clock):
-    number, some = growing(redemptions, clock)
-    assert redemptions.answer(number) == some
+    claim, some = growing(redemptions, clock)
+    assert redemptions.answer(claim) == some
     assert redemptions.due() == []
     clock.now += SHORTEST_PAUSE
     ((at, asked),) = redemptions.due()
-    assert (at, asked.number, asked.known_tokens) == (HERE, number, 2)
+    assert (at, asked.number, asked.known_tokens) == (HERE, claim.message.number, 2)
     assert redemptions.due() == [], "it has not answered yet"
-    assert redemptions.handle_reply(HERE, Unchanged(number, 1)) == ticket("a")
-    assert redemptions.answer(number) == some
+    assert redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1)) == ticket("a")
+    assert redemptions.answer(claim) == some
     clock.now += 1.0
     assert len(redemptions.due()) == 1
-    redemptions.handle_reply(HERE, all_of_it := Redeemed(number, 1, GRANT, 4))
-    assert redemptions.answer(number) == all_of_it
+    redemptions.handle_reply(HERE, all_of_it := Redeemed(claim.message.number, 1, GRANT, 4))
+    assert redemptions.answer(claim) == all_of_it
     clock.now += 1.0
-    assert (redemptions.due(), redemptions.deadlines) == ([], [])
+    assert (redemptions.due(), redemptions.soonest) == ([], math.inf)
 
 
 def test_the_longer_nothing_is_new_the_rarer_a_producer_is_asked(redemptions, clock):
-    number, _ = growing(redemptions, clock)
+    claim, _ = growing(redemptions, clock)
     pauses = []
     for _ in range(200):
-        (again,) = redemptions.deadlines
-        pauses.append(again - clock.now)
-        clock.now = again
-        redemptions.due()
-        redemptions.handle_reply(HERE, Unchanged(number, 1))
+        assert redemptions.due() == []
+        pauses.append(redemptions.soonest - clock.now)
+        clock.now = redemptions.soonest
+        assert len(redemptions.due()) == 1
+        redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1))
     assert pauses[0] == pytest.approx(SHORTEST_PAUSE)
     assert pauses == pytest.approx(sorted(pauses))
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE)
@@ -87,56 +88,57 @@ def test_the_longer_nothing_is_new_the_rarer_a_producer_is_asked(redemptions, cl
 
 def test_a_producer_that_falls_silent_or_ends_the_lease_while_it_computes_is_given_up(redemptions, clock):
     for silent in (True, False):
-        number, _ = growing(redemptions, clock)
+        claim, _ = growing(redemptions, clock)
         clock.now += 1.0
         redemptions.due()
         if silent:
             clock.now += 5.0
-            assert "did not answer" in redemptions.answer(number).reason
-            assert redemptions.silent_producer(number) == HERE
+            assert "did not answer" in redemptions.answer(claim).reason
         else:
-            redemptions.handle_reply(HERE, NotRedeemed(number, 1, "it has ended", unknown=True))
-            assert redemptions.answer(number) == Unusable("it has ended")
-        assert redemptions.end(number) is True, "heartbeats for its lease must stop"
+            redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "it has ended", unknown=True))
+            assert redemptions.answer(claim) == Unusable("it has ended")
+        assert redemptions.end(claim) is True, "heartbeats for its lease must stop"
         assert redemptions.due() == []
 
 
 def test_a_foreseen_ticket_may_be_unknown_until_it_is_granted(redemptions, clock):
-    number = redemptions.begin(HERE, ticket("a"), 4, CONTENT, foreseen=True).number
-    assert redemptions.handle_reply(HERE, NotRedeemed(number, 1, "unknown", unknown=True)) is None
-    assert isinstance(redemptions.answer(number), Pending)
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, foreseen=True)
+    assert (
+        redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "unknown", unknown=True)) is None
+    )
+    assert isinstance(redemptions.answer(claim), Pending)
     clock.now += 1.0
     ((_, asked),) = redemptions.due()
     assert asked.known_tokens == 0
-    redemptions.handle_reply(HERE, Redeemed(number, 1, GRANT, 2))
+    redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 2))
     clock.now += 1.0
     redemptions.due()
-    redemptions.handle_reply(HERE, NotRedeemed(number, 1, "unknown", unknown=True))
-    assert redemptions.answer(number) == Unusable("unknown"), "its lease has ended"
-    other = redemptions.begin(HERE, ticket("b"), 4, CONTENT, foreseen=True).number
-    redemptions.handle_reply(HERE, NotRedeemed(other, 1, "other tokens"))
+    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "unknown", unknown=True))
+    assert redemptions.answer(claim) == Unusable("unknown"), "its lease has ended"
+    other = redemptions.begin(HERE, ticket("b"), 4, CONTENT, foreseen=True)
+    redemptions.handle_reply(HERE, NotRedeemed(other.message.number, 1, "other tokens"))
     assert redemptions.answer(other) == Unusable("other tokens")
 
 
 def test_a_refused_ticket_keeps_no_lease_alive(redemptions):
-    number = begun(redemptions)
-    assert redemptions.handle_reply(HERE, NotRedeemed(number, 1, "other tokens")) is None
-    assert redemptions.answer(number) == Unusable("other tokens")
-    assert redemptions.silent_producer(number) is None
-    assert redemptions.end(number) is False
+    claim = begun(redemptions)
+    assert redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "other tokens")) is None
+    assert redemptions.answer(claim) == Unusable("other tokens")
+    assert not claim.asked
+    assert redemptions.end(claim) is False
 
 
 def test_an_answer_to_what_nobody_waits_for_keeps_no_lease_alive(redemptions):
-    number = begun(redemptions)
-    assert redemptions.end(number) is True
-    assert redemptions.handle_reply(HERE, Redeemed(number, 1, GRANT, 4)) is None
+    claim = begun(redemptions)
+    assert redemptions.end(claim) is True
+    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
 
 
 def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
-    number, woken = begun(redemptions), []
-    good = Redeemed(number, 1, GRANT, 4)
+    claim, woken = begun(redemptions), []
+    good = Redeemed(claim.message.number, 1, GRANT, 4)
 
-    class Heard(threading.Condition):
+    class Heard(threading.Event):
         """The answer comes while somebody waits."""
 
         def wait(self, timeout: float | None = None) -> bool:
@@ -144,19 +146,80 @@ def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
             woken.append(super().wait(timeout))
             return woken[-1]
 
-    redemptions._heard = Heard()
-    assert redemptions.answer(number, 30.0) == good
+    claim.answered = Heard()
+    assert redemptions.answer(claim, 30.0) == good
     assert woken == [True]
 
 
 def test_unanswered_questions_to_one_peer_are_asked_again_with_their_full_time(redemptions, clock):
     answered, waits, other = begun(redemptions), begun(redemptions, "b"), begun(redemptions, "c", ELSEWHERE)
-    redemptions.handle_reply(HERE, Redeemed(answered, 1, GRANT, 4))
+    redemptions.handle_reply(HERE, Redeemed(answered.message.number, 1, GRANT, 4))
     clock.now = 4.0
-    assert [one.number for one in redemptions.unanswered(HERE)] == [waits]
+    assert [one.number for one in redemptions.unanswered(HERE)] == [waits.message.number]
     clock.now = 6.0
     assert isinstance(redemptions.answer(waits), Pending)
     assert isinstance(redemptions.answer(other), Unusable)
     clock.now = 9.0
     assert isinstance(redemptions.answer(waits), Unusable)
-    assert redemptions.silent_producer(waits) == HERE
+    assert waits.asked
+
+
+MINE, OTHER = CONTENT, PromptContent("other")
+
+
+def reply(redemptions: Redemptions, one: Redemption, *, refuses: bool = False) -> None:
+    number = one.message.number
+    answer = NotRedeemed(number, 1, "other tokens") if refuses else Redeemed(number, 1, GRANT, 4)
+    redemptions.handle_reply(HERE, answer)
+
+
+def test_samples_of_a_prompt_share_one_redemption_and_one_release(redemptions):
+    samples = [begun(redemptions) for _ in range(3)]
+    assert len(set(map(id, samples))) == 1
+    assert samples[0].users == 3
+    reply(redemptions, samples[0])
+    assert [redemptions.end(one) for one in samples] == [False, False, True]
+    assert (redemptions._asked, redemptions._tickets) == ({}, {})
+
+
+def test_the_same_ticket_of_another_producer_is_another_lease(redemptions):
+    here, there = begun(redemptions), begun(redemptions, at=ELSEWHERE)
+    assert [redemptions.end(one) for one in (here, there)] == [True, True]
+
+
+def test_a_ticket_that_was_refused_is_not_released(redemptions):
+    one = begun(redemptions, content=OTHER)
+    reply(redemptions, one, refuses=True)
+    assert not redemptions.end(one)
+    assert not redemptions._tickets
+
+
+def test_an_unanswered_redemption_is_released_because_it_may_be_granted(redemptions):
+    assert redemptions.end(begun(redemptions))
+
+
+def test_a_claim_with_another_prompt_does_not_release_the_ticket(redemptions):
+    mine, other = begun(redemptions), begun(redemptions, content=OTHER)
+    assert mine.message.number != other.message.number
+    assert not redemptions.end(other), "gone before the producer has said no"
+    reply(redemptions, mine)
+    assert redemptions.end(mine)
+
+
+def test_a_claim_is_released_even_if_a_refused_one_ends_last(redemptions):
+    mine, other = begun(redemptions), begun(redemptions, content=OTHER)
+    reply(redemptions, mine)
+    reply(redemptions, other, refuses=True)
+    assert not redemptions.end(mine)
+    assert redemptions.end(other)
+
+
+def test_a_prompt_whose_requests_have_ended_is_redeemed_anew_with_the_ticket(redemptions):
+    mine, other = begun(redemptions), begun(redemptions, content=OTHER)
+    reply(redemptions, mine)
+    assert not redemptions.end(mine)
+    again = begun(redemptions)
+    assert again is not mine
+    assert again.message.number not in (mine.message.number, other.message.number)
+    assert not redemptions.end(other)
+    assert redemptions.end(again)

@@ -2,6 +2,5 @@
 
 `peering` holds both ends of the control channel, and what uses them: `producer` offers the KV of computed
 prompts to peers, and `source` reads the KV that peers offer. `turns` keeps turns, and finds them at peers.
-`streams` has prompts that are read while they are computed, `claims` an exchange for each request, and
-`offer` what travels with a request.
+`offer` has what travels with a request.
 """

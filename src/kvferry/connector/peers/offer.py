@@ -1,14 +1,12 @@
 """Offers of KV, which travel with a request as its ``kv_transfer_params``.
 
 The keys are those of vLLM's NixlConnector, so routers made for it work unchanged: they copy the object from
-the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries the ticket.
-Block tables and leases never pass through clients. The reading engine sends the ticket and the digest of its
-prompt over the control channel, and the offering engine replies with the block tables and the lease
-(`transport.redeem`). An offer comes from a client, so it is checked against a schema before it is used.
+the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries the ticket,
+which the decode engine redeems (`transport.redeem`). An offer comes from a client, so it is checked against a
+schema before it is used.
 
-A router may ask both engines at once. It then draws the ticket, gives it to the prefill engine, and makes the
-offer for the decode engine itself, from an earlier offer of the prefill engine. The number of tokens is null
-in such an offer: the prefill engine is computing the prompt.
+A router may ask both engines at once. It then draws the ticket, and makes the offer for the decode engine
+itself, from an earlier offer of the prefill engine.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ class Offer(msgspec.Struct, frozen=True):
     """An engine's offer of the KV of a prompt prefix, as sent in ``kv_transfer_params``.
 
     Attributes:
-        remote_engine_id: id of the offering engine.
-        remote_host, remote_port: address of its control channel.
+        remote_host, remote_port: address of the offering engine's control channel.
         remote_request_id: ticket, as 32 hex digits.
         remote_num_tokens: number of offered tokens, from the start of the prompt. None for all tokens but the
             last one, if the offering engine is still computing them.
@@ -98,17 +95,14 @@ def write_offer(offer: Offer) -> dict[str, Any]:
 def write_nothing(*, stopped: bool = False) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a response without an offer.
 
-    The decode engine then computes the prompt itself.
-
-    Args:
-        stopped: True if this engine offers no KV of later prompts either, so that a router need not ask it.
+    If `stopped`, this engine offers no KV of later prompts either, so that a router need not ask it.
     """
     nothing = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
     return {**nothing, "remote_stopped": True} if stopped else nothing
 
 
 def wants_prefill(params: Any) -> bool:
-    """Return True if a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
+    """Return whether a request's ``kv_transfer_params`` ask this engine to prefill for another engine."""
     return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
@@ -121,13 +115,7 @@ def ticket_of(params: Any) -> bytes | None:
 
 
 class _Wanted(msgspec.Struct, frozen=True):
-    """The part of a router's request for a prefill that says which KV no decode engine will read.
-
-    Attributes:
-        remote_name: random name that the router gives to the KV of this prompt.
-        remote_unwanted: names of earlier prompts' KV that no decode engine will read, because the client has
-            left or the request has failed.
-    """
+    """The router's random name for the KV of a prompt, and names of KV that no decode engine will read."""
 
     # Only the router and this engine know the name, so nobody else can end the lease with it.
     remote_name: _Hex | None = None

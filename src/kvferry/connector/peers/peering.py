@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from msgspec import structs
 
+from kvferry.common.errors import Incompatible
+from kvferry.common.units import counted
 from kvferry.connector.compose import Composition, peers_allowed
 from kvferry.connector.content import TurnNames
 from kvferry.connector.engine import BlockIds, Request, Step
 from kvferry.connector.messages import StepOrders, WorkerInfo
-from kvferry.connector.peers.claims import Standstill
 from kvferry.connector.peers.producer import Producer
-from kvferry.connector.peers.source import check_readable
+from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, ProducerCard
+from kvferry.transport.control_server import ControlServer
+from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.lease import new_incarnation
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.security import Keys
 
+logger = logging.getLogger(__name__)
+
 # Leases without a step after which an engine keeps none alive. A step of a slow engine can outlast one.
 _STUCK_LEASES = 4
+
+# A look takes time in proportion to the number of requests, so it is not taken in every step.
+LAPSE_SECONDS = 1.0
+"""Seconds between two looks at the engine, and between two claims given up during one standstill."""
 
 
 class Peering:
@@ -50,8 +58,6 @@ class Peering:
         """Start both ends of the control channel.
 
         Args:
-            keys: secret keys of the channel.
-            ranks: descriptions of all ranks of this engine, for peers.
             facts: function that takes the engine's incarnation, and returns the facts that peers compare.
             wake: function that makes the engine run a step soon.
 
@@ -63,7 +69,7 @@ class Peering:
         incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
-        self.server = server = ControlServer(config.host, port, ProducerCard(ours, ranks), keys, peers)
+        self.server = server = ControlServer(config.host, port, PeerInfo(ours, ranks), keys, peers)
         self.producer = Producer(
             engine,
             config,
@@ -81,7 +87,7 @@ class Peering:
         self.stepped_at = clock()
         self.client = ControlClient(
             structs.replace(ours, keeps_turns=self.producer.keeps_turns),
-            lambda theirs: check_readable(theirs, ranks),
+            lambda theirs: _check_readable(theirs, ranks),
             keys=keys,
             peers=peers,
             handshake_seconds=config.handshake_seconds,
@@ -94,7 +100,7 @@ class Peering:
         self.source = composition.peer_source(
             self.client, geometries, lambda: server.keepers, self._names, meets
         )
-        self._standstill, self._clock = Standstill(config.patience_seconds, clock), clock
+        self._standstill, self._clock = _Standstill(config.patience_seconds, clock), clock
         self._copies_prompts, self._tables = config.host_buffer, engine.tables
 
     @property
@@ -143,10 +149,6 @@ class Peering:
                 tokens, whole = request.num_prompt_tokens, block_ids(request.request_id)
                 orders.saves.append((self._tables(whole, tokens), tokens))
 
-    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Offer or keep the KV of a finished request (`Producer.finished`)."""
-        return self.producer.finished(request, block_ids)
-
     def drain(self, why: str) -> None:
         """Offer no KV and read none from now on. Leases and loads under way go on."""
         self.producer.drain()
@@ -180,6 +182,56 @@ class Peering:
         """Close the control channel, and end its threads."""
         self.client.close()
         self.server.close()
+
+
+class _Standstill:
+    """Decides when a claim on another engine's lease must be given up.
+
+    A request keeps its claim, and so blocks of the producer, while it waits for blocks of its own engine. So
+    engines that offer KV to each other can wait for each other for ever, one for itself, or several in a
+    circle. Each of them lets go: the request with the oldest claim gives it up and takes what is left.
+    """
+
+    def __init__(self, patience_seconds: float, clock: Callable[[], float]) -> None:
+        """Begin to watch an engine, which gives up a claim if no request gets blocks for so long."""
+        self._patience_seconds, self._clock = patience_seconds, clock
+        self._admitted, self._look, self._due = 0, 0.0, 0.0
+        self.reason = (
+            f"no request has got blocks for {patience_seconds:g} s (patience_seconds), and this engine keeps "
+            "blocks for others, so the claim is given up"
+        )
+
+    def claim_lapses(self, admitted: int, leases_block: Callable[[], bool]) -> bool:
+        """Return whether one claim must be given up now. Call this once per engine step."""
+        now = self._clock()
+        if now < self._look:
+            return False
+        self._look = now + LAPSE_SECONDS
+        # While requests still get blocks, the others only wait for their turn. An engine without leases waits
+        # for its own running requests, which end.
+        if admitted != self._admitted or not leases_block():
+            self._admitted, self._due = admitted, now + self._patience_seconds
+        return now >= self._due
+
+
+def _check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
+    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
+
+    Raises:
+        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
+            (a shorter attention window). The message names every difference.
+    """
+    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
+    absent = absent_layer_names(peer, here)
+    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
+        raise Incompatible(list(dict.fromkeys(found)))
+    # Without the KV of draft layers answers stay right: only fewer drafts are accepted.
+    if absent:
+        logger.warning(
+            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
+            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
+            "matters", counted(len(absent), "layer"), absent[0],
+        )  # fmt: skip
 
 
 def _runs(ranks: Sequence[RankCard]) -> list[int]:

@@ -6,18 +6,30 @@ early: if requests wait for blocks, if the router no longer wants it, or if the 
 ends, each worker raises its lease word, so that a consumer that is still reading notices. Then the worker
 reports the request as sent. The engine frees the blocks only after all workers have reported.
 
-Consumers may also read the KV of a prompt while this engine computes it (`streams`), and that of finished
-requests that continue their conversation (`turns`).
+    COMPUTING ─request ends──────────────────────────▶ OFFERED ─lease ends─▶ (free, once workers confirm)
+        └─first tokens computed─▶ READABLE ─request ends─▲
+                                      └─preempted, aborted, released, or the cache was reset─▶ OVER
+
+A router may ask a prefill and a decode engine at once, and give both the same ticket. Then consumers read the
+prompt while this engine computes it: the ticket is published with the first computed tokens, and each step
+adds its own. Only the blocks of groups that attend to all tokens are added: those of sliding windows and
+recurrent state change until the prompt's last token. While a prompt is readable, a lease word covers its
+blocks, but the engine may take them at any time. So when the lease ends, each worker raises the word before
+the forward pass of the next step, which is the first that can write the blocks for another request.
+
+Consumers may also read finished requests that continue their conversation (`turns`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
@@ -32,18 +44,17 @@ from kvferry.connector.peers.offer import (
     MAX_UNWANTED,
     Offer,
     read_wanted,
+    ticket_of,
     wants_prefill,
     write_nothing,
     write_offer,
 )
-from kvferry.connector.peers.streams import Stream, Streams, steps_readable
 from kvferry.connector.peers.turns import TurnKeeper
-from kvferry.planning.select import NULL_BLOCK
-from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.planning.select import NULL_BLOCK, attends_to_all
+from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address
-from kvferry.transport.lease import LeaseBook
-from kvferry.transport.redeem import Grant, TicketBook, new_ticket
-from kvferry.transport.turns import TurnIndex
+from kvferry.transport.lease import LeaseBook, LeaseWord
+from kvferry.transport.redeem import Grant, new_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -54,35 +65,64 @@ _PAUSED_SECONDS = 1.0
 """Minimum age of an unclaimed lease that ends because of a pause: its ticket may be on its way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Offered:
-    """The lease on the blocks of a finished prompt.
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease.
 
     Attributes:
-        blocks: number of leased blocks.
-        params: offer, as the response carries it.
+        ticket: the router's if the prompt may be read while it is computed, else a new one.
+        streamed: True if it may be read while it is computed.
         router_name: the router's name for the KV; None without one.
-        prompt: id that the samples of the prompt share (``n`` above 1); None if there is only one.
+        parent: id that the samples of the prompt share (``n`` above 1); None if there is only one.
+        preemptions: number of the request's preemptions when its last step was scheduled.
+        cached_tokens: number of prompt tokens that the engine's caches had; None before the first step, and
+            if it is not streamed: then the engine adds the number to the offer.
+        word: lease word of the blocks; None before the first tokens were published.
+        over: True once a lease has ended that it had while it was computed.
+        blocks: number of leased blocks; 0 until the request has ended.
+        params: offer, as the response carries it; empty until the request has ended.
     """
 
-    blocks: int
-    params: dict[str, Any]
+    request: Request
+    ticket: bytes
+    streamed: bool
     router_name: str | None
-    prompt: str | None
+    parent: str | None
+    preemptions: int = 0
+    cached_tokens: int | None = None
+    word: LeaseWord | None = None
+    over: bool = False
+    blocks: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
 
 
-class Channel(Protocol):
-    """What the producer uses of its end of the control channel."""
+class _Computed(NamedTuple):
+    """The tokens of a prompt that will have been computed when a step is done.
 
-    port: int
-    tickets: TicketBook
-    turns: TurnIndex
+    Attributes:
+        preemptions: number of the request's preemptions when the step was scheduled.
+        tokens: number of computed tokens, from the start of the prompt.
+        tables: block table of the request for each KV cache group.
+    """
+
+    prompt: _Prompt
+    preemptions: int
+    tokens: int
+    tables: BlockIds
+
+
+def _readable_step_tokens(engine: EngineFacts) -> int:
+    """Return how many prompt tokens a step computes, if their KV is final after the step; else 0."""
+    # Without a group that attends to all tokens, nothing is final before the prompt's end.
+    final = any(attends_to_all(group.kind) for group in engine.groups)
+    # Draft layers may complete their KV later. An engine that writes to blocks before its workers raise lease
+    # words could write while a reader still trusts the word.
+    unsafe = engine.speculates or engine.writes_before_hooks
+    return engine.step_tokens if final and not unsafe else 0
 
 
 class Producer:
-    """Offers the KV of finished prompts, and pins their blocks under leases.
-
-    Only the engine's thread calls it.
+    """Offers the KV of prompts. Only the engine's thread calls it.
 
     Attributes:
         turns: keeps finished requests for their conversations' next turns, if configured.
@@ -98,28 +138,21 @@ class Producer:
         events: EventStream,
         names: TurnNames,
         adapters: Adapters,
-        channel: Channel,
+        channel: ControlServer,
         pool: BlockPool,
         workers: int,
         clock: Callable[[], float] = time.monotonic,
         lease_slots: int = LEASE_SLOTS,
     ) -> None:
-        """Create a producer without leases.
-
-        Args:
-            workers: number of workers, all of which must confirm the end of a lease.
-            clock: returns monotonic seconds.
-            lease_slots: maximum number of leases at a time.
-        """
+        """Create a producer without leases. All `workers` must confirm the end of a lease."""
         self._engine, self._adapters, self._clock = engine, adapters, clock
         # Draft layers combine the KV of a token with later tokens that only the consumer has. So the last
         # tokens are not offered, except with recurrent state, of which there is no earlier snapshot.
         self._unsettled = 0 if engine.has_state else max(engine.draft_lookahead - 1, 0)
         # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
-        self._step_tokens = 0 if config.host_buffer else steps_readable(engine)
+        self._step_tokens = 0 if config.host_buffer else _readable_step_tokens(engine)
         self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
         self.port, self._tickets = channel.port, channel.tickets
-        self._streams = Streams(engine, self._book, self._tickets, adapters)
         self._events, self._log = events, LimitedLog(logger)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
         self.turns = TurnKeeper(
@@ -127,7 +160,6 @@ class Producer:
             book=self._book,
             names=names,
             wanted=self._wanted,
-            events=events,
             seconds=config.turn_seconds,
             share=config.turn_share,
             index=channel.turns,
@@ -140,8 +172,10 @@ class Producer:
         self._pool, self._workers = pool, workers
         self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
         self._stopped = self._sleeps = self._paused = False
-        self._prompts: dict[str, Request] = {}  # requests whose KV will be offered
-        self._offered: dict[str, _Offered] = {}  # by lease
+        self._prompts: dict[str, _Prompt] = {}  # of requests that have not ended
+        self._steps: deque[tuple[int, list[_Computed]]] = deque()  # with their numbers
+        self._offered: dict[str, _Prompt] = {}  # of requests that have ended, by lease
+        self._granted: dict[str, LeaseGranted] = {}  # by lease
         self._lease_of_sample: dict[str, str] = {}  # by the id that the samples share
         self._lease_named: dict[str, str] = {}  # by the router's name
         # The router's names of KV that it does not want any more, the latest last.
@@ -168,49 +202,112 @@ class Producer:
     def has_work(self) -> bool:
         """Whether a step without messages of other engines needs calls of this object."""
         # A kept turn holds a lease too.
-        return bool(self._withdrawn or len(self._book) or len(self._streams))
+        streamed = any(one.streamed for one in self._prompts.values())
+        return streamed or bool(self._withdrawn or len(self._book))
 
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""
+        params, name = request.kv_transfer_params, request.request_id
+        wanted = read_wanted(params)
         self._wanted.add(request)
-        self._unwanted.update(dict.fromkeys(read_wanted(request.kv_transfer_params).remote_unwanted))
+        self._unwanted.update(dict.fromkeys(wanted.remote_unwanted))
         # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers send
         # more names over time, so the oldest are forgotten.
         for name in list(self._unwanted)[:-MAX_UNWANTED]:
             del self._unwanted[name]
-        if wants_prefill(request.kv_transfer_params) and request.trim_prompt():
-            self._prompts[request.request_id] = request
-            if self._step_tokens and not self._stopped:
-                self._streams.on_new_request(request)
+        if wants_prefill(params) and request.trim_prompt():
+            parent, ticket = self._engine.parent_of(name), ticket_of(params)
+            # Samples of a prompt have the same ticket, and only one of them may publish it.
+            streamed = self._step_tokens > 0 and not self._stopped and parent is None and ticket is not None
+            self._prompts[name] = _Prompt(
+                request,
+                ticket if streamed and ticket is not None else new_ticket(),
+                streamed,
+                wanted.remote_name,
+                parent,
+            )
             with suppress(Unnameable):
                 self._adapters.name(request.adapter)  # starts to read it while the prompt is computed
 
     def completed_by(self, scheduled: Mapping[str, int]) -> list[Request]:
-        """Return the requests whose prompt the coming step completes and whose KV will be offered to a peer.
+        """Return the requests to be offered whose prompts the coming step completes.
 
         `scheduled` has the number of tokens that the step computes, by request id.
         """
         return [
-            request
-            for name, request in self._prompts.items()
+            one.request
+            for name, one in self._prompts.items()
             if name in scheduled
-            and 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]
+            and 0 < one.request.num_prompt_tokens - one.request.num_computed_tokens <= scheduled[name]
         ]
 
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
-        """Remember the tokens that the coming step computes. Call this after `take_events`.
+        """Remember the tokens that the coming step computes. Call this after `take_events`, if `has_work`.
 
-        It may be left out for steps that are scheduled while `has_work` is false.
-
-        Args:
-            number: number of the step, ascending in the order of scheduling.
+        `number` is that of the step, ascending in the order of scheduling.
         """
-        self._streams.scheduled(number, step, block_ids)
+        computed = []
+        for name, one in self._prompts.items():
+            if one.streamed and name in step.tokens and not one.over:
+                one.preemptions = one.request.num_preemptions
+                one.cached_tokens = one.request.cached_tokens
+                tokens = one.request.num_computed_tokens + step.tokens[name]
+                computed.append(_Computed(one, one.preemptions, tokens, block_ids(name)))
+        if computed:
+            self._steps.append((number, computed))
 
     def step_done(self, number: int) -> None:
         """Let other engines read the tokens of the steps up to `number`, whose output has been taken."""
-        for request in self._streams.step_done(number):
-            self._say_granted(request, request.num_prompt_tokens)
+        while self._steps and self._steps[0][0] <= number:
+            for one in self._steps.popleft()[1]:
+                prompt, request = one.prompt, one.prompt.request
+                # After a preemption the step's blocks may belong to another request. The last tokens are
+                # published when the request ends, with windows and state.
+                if (
+                    self._prompts.get(request.request_id) is prompt
+                    and not prompt.over
+                    and one.preemptions == request.num_preemptions
+                    and one.tokens < request.num_prompt_tokens
+                ):
+                    self._publish(one)
+
+    def _publish(self, one: _Computed) -> None:
+        """Let other engines read a prompt up to the tokens that a step has computed."""
+        prompt, request = one.prompt, one.prompt.request
+        tables = [
+            ids[: -(-one.tokens // group.block_tokens)] if attends_to_all(group.kind) else ()
+            for group, ids in zip(self._engine.groups, one.tables, strict=True)
+        ]
+        # Null blocks stand for those that another connector fills (`PartBlocks.distrust_all`).
+        if any(NULL_BLOCK in ids for ids in tables):
+            return
+        if prompt.word is not None:
+            grant = Grant.of(prompt.word.slot, prompt.word.generation, tables)
+            self._tickets.advance(request.request_id, grant, one.tokens)
+            return
+        if self._stopped or prompt.ticket in self._tickets:
+            return  # another request was given the same ticket
+        try:
+            content = content_of(request, request.num_prompt_tokens, self._adapters)
+            # It ends with the request, however long the prompt takes.
+            prompt.word = word = self._book.grant(request.request_id, math.inf)
+        except (TransferError, Unnameable):
+            return  # tried again after the next step
+        self._say_granted(request.request_id, request.num_prompt_tokens)
+        self._tickets.publish(
+            prompt.ticket,
+            request.request_id,
+            request.num_prompt_tokens,
+            content,
+            Grant.of(word.slot, word.generation, tables),
+            ready=one.tokens,
+            cached_tokens=prompt.cached_tokens,
+        )
+
+    def _is_readable(self, lease: str) -> bool:
+        """Return True if a lease covers blocks that the engine may take: its prompt is not complete."""
+        one = self._prompts.get(lease)
+        return one is not None and one.word is not None and not one.over
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
@@ -224,89 +321,81 @@ class Producer:
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
             if not (self._stopped or self._paused):
-                self.turns.finished(request, block_ids)
+                self._note_granted(self.turns.finished(request, block_ids))
             return False, None
-        if name in self._streams and not request.is_complete:
+        tokens = request.num_prompt_tokens - self._unsettled
+        stopped = self._stopped or self._sleeps
+        if self._is_readable(name) and (stopped or not request.is_complete):
             # Its blocks are free from now on. The workers raise the word before a step writes them.
             self._end(self._book.end([name]), withdrawn=True)
-        stream = self._streams.finished(name)
+        one = self._prompts.pop(name, None)
         # A response carries the offer of only one sample of a prompt, so leases of the others would keep
         # blocks until they expire. The first sample that ends gets a lease, and the others repeat its offer.
         shared = self._lease_of_sample.get(self._engine.parent_of(name) or "")
-        if self._prompts.pop(name, None) is None or not request.is_complete:
+        if one is None or not request.is_complete:
             if shared is not None:
                 self._withdrawn.append(shared)  # without this sample no response carries the offer
             return False, write_nothing()
         if shared is not None:
             return False, self._offered[shared].params
-        tokens = request.num_prompt_tokens - self._unsettled
-        stopped = self._stopped or self._sleeps
-        # The readers of a stream that is over have failed or left, and no other has a claim.
-        if tokens < 1 or stopped or (stream is not None and stream.over):
+        # The readers of a prompt that is over have failed or left, and no other has a claim.
+        if tokens < 1 or stopped or one.over:
             return False, write_nothing(stopped=stopped)
         try:
-            return True, self._offer(request, block_ids, tokens, stream)
+            self._offer(one, block_ids, tokens)
         except (TransferError, Unnameable) as error:
             self._log.say(str(error), f"request {shown(name)}: not offered: {error}")
             return False, write_nothing()
+        return True, one.params
 
-    def _offer(
-        self, request: Request, block_ids: BlockIds, tokens: int, stream: Stream | None
-    ) -> dict[str, Any]:
-        """Publish a finished prompt under a lease that can expire, and return its offer.
+    def _offer(self, one: _Prompt, block_ids: BlockIds, tokens: int) -> None:
+        """Publish a finished prompt under a lease that can expire. Mutates `one`.
 
         Raises:
             TransferError: all lease slots are in use.
             Unnameable: the content of the prompt has no digest.
         """
-        name = request.request_id
+        name = one.request.request_id
         tables = self._engine.tables(block_ids, tokens)
-        if stream is not None and stream.word is not None:
-            ticket = stream.ticket
-            # While the prompt was computed, the lease had no end (`Streams`).
+        if one.word is not None:
+            # While the prompt was computed, the lease had no end.
             self._book.restart(name)
-            grant = Grant.of(stream.word.slot, stream.word.generation, tables)
-            self._tickets.advance(name, grant, tokens)
+            self._tickets.advance(name, Grant.of(one.word.slot, one.word.generation, tables), tokens)
         else:
-            # The decode engine may have the router's ticket already. One in use belongs to another request.
-            drawn = stream is not None and stream.ticket not in self._tickets
-            ticket = stream.ticket if stream is not None and drawn else new_ticket()
+            if one.ticket in self._tickets:
+                one.ticket = new_ticket()  # the router gave the same to another request
             # The content is computed first, so that a prompt without a name leaves no lease behind.
-            content = content_of(request, tokens, self._adapters)
-            word = self._book.grant(name)
-            self._say_granted(request, tokens)
+            content = content_of(one.request, tokens, self._adapters)
+            one.word = word = self._book.grant(name)
+            self._say_granted(name, tokens)
             grant = Grant.of(word.slot, word.generation, tables)
-            # Without a stream, the engine adds the number of cached tokens to the offer.
-            cached_tokens = None if stream is None else stream.cached_tokens
-            self._tickets.publish(ticket, name, tokens, content, grant, cached_tokens=cached_tokens)
+            self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
         offer = Offer(
             remote_engine_id=self._engine.engine_id,
             remote_host=self._host,
             remote_port=self.port,
-            remote_request_id=ticket.hex(),
+            remote_request_id=one.ticket.hex(),
             remote_num_tokens=tokens,
             remote_step_tokens=self._step_tokens,
         )
-        one = self._offered[name] = _Offered(
-            blocks=len({block for ids in block_ids for block in ids} - {NULL_BLOCK}),
-            params=write_offer(offer),
-            router_name=read_wanted(request.kv_transfer_params).remote_name,
-            prompt=self._engine.parent_of(name),
-        )
+        one.blocks = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
+        one.params = write_offer(offer)
+        self._offered[name] = one
         if one.router_name is not None:
             self._lease_named[one.router_name] = name
-        if one.prompt is not None:
-            self._lease_of_sample[one.prompt] = name
-        return one.params
+        if one.parent is not None:
+            self._lease_of_sample[one.parent] = name
 
-    def _say_granted(self, request: Request, tokens: int) -> None:
-        self._events.emit(LeaseGranted(request.request_id, self._clock(), tokens, self._book.seconds))
+    def _say_granted(self, lease: str, tokens: int) -> None:
+        self._note_granted(LeaseGranted(lease, self._clock(), tokens, self._book.seconds))
+
+    def _note_granted(self, granted: LeaseGranted | None) -> None:
+        if granted is not None:
+            self._granted[granted.request_id] = granted
+            self._events.emit(granted)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
-        """Process the messages of other engines, and tell the workers which leases to end.
-
-        Empties `events` and adds to `orders`.
-        """
+        """Take the messages of other engines, and add to `orders` which leases the workers end."""
         if not (events or self._withdrawn or len(self._book)):
             return
         while events:
@@ -317,7 +406,7 @@ class Producer:
             else:
                 self._end(self._book.end(event.leases))
         withdrawn, self._withdrawn = self._withdrawn, []
-        withdrawn += self._streams.preempted() + self._given_up()
+        withdrawn += self._preempted() + self._given_up()
         self._end(self._book.end(withdrawn), withdrawn=True)
         for name in self._end(self._book.end(self._in_the_way()), expired=True):
             self._log.say(
@@ -338,6 +427,14 @@ class Producer:
             )
         orders.ended, self._ended = self._ended, {}
         orders.raised, self._raised = self._raised, {}
+
+    def _preempted(self) -> list[str]:
+        """Return the leases that must end because the blocks of their requests were taken."""
+        return [
+            name
+            for name, one in self._prompts.items()
+            if self._is_readable(name) and one.request.num_preemptions != one.preemptions
+        ]
 
     def _given_up(self) -> list[str]:
         """Return the unclaimed leases that must end because the router or a pause wants it."""
@@ -372,21 +469,24 @@ class Producer:
         if leases:
             self._tickets.withdraw(leases)
         for name, slot in leases.items():
-            if name in self._streams or name in self.turns:
+            readable = self._is_readable(name)
+            if readable or name in self.turns:
                 self._raised[name], self._raising[name] = slot, self._workers
             else:
                 # The engine keeps the blocks of a finished request until the workers report it as sent.
                 self._ended[name] = slot
-            self._streams.ended(name)
+            if readable:
+                self._prompts[name].over = True
             self.turns.ended(name)
             if (one := self._offered.pop(name, None)) is not None:
                 self._leaving[name] = one.blocks
                 if one.router_name is not None:
                     self._lease_named.pop(one.router_name, None)
                     self._unwanted.pop(one.router_name, None)
-                if one.prompt is not None:
-                    self._lease_of_sample.pop(one.prompt, None)
-            self._events.emit(LeaseEnded(name, self._clock(), expired, withdrawn))
+                if one.parent is not None:
+                    self._lease_of_sample.pop(one.parent, None)
+            granted, now = self._granted.pop(name), self._clock()
+            self._events.emit(LeaseEnded(name, now, granted=granted, expired=expired, withdrawn=withdrawn))
         return leases
 
     def sent(self, request_ids: set[str]) -> None:
@@ -439,5 +539,4 @@ class Producer:
     def drain(self) -> None:
         """Make no more offers and keep no more turns. Leases that are held end by themselves."""
         self.turns.give_up()
-        self._streams.stop()
         self._stopped = True

@@ -1,43 +1,124 @@
 """The source that loads KV from other engines, and the peers that the workers are connected to for it.
 
-The source has a `Pull` (`connector.peers.claims`) for each request that a peer may serve. A peer is excluded
-if it refuses the ticket, cannot be reached (`gone`) or has not answered in time. Until then its bid is
-*promised*, and the request waits for it (`choosing`).
+There is one `_Pull` for each request that came with a ticket, or for which a peer keeps an earlier turn of
+its conversation (a *turn* is the KV of a finished request):
+
+    TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
+       └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
+
+The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
+request queues. The claim ends once: when the request's loads have succeeded, when the engine computes the
+prompt instead, or when this peer is excluded: because it refuses the ticket, cannot be reached (`gone`) or
+has not answered in time. Until then its bid is *promised*, and the request waits for it (`choosing`).
+
+A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
+on with each further grant (`_PeerFeed`).
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from kvferry.common.errors import Incompatible, NotYetNamed, ProtocolError, Unnameable
+from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
 from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
-from kvferry.connector.load import Bid, Load, PlaceTokens
-from kvferry.connector.messages import Report, StepOrders
-from kvferry.connector.peers.claims import Claims, PeerFeed, Pull, peer_name
+from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
+from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
-from kvferry.connector.peers.turns import TurnFinder
+from kvferry.connector.peers.turns import TurnFinder, TurnSearch
 from kvferry.connector.source import Answer, RunningLoad, common_alignment
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.planning.select import block_alignments
-from kvferry.planning.template import absent_layer_names, window_mismatches
+from kvferry.planning.select import block_alignments, next_part
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Redeemed
+from kvferry.transport.redemptions import Redemption
 
-logger = logging.getLogger(__name__)
+STEP_WAIT_SECONDS = 0.0005
+"""Maximum seconds after its question that a step waits for a producer's answer, and that a step waits in all.
+A nearby peer answers within this time. No later step waits, so a slow producer delays no running request."""
+
+IDLE_STEP_WAIT_SECONDS = 0.002
+"""Maximum seconds that a step waits if the engine computes nothing. This delays no running request."""
 
 UNUSED_SECONDS = 600.0
 """Seconds without a read after which workers disconnect a peer, which may be gone. Reconnecting is cheap."""
+
+
+def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
+    """Return the name of a peer: engine id and address, with the run of the engine if known."""
+    host, port = address
+    run = "" if incarnation is None else f"#{incarnation:x}"
+    return f"{engine_id}@{host}:{port}{run}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pull:
+    """The KV at one peer that one request may read, and the state of the exchange with this peer.
+
+    Attributes:
+        peer: name of the peer (`peer_name`), with the run of its engine once that is known.
+        tokens: number of offered tokens, from the start of the prompt.
+        excluded: `RequestState.excluded` of the request.
+        began: monotonic seconds at which the request arrived, or at which its ticket was sent.
+        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
+            until that is known, and for a turn.
+        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
+        redemption: the claim on the ticket's lease; None before, and for a turn.
+        granted: last answer with block tables and lease; None until there is one. For a turn, there is one
+            from the start.
+        info: description of the peer when it was last asked; None if the handshake was not complete.
+        settled: True when the request will read no more from this peer.
+        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
+        loading: the load under way from this peer, the newest if an earlier one is still awaited; else None.
+        bid: last bid for the request; None if there was none.
+    """
+
+    request: Request
+    peer: str
+    address: Address
+    engine_id: str
+    ticket: bytes
+    tokens: int
+    excluded: dict[str, str]
+    began: float
+    cached_tokens: int | None = None
+    foreseen: bool = False
+    redemption: Redemption | None = None
+    granted: Redeemed | None = None
+    info: PeerInfo | None = None
+    settled: bool = False
+    gone: bool = False
+    loading: _PeerFeed | None = None
+    bid: Bid | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of a peer's engine from which requests of this engine may read.
+
+    Attributes:
+        alignments: alignment in tokens of loaded content, for each KV cache group.
+        part_tokens: alignment in tokens of the positions at which two parts of a load may meet; 0 if a load
+            has only one part.
+        used: monotonic seconds of the last request that asked for its KV.
+        connected: True if the workers are connected to it, or will be with the next step.
+    """
+
+    alignments: tuple[int, ...]
+    part_tokens: int
+    used: float = 0.0
+    connected: bool = False
+
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
 """Placeholder for a bid while peers have not answered yet whether they keep a matching turn."""
@@ -66,35 +147,31 @@ class PeerSource:
         """Create the source. It has no requests yet.
 
         Args:
-            timeout_seconds: maximum wait for the digest of a request's LoRA adapter, which is sent with the
-                ticket. Then the peer is excluded.
-            most_held: maximum number of blocks that loads from all peers together may pin, including loads
-                past their deadline.
-            clock: returns monotonic seconds.
+            timeout_seconds: maximum wait for the digest of a LoRA adapter. Then the peer is excluded.
+            most_held: maximum number of blocks that loads from all peers may pin, also past their deadline.
         """
         self._client, self._loads, self._refusals = client, loads, refusals
         self._timeout, self._most_held = timeout_seconds, most_held
         self._adapters, self._clock = adapters, clock
-        self._ranks, self._labels = ranks, ranks[0].labels
+        self._ranks, self.labels = ranks, ranks[0].labels
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._turns, self._asking = turns, dict[str, dict[str, str]]()
-        self._pulls: dict[str, Pull] = {}
-        self._claims = Claims(client, idle, clock)
+        self._turns, self._asking = turns, dict[str, tuple[dict[str, str], TurnSearch]]()
+        self._pulls: dict[str, _Pull] = {}
+        self._idle, self._waited_seconds = idle, 0.0
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
-        self._used: dict[str, float] = {}  # time of each peer's last use, the one unused for longest first
+        self._runs: dict[str, _Run] = {}  # by name of the peer, the one unused for longest first
         self._alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in ranks[0].groups)
-        self._alignments: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def __len__(self) -> int:
         """Return the number of unfinished requests for which a peer may hold KV."""
         return len(self._pulls)
 
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
-        """Redeem the request's ticket; without one, ask all peers that keep turns of conversations."""
+        """Redeem the request's ticket; without one, ask the peers that keep turns of conversations."""
         name = request.request_id
         try:
             offer = read_offer(request.kv_transfer_params)
@@ -102,9 +179,9 @@ class PeerSource:
             self._refusals.say(name, "its offer", str(error))
             return False
         if offer is None:
-            if self._stopped or not self._turns.ask(request):
+            if self._stopped or (search := self._turns.ask(request)) is None:
                 return False
-            self._asking[name] = excluded
+            self._asking[name] = excluded, search
             return True
         if request.was_rejected:
             return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
@@ -112,7 +189,7 @@ class PeerSource:
         if tokens < 1:
             return False
         address = offer.remote_host, offer.remote_port
-        pull = self._pulls[name] = Pull(
+        pull = self._pulls[name] = _Pull(
             request=request,
             peer=peer_name(offer.remote_engine_id, address, None),
             address=address,
@@ -139,8 +216,7 @@ class PeerSource:
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what a peer offers after the first `local_tokens` tokens.
 
-        Until the peer has answered, the bid is an upper bound, marked as `looking`. With a ticket, which says
-        the number of tokens, it is marked as `promised` as well.
+        Until the peer has answered, the bid is `looking`, and with a ticket also `promised`.
         """
         name = request.request_id
         bid = self._hear_of_turns(request, local_tokens) if name in self._asking else None
@@ -169,31 +245,22 @@ class PeerSource:
         held.pop(TIERS, None)
         return may_hold(bid.source, blocks, held, self._most_held)
 
-    def begin(self, load: Load, request: Request) -> PeerFeed:
+    def begin(self, load: Load, request: Request) -> _PeerFeed:
         """Have the workers connect to the peer if they are not connected, and read from it part by part."""
         pull = self._pulls[load.request_id]
-        if pull.info is not None:
-            self._use(pull.peer, pull.info)
-        _, alignment_tokens = self._alignments_with(pull)
-        return PeerFeed(
-            load,
-            pull,
-            self._claims,
-            alignment_tokens=alignment_tokens,
-            labels=self._labels,
-            on_failed=self._on_failed,
-        )
+        known = None if pull.info is None else self._connect(pull.peer, pull.info)
+        alignment_tokens = self._alignment_tokens if known is None else known.part_tokens
+        pull.loading = feed = _PeerFeed(self, load, pull, alignment_tokens)
+        return feed
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        return self._alignments_with(self._pulls[request_id])[0]
+        pull = self._pulls[request_id]
+        # Until the handshake has ended, nothing is known of the peer's blocks.
+        return (1,) * len(self.labels) if pull.info is None else self._run(pull.peer, pull.info).alignments
 
     def settled(self, request_id: str) -> None:
-        """End a request's claim on a peer's lease.
-
-        The request's answer then reports as cached what the caches of the peer had, if that is known.
-        """
-        if self._asking.pop(request_id, None) is not None:
-            self._turns.drop(request_id)
+        """End a request's claim on a peer's lease. It then reports what the peer's caches had, if known."""
+        self._drop_search(request_id)
         if (pull := self._pulls.get(request_id)) is None:
             return
         if not pull.settled:
@@ -201,21 +268,29 @@ class PeerSource:
                 self._refusals.say(
                     request_id, pull.peer, "it had not answered when the request went on without it"
                 )
-            self._claims.end(pull)
+            pull.settled = True
+            if pull.redemption is not None:
+                if pull.foreseen:  # the answer may have come while another source loaded the KV
+                    self._answer(pull, pull.redemption)
+                self._client.end(pull.redemption)
+            elif pull.granted is not None:  # a kept turn
+                self._client.release(pull.address, pull.ticket)
         # The engine sets its own number at each admission, so this is repeated after each of them.
         if pull.cached_tokens is not None:
             pull.request.report_cached_tokens(pull.cached_tokens)
 
     def finished(self, request_id: str) -> None:
-        self._turns.drop(request_id)
-        self._asking.pop(request_id, None)
+        self._drop_search(request_id)
         self._pulls.pop(request_id, None)
+
+    def _drop_search(self, request_id: str) -> None:
+        if (asking := self._asking.pop(request_id, None)) is not None:
+            self._turns.drop(asking[1])
 
     def start_anew(self) -> None:
         """Exclude all peers that have offered KV, because it was computed before the cache was reset."""
-        for name in self._asking:
-            self._turns.drop(name)
-        self._asking.clear()
+        for name in list(self._asking):
+            self._drop_search(name)
         for pull in self._pulls.values():
             if not pull.settled:
                 self._exclude(pull, "the cache was reset")
@@ -223,7 +298,8 @@ class PeerSource:
     def reconnect(self) -> None:
         """Have the workers connect to each peer again at its next load, because the workers are new."""
         self._new.clear()
-        self._used.clear()
+        for run in self._runs.values():
+            run.connected = False
 
     def give_up_oldest_claim(self, why: str) -> None:
         """Exclude the peer of the request that has waited longest, if any request waits."""
@@ -249,30 +325,26 @@ class PeerSource:
     @property
     def has_work(self) -> bool:
         """Whether `hand_over` has more to do than to disconnect unused peers."""
-        # A claim may have used up this step's time to wait for answers.
-        return bool(self._new) or len(self._claims) > 0
+        return bool(self._new) or self._waited_seconds > 0
 
     def hand_over(self, orders: StepOrders) -> None:
         """Tell the workers which peers to connect to and which to disconnect. Mutates `orders`.
 
         From now on this step's questions to peers may wait again.
         """
-        self._claims.waited_seconds = 0.0
+        self._waited_seconds = 0.0
         for address, peer in self._new_peers():
             facts = peer.facts
-            self._use(peer_name(facts.engine_id, address, facts.incarnation), peer)
+            self._connect(peer_name(facts.engine_id, address, facts.incarnation), peer)
             self._met[address] = facts.incarnation
         orders.connects, self._new = self._new, {}
         oldest = self._clock() - UNUSED_SECONDS
-        if self._used and next(iter(self._used.values())) < oldest:
+        if self._runs and next(iter(self._runs.values())).used < oldest:
             reading = {pull.peer for pull in self._pulls.values() if pull.loading}
-            unused = [name for name, at in self._used.items() if at < oldest and name not in reading]
-            for name in unused:
-                del self._used[name]
-                self._alignments.pop(name, None)
-            orders.disconnects = unused
+            unused = [name for name, run in self._runs.items() if run.used < oldest and name not in reading]
+            orders.disconnects = [name for name in unused if self._runs.pop(name).connected]
 
-    def _redeem(self, pull: Pull) -> None:
+    def _redeem(self, pull: _Pull) -> None:
         """Send a request's ticket to its peer, or exclude the peer if the offer does not fit the prompt.
 
         Do nothing while the digest of the request's LoRA adapter is computed.
@@ -294,10 +366,13 @@ class PeerSource:
             return
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
         if not isinstance(self._client.look_up(pull.address), Unusable):
-            self._claims.begin(pull, content)
+            pull.redemption = self._client.redeem(
+                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen
+            )
+            pull.began = self._clock()
 
     def _hear_of_turns(self, request: Request, local_tokens: int) -> Bid | None:
-        """Create a `Pull` if a peer keeps an earlier turn of the conversation.
+        """Create a `_Pull` if a peer keeps an earlier turn of the conversation.
 
         Return a placeholder bid for all tokens while answers are missing, else None.
         """
@@ -305,13 +380,14 @@ class PeerSource:
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if most <= 0:
             return None
-        found = self._turns.found(request)
+        excluded, search = self._asking[name]
+        found = self._turns.found(request, search)
         if isinstance(found, Pending):
             return _shorter(_LOOKING, most)
-        excluded = self._asking.pop(name)
+        del self._asking[name]
         if found is not None:
             tokens, address, kept = found
-            self._pulls[name] = Pull(
+            self._pulls[name] = _Pull(
                 request=request,
                 peer=peer_name(kept.engine_id, address, kept.incarnation),
                 address=address,
@@ -325,8 +401,8 @@ class PeerSource:
             self._client.hold(address, kept.ticket)
         return None
 
-    def _bid(self, pull: Pull, local_tokens: int) -> Bid | None:
-        if not pull.settled and pull.granted is None and pull.content is None:
+    def _bid(self, pull: _Pull, local_tokens: int) -> Bid | None:
+        if not pull.settled and pull.granted is None and pull.redemption is None:
             self._redeem(pull)
         tokens = pull.tokens - local_tokens
         if pull.settled or tokens <= 0:
@@ -339,7 +415,7 @@ class PeerSource:
         growing = pull.foreseen if looking or pull.granted is None else pull.granted.tokens < pull.tokens
         return Bid(pull.peer, (PlaceTokens(PEER, tokens),), looking, promised=looking, growing=growing)
 
-    def _ask_peer(self, pull: Pull) -> Unusable | bool:
+    def _ask_peer(self, pull: _Pull) -> Unusable | bool:
         """Take in the peer's answers to the handshake and to the ticket. Mutates `pull`.
 
         Return True if an answer is missing, False if the peer has granted a lease that can be read now, and
@@ -348,7 +424,7 @@ class PeerSource:
         granted = pull.granted
         peer = self._client.look_up(pull.address, None if granted is None else granted.incarnation)
         if isinstance(peer, PeerInfo):
-            if (unusable := self._claims.update(pull)) is not None:
+            if (unusable := self.update(pull)) is not None:
                 return unusable
             # The answer may name another run of the peer than the handshake that was looked up before.
             if granted is None and pull.granted is not None:
@@ -361,7 +437,7 @@ class PeerSource:
         why = self._refusal(pull, pull.info, pull.granted)
         return False if why is None else Unusable(why)
 
-    def _refusal(self, pull: Pull, peer: PeerInfo, granted: Redeemed) -> str | None:
+    def _refusal(self, pull: _Pull, peer: PeerInfo, granted: Redeemed) -> str | None:
         """Return why the KV that a peer has granted cannot be read; None if it can."""
         if peer.facts.engine_id != pull.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {pull.engine_id}"
@@ -379,14 +455,49 @@ class PeerSource:
             )
         return None
 
-    def _on_failed(self, pull: Pull, report: Report) -> None:
+    def update(self, pull: _Pull) -> Unusable | None:
+        """Store the peer's last answer to a ticket. Return why its KV cannot be read; None if it can.
+
+        Wait a moment if there is no answer yet (`STEP_WAIT_SECONDS`). Answers cover more and more tokens
+        while the producer computes the prompt. Mutates `pull`.
+        """
+        if pull.settled:
+            why = pull.excluded.get(pull.peer) or "the claim on its lease has ended"
+            return Unusable(why, pull.gone)
+        before = pull.granted
+        if pull.redemption is None or (before is not None and before.tokens >= pull.tokens):
+            return None
+        answer = self._answer(pull, pull.redemption)
+        if isinstance(answer, Redeemed):
+            if before is None:
+                pull.peer = peer_name(pull.engine_id, pull.address, answer.incarnation)
+            # Further answers extend one lease. Blocks of another may hold other KV than parts already read.
+            elif answer.grant.word(answer.incarnation) != before.grant.word(before.incarnation):
+                return Unusable("the peer has replaced the lease while its blocks were read")
+            if before is None or answer.tokens >= before.tokens:
+                pull.granted = answer
+        return answer if isinstance(answer, Unusable) else None
+
+    def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
+        """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
+        now = self._clock()
+        most = IDLE_STEP_WAIT_SECONDS - self._waited_seconds
+        if not self._idle():
+            most = STEP_WAIT_SECONDS - max(self._waited_seconds, now - pull.began)
+        answer = self._client.answer(redemption, max(0.0, most))
+        self._waited_seconds += self._clock() - now
+        if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
+            pull.cached_tokens = answer.cached_tokens
+        return answer
+
+    def on_failed(self, pull: _Pull, report: Report) -> None:
         """Exclude the peer of a load that has failed."""
         if report.peer_lost or report.late:
             # The peer may be gone or restarted: its next request begins with a new handshake.
             self._client.forget(pull.address)
         self._exclude(pull, report.failure or "")
 
-    def _exclude(self, pull: Pull, reason: str) -> None:
+    def _exclude(self, pull: _Pull, reason: str) -> None:
         if pull.peer not in pull.excluded:
             pull.excluded[pull.peer] = reason
             self._refusals.say(pull.request.request_id, pull.peer, reason)
@@ -400,49 +511,90 @@ class PeerSource:
             if peer is not None and peer.facts.incarnation != self._met.get(address):
                 yield address, peer
 
-    def _use(self, name: str, peer: PeerInfo) -> None:
-        """Record that a peer is used, and have the workers connect to it if they are not connected."""
-        if name not in self._used:
-            self._new[name] = peer.ranks
-        # The peer moves to the end of the dictionary, which is in the order of last use.
-        self._used.pop(name, None)
-        self._used[name] = self._clock()
+    def _connect(self, name: str, peer: PeerInfo) -> _Run:
+        """Return the record of a peer, to which the workers connect if they are not connected."""
+        run = self._run(name, peer)
+        if not run.connected:
+            run.connected, self._new[name] = True, peer.ranks
+        return run
 
-    def _alignments_with(self, pull: Pull) -> tuple[tuple[int, ...], int]:
-        """Return how the blocks of a peer meet those of this engine, as far as the handshake tells.
+    def _run(self, name: str, peer: PeerInfo) -> _Run:
+        """Return the record of a peer, which is used now."""
+        run = self._runs.pop(name, None)
+        if run is None:
+            alignments, in_parts = block_alignments([card.geometry for card in peer.ranks], self._ranks)
+            run = _Run(alignments, self._alignment_tokens if in_parts else 0)
+        # The dictionary is in the order of last use.
+        self._runs[name], run.used = run, self._clock()
+        return run
 
-        Returns:
-            (alignment in tokens of loaded content for each KV cache group; alignment in tokens of the
-            positions at which two parts of a load may meet, 0 if the load has only one part).
-        """
-        if pull.info is None:
-            return (1,) * len(self._labels), self._alignment_tokens
-        if pull.peer not in self._alignments:
-            theirs = [card.geometry for card in pull.info.ranks]
-            alignments, in_parts = block_alignments(theirs, self._ranks)
-            self._alignments[pull.peer] = alignments, self._alignment_tokens if in_parts else 0
-        return self._alignments[pull.peer]
+
+class _PeerFeed:
+    """Orders the parts of one load from a peer, one for each stretch of KV that the peer has computed."""
+
+    origin = PEER
+
+    def __init__(self, source: PeerSource, load: Load, pull: _Pull, alignment_tokens: int) -> None:
+        """Create the feed of a load that begins now. The peer has granted a lease."""
+        self._source, self._load, self._pull = source, load, pull
+        self._alignment_tokens = alignment_tokens
+        self._done, self._parts, self._ready = load.span.begins, 0, 0
+        self._dropped = False
+
+    def next_parts(self) -> Sequence[LoadPart]:
+        load, pull = self._load, self._pull
+        unusable = (
+            Unusable("no request waits for it any more") if self._dropped else self._source.update(pull)
+        )
+        if unusable is not None:
+            return [LoadPart(load.key, None, failure=unusable.reason)]
+        assert pull.granted is not None
+        news, self._ready = pull.granted.tokens > self._ready, pull.granted.tokens
+        span = next_part(
+            load.span,
+            self._done,
+            self._ready,
+            alignment_tokens=self._alignment_tokens,
+            whole=self._ready >= pull.tokens,
+        )
+        if span is None:
+            # The load's deadline begins anew with each part, so the workers are told of progress that cannot
+            # be read yet.
+            return [LoadPart(load.key, None)] if news else []
+        self._done, self._parts = span.ends, self._parts + 1
+        order = ReadOrder(
+            key=f"{load.key}.{self._parts}",
+            peer=pull.peer,
+            span=span,
+            src_tables=pull.granted.grant.block_ids,
+            dst_tables=load.tables,
+            lease=pull.granted.grant.word(pull.granted.incarnation),
+        )
+        return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
+
+    def drop(self) -> None:
+        # The workers cannot cancel reads in flight.
+        self._dropped = True
+        self._leave()
+
+    def moved(self, report: Report) -> tuple[GroupBytes, ...]:
+        figures = report.figures
+        each = zip(self._source.labels, figures.strategies_by_group, figures.bytes_by_group, strict=False)
+        return tuple(GroupBytes(label, "+".join(names), size) for label, names, size in each if size)
+
+    def miss(self, report: Report) -> MissReason:
+        return MissReason.DEADLINE if report.late else MissReason.FAILED
+
+    def ended(self, report: Report, *, wanted: bool) -> None:
+        self._leave()
+        if wanted and report.failure is not None:
+            self._source.on_failed(self._pull, report)
+
+    def _leave(self) -> None:
+        # After a failure the request may have begun another load, which goes on.
+        if self._pull.loading is self:
+            self._pull.loading = None
 
 
 def _shorter(bid: Bid | None, tokens: int) -> Bid | None:
     return replace(bid, parts=(PlaceTokens(PEER, tokens),)) if bid is not None and tokens > 0 else None
-
-
-def check_readable(theirs: Sequence[RankCard], ours: Sequence[RankCard]) -> None:
-    """Check that each rank of this engine can read all layers of its KV cache from the peer's ranks.
-
-    Raises:
-        Incompatible: a rank cannot read a layer, or the peer keeps fewer tokens of a layer than a rank needs
-            (a shorter attention window). The message names every difference.
-    """
-    peer, here = ([card.geometry for card in cards] for cards in (theirs, ours))
-    absent = absent_layer_names(peer, here)
-    if found := [text for rank in here for text in window_mismatches(peer, rank)]:
-        raise Incompatible(list(dict.fromkeys(found)))
-    # Without the KV of draft layers answers stay right: only fewer drafts are accepted.
-    if absent:
-        logger.warning(
-            "the peer does not keep %s of our draft model, %s for one: prompts from there are "
-            "loaded without them, and fewer drafts are accepted; run both with the same draft model if that "
-            "matters", counted(len(absent), "layer"), absent[0],
-        )  # fmt: skip

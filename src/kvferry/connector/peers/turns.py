@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.common.errors import TransferError
 from kvferry.connector.blocks import BlocksWanted, Transfer, TransferBook, choose_leases_to_end
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
-from kvferry.connector.events import EventStream, LeaseGranted
+from kvferry.connector.events import LeaseGranted
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.control_client import ControlClient
@@ -40,8 +41,7 @@ class _Turn(Transfer):
     It is late from the end of its lease until all workers have confirmed the end: peers may still read.
 
     Attributes:
-        content: digests by which peers find the turn.
-        kept: reply to a peer that asks for this content.
+        kept: reply to a peer that asks for the content.
         steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
@@ -51,10 +51,7 @@ class _Turn(Transfer):
 
 
 class TurnKeeper:
-    """Keeps the blocks of finished requests for the next turn of their conversation.
-
-    Only the engine's thread calls it.
-    """
+    """Keeps the blocks of finished requests. Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -63,7 +60,6 @@ class TurnKeeper:
         book: LeaseBook,
         names: TurnNames,
         wanted: BlocksWanted,
-        events: EventStream,
         seconds: float,
         share: float,
         index: TurnIndex,
@@ -74,12 +70,11 @@ class TurnKeeper:
         """Create a keeper without turns.
 
         Args:
-            workers: number of workers, all of which must confirm the end of a lease.
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
         self._engine, self._clock = engine, clock
-        self._book, self._names, self._wanted, self._events = book, names, wanted, events
+        self._book, self._names, self._wanted = book, names, wanted
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
@@ -98,33 +93,29 @@ class TurnKeeper:
 
     @property
     def holds_blocks(self) -> bool:
-        """True if a turn's lease has ended, but not all workers have confirmed that.
-
-        Its blocks will soon be free, so that the engine should wait and not preempt.
-        """
+        """True if blocks of ended turns will soon be free, so that the engine should wait and not preempt."""
         return self._pins.late_blocks() > 0
 
-    def finished(self, request: Request, block_ids: BlockIds) -> None:
+    def finished(self, request: Request, block_ids: BlockIds) -> LeaseGranted | None:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        Withdraw the earlier turns that the request continues. `block_ids` has its block table for each KV
-        cache group, up to the last computed token.
+        Withdraw the earlier turns that the request continues. Return the lease; None if none is kept.
         """
         if not self._seconds:
-            return
+            return None
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
         if content is None or not content.keys:
-            return
+            return None
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
         blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
         if least is None or len(blocks) > self._most:
-            return
+            return None
         try:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
-            return
+            return None
         turn = _Turn(
             key=request.request_id,
             holder="turns",
@@ -146,14 +137,12 @@ class TurnKeeper:
         self._pins.begin(turn)
         self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
         self._turns[turn.key] = turn
-        self._events.emit(LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True))
+        return LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True)
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
 
-        Returns:
-            Names of the leases that must end: of turns that were withdrawn, that a longer turn continues, or
-            whose blocks are needed.
+        Return the leases that must end, of turns that are withdrawn, continued, or in the way.
         """
         for lease, turn in self._turns.items():
             turn.steps -= 1
@@ -170,10 +159,7 @@ class TurnKeeper:
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
-        """Withdraw the turn whose lease has ended. A lease of another kind is ignored.
-
-        Its blocks stay pinned until `on_words_raised`.
-        """
+        """Withdraw the turn of an ended lease, if any. Its blocks stay pinned until `on_words_raised`."""
         if (turn := self._turns.pop(lease, None)) is not None:
             self._index.withdraw(turn.kept.ticket)
             turn.late = True
@@ -183,10 +169,10 @@ class TurnKeeper:
         self._pins.end(lease, self._workers)
 
     def _leases_to_end_early(self, over: Collection[str]) -> list[str]:
-        """Return the names of the leases that must end early, the oldest first.
+        """Return the leases that must end early, the oldest first. Those in `over` end anyway.
 
-        They end if turns pin more than their share of the pool, or if fewer blocks are free than the largest
-        waiting request needs, or than the share `_FREE` of the pool. Leases in `over` end anyway.
+        Turns may pin a share of the pool. They must leave the share `_FREE` of it, and the blocks that the
+        largest waiting request needs.
         """
         held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
         if not held:
@@ -212,10 +198,7 @@ class TurnKeeper:
         return 0 if self._engine.speculates or computed > tokens else computed
 
     def _shortest_usable_prefix(self, tables: Sequence[Sequence[int]], tokens: int) -> int | None:
-        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none.
-
-        Shorter prefixes need KV that the engine has freed already.
-        """
+        """Return the length in tokens of the shortest prefix that a peer can use; None if there is none."""
         least = 1
         for group, ids in zip(self._engine.groups, tables, strict=True):
             if group.kind is GroupKind.STATE:
@@ -232,6 +215,10 @@ class TurnKeeper:
         return least if least <= tokens else None
 
 
+# The number of a question to peers, and the content of the prompt that is asked for.
+TurnSearch: TypeAlias = tuple[int, TurnContent]
+
+
 class TurnFinder:
     """Asks peers for earlier turns of conversations. Only the engine's thread calls it."""
 
@@ -240,37 +227,28 @@ class TurnFinder:
     ) -> None:
         """Create a finder. `keepers` returns the incarnation of each peer that keeps turns, by address."""
         self._client, self._keepers, self._names = client, keepers, names
-        self._asked: dict[str, tuple[int, TurnContent]] = {}
 
-    def ask(self, request: Request) -> bool:
-        """Ask peers for an earlier turn of a request's conversation. Return False if none can be asked.
-
-        `found` returns the result.
-        """
+    def ask(self, request: Request) -> TurnSearch | None:
+        """Ask peers for an earlier turn of a request's conversation; return None if none can be asked."""
         keepers = self._keepers()
         # Turns are found by keys of whole chunks, and the last token of a prompt is always computed.
         if not keepers or request.num_tokens <= CHUNK_TOKENS:
-            return False
+            return None
         content = self._names.content(request, request.num_tokens)
         if content is None or (number := self._client.ask_turn(keepers, content)) is None:
-            return False
-        self._asked[request.request_id] = number, content
-        return True
+            return None
+        return number, content
 
-    def found(self, request: Request) -> tuple[int, Address, KeptTurn] | Pending | None:
-        """Return the turn that shares the most tokens with a request's prompt; None if there is none.
+    def found(self, request: Request, search: TurnSearch) -> tuple[int, Address, KeptTurn] | Pending | None:
+        """Return the turn that shares the most tokens with a prompt; None if no peer has one.
 
-        Return Pending while peers have not answered. Call it only if `ask` returned True.
-
-        Returns:
-            (number of usable tokens, from the start of the prompt; address of the peer's control channel; the
-            peer's answer, with the block tables and the lease).
+        It returns Pending while peers have not answered, and then ends the search. A turn is (number of
+        usable tokens, from the start of the prompt; peer's address; its answer, with tables and lease).
         """
-        number, content = self._asked[request.request_id]
+        number, content = search
         answers = self._client.turns(number)
         if answers is None:
             return Pending()
-        del self._asked[request.request_id]
         best = None
         for address, kept in answers:
             # The engine always computes the last token of a prompt, to sample from it.
@@ -279,8 +257,6 @@ class TurnFinder:
                 best = tokens, address, kept
         return best
 
-    def drop(self, request_id: str) -> None:
-        """Forget a request, and ignore answers that are still to come."""
-        number, _ = self._asked.pop(request_id, (None, None))
-        if number is not None:
-            self._client.drop_question(number)
+    def drop(self, search: TurnSearch) -> None:
+        """Ignore answers that are still to come."""
+        self._client.drop_question(search[0])

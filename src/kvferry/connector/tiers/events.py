@@ -26,14 +26,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, TransferTimes
 from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
-from kvferry.cache.reading import TransferTimes
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
 from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.tiers.host.settings import HostDropReason
-from kvferry.tiers.index.key_table import KeyTable, tag_of
+from kvferry.tiers.index import KeyTable, tag_of
 from kvferry.tiers.names import HOST
 
 MOST_CHUNKS = 1 << 14
@@ -52,21 +51,16 @@ class TierEvents:
         self._last_fingerprint: tuple[object, ...] = ()
 
     @log_errors
-    def emit_changes(self, times: TransferTimes, copies: Sequence[float]) -> None:
-        """Emit a `TierChanged` event for every tier if any tier has changed since the last call.
-
-        Args:
-            times: seconds of reads and writes of chunks in storage since the last call.
-            copies: seconds of copies from host memory to KV blocks since the last call.
-        """
-        cache, host, stores = self._cache, self._cache.host, self._stores
+    def emit_changes(self) -> None:
+        """Emit a `TierChanged` event for every tier if any tier has changed since the last call."""
+        cache, host, stores, times = self._cache, self._cache.host, self._stores, self._cache.times
         # Called in every engine step: the fingerprint takes about a microsecond, and all counts take much
         # longer. It is taken before them, so that the next call sees concurrent changes.
-        usages = [one.slow_tier.queue.usage for one in cache.writing]
+        usages = [one.queue.usage for one in cache.slow_tiers]
         fingerprint = (cache.events, stores.dropped.total(), *usages)
-        if fingerprint == self._last_fingerprint and not copies:
+        if fingerprint == self._last_fingerprint and not times.copies:
             return
-        self._last_fingerprint = fingerprint
+        self._last_fingerprint, cache.times = fingerprint, TransferTimes()
         counters, counts = host.counters, cache.counts
         dropped = {str(why): n for why, n in counters.dropped.items() if why is not HostDropReason.PRESENT}
         self._emit_since_last(
@@ -80,11 +74,11 @@ class TierEvents:
                 stored_bytes=counters.stored_bytes,
                 evicted=counters.evicted,
                 dropped=(*dropped.items(), *stores.dropped.items()),
-                fetch_seconds=tuple(copies),
+                fetch_seconds=tuple(times.copies),
             )
         )
-        for writing in cache.writing:
-            queue = writing.slow_tier.queue
+        for slow in cache.slow_tiers:
+            queue = slow.queue
             name, stats = queue.name, queue.tier.stats
             dropped = {str(put): n for put, n in stats.dropped.items()}
             self._emit_since_last(
@@ -93,13 +87,13 @@ class TierEvents:
                     name,
                     used=queue.usage.used,
                     capacity=queue.usage.capacity,
-                    owed=len(writing),
+                    owed=len(slow),
                     fetched=counts.fetched[name],
                     stored=sum(stats.puts.values()) - sum(dropped.values()),
                     stored_bytes=stats.stored_bytes,
                     evicted=stats.evicted,
                     missed=tuple((str(miss), n) for (tier, miss), n in counts.missed.items() if tier == name),
-                    dropped=(*dropped.items(), ("left host memory before its turn", writing.lost)),
+                    dropped=(*dropped.items(), ("left host memory before its turn", slow.lost)),
                     fetch_seconds=tuple(times.reads.get(name, ())),
                     store_seconds=tuple(times.writes.get(name, ())),
                 )

@@ -85,21 +85,20 @@ class Prompts:
         if (chunks := self._known.get(name)) is None:
             return None
         try:
-            self._extend(chunks, request)
+            # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys
+            # say.
+            if not self._adapters.is_current(request.adapter):
+                raise Unnameable("its LoRA was replaced in place since it came in")
+            if any(one.is_ambiguous for one in request.items):
+                raise Unnameable("an identifier of its items has stood for another")
+            known = len(chunks.keys)
+            if known < request.num_tokens:
+                chunks.keys.extend(request.all_token_ids[known : request.num_tokens])
         except Unnameable as error:
             self.remove(name)
             self._unnamed[name] = error
             return None
         return chunks
-
-    def _extend(self, chunks: PromptChunks, request: Request) -> None:
-        # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys say.
-        if not self._adapters.is_current(request.adapter):
-            raise Unnameable("its LoRA was replaced in place since it came in")
-        if any(one.is_ambiguous for one in request.items):
-            raise Unnameable("an identifier of its items has stood for another")
-        if len(chunks.keys) < request.num_tokens:
-            chunks.keys.extend(request.all_token_ids[len(chunks.keys) : request.num_tokens])
 
     def are_pending(self, request_id: str) -> bool:
         """Return True while the digest of a request's LoRA adapter is computed: its keys may become known."""

@@ -12,9 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.cache.reading import Fetch, Reading
 from kvferry.common.units import counted
 from kvferry.connector.engine import Request
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
@@ -65,7 +64,7 @@ class _ChunkFeed:
 
     load: Load
     fetch: Fetch
-    reading: Reading
+    cache: ChunkCache
     excluded_tiers: set[str]
     refusals: Refusals
     labels: Sequence[str]
@@ -83,7 +82,7 @@ class _ChunkFeed:
 
     @property
     def origin(self) -> str:
-        return self.reading.origin(self.fetch)
+        return self.cache.origin(self.fetch)
 
     def next_parts(self) -> Sequence[LoadPart]:
         parts = []
@@ -109,7 +108,7 @@ class _ChunkFeed:
         `failure` says why chunks are missing; None if none is.
         """
         if self.end is None:
-            self.reading.cancel(self.fetch)
+            self.cache.cancel(self.fetch)
             if self.fetch.miss is not None:
                 self.cause = _MISSES.get(self.fetch.miss, self.cause)
             self.end = LoadPart(self.load.key, None, last=failure is None, failure=failure)
@@ -146,7 +145,7 @@ class _ChunkFeed:
             self.refusals.say(self.load.request_id, TIERS, report.failure)
             # Before the end, chunks were still awaited: their tiers were too slow. After it, the ranks were.
             if report.late and self.end is None:
-                self.excluded_tiers |= self.reading.awaited_tiers(self.fetch)
+                self.excluded_tiers |= self.cache.awaited_tiers(self.fetch)
         self.stop(report.failure)
         self.told = True
 
@@ -196,7 +195,6 @@ class TierSource:
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
         self._feeds: list[_ChunkFeed] = []
-        self._copy_seconds: list[float] = []
 
     @property
     def busy(self) -> bool:
@@ -224,7 +222,7 @@ class TierSource:
             state.coverage = found = chunks.look_up(
                 request.num_tokens,
                 local_tokens,
-                partial(self._cache.reading.tier_numbers, without=state.excluded_tiers),
+                partial(self._cache.tier_numbers, without=state.excluded_tiers),
                 in_full=windows_survive_load(self._groups, request.num_tokens),
             )
         bids = self._bids(request, found, local_tokens)
@@ -269,7 +267,7 @@ class TierSource:
         """Return a bid that says how many tokens of the range ``[first, last)`` each tier provides."""
         # The group that needs the most chunks stands for all.
         sums = found.tokens_by_tier(self._widest_group, first, last)
-        names = (HOST, *self._cache.tiers)
+        names = self._cache.tiers
         return Bid(TIERS, tuple([PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums)]))
 
     def _why_none(
@@ -297,16 +295,15 @@ class TierSource:
     def begin(self, load: Load, request: Request) -> _ChunkFeed:
         """Start to fetch the chunks of a load into host memory."""
         chunks, state = self._prompts.get(request), self._requests[load.request_id]
-        reading = self._cache.reading
         if chunks is None or state.coverage is None:
-            fetch = reading.fetch(())
+            fetch = self._cache.fetch(())
             fetch.failure = "its chunks have no names any more"
         else:
-            fetch = reading.fetch(chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers)
+            fetch = self._cache.fetch(chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers)
         feed = _ChunkFeed(
             load=load,
             fetch=fetch,
-            reading=reading,
+            cache=self._cache,
             excluded_tiers=state.excluded_tiers,
             refusals=self._refusals,
             labels=self._labels,
@@ -319,11 +316,6 @@ class TierSource:
         # A chunk of a windowed group may begin with zeros, because the engine had freed that KV. The valid KV
         # begins at a multiple of the alignment.
         return self._alignments
-
-    def take_copy_seconds(self) -> list[float]:
-        """Return, and clear, the seconds that the slowest rank took to copy each part of a load."""
-        taken, self._copy_seconds = self._copy_seconds, []
-        return taken
 
     def settled(self, request_id: str) -> None:
         """Do nothing: the tiers keep no lease."""
@@ -338,9 +330,9 @@ class TierSource:
                 if (part := feed.take_report(key, report, self._workers)) is not None:
                     # The last slot released is used last, so the start of a prompt is evicted after its end.
                     for slot in reversed(part.slots):
-                        self._cache.close(slot)
+                        self._cache.host.close(slot)
                     assert part.report is not None
-                    self._copy_seconds.append(part.report.figures.transfer_seconds)
+                    self._cache.times.copies.append(part.report.figures.transfer_seconds)
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""

@@ -28,11 +28,11 @@ from kvferry.geometry.canonical.derive import content_alignment, snapshot_interv
 from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.retention import (
     MAX_CHUNKS_PER_ORDER,
-    keeps_chunk,
+    chunks_to_store,
     keeps_snapshot,
     last_prefix_ends,
 )
-from kvferry.planning.select import NULL_BLOCK, first_attended
+from kvferry.planning.select import NULL_BLOCK, first_attended, first_needed_token
 
 _ANY_NUMBER_OF_STEPS = 1 << 62
 
@@ -47,6 +47,7 @@ class Progress:
         found: number of tokens that the request had when it was last admitted: cached or loaded.
         chunks: number of whole chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
+        ends: result of `last_prefix_ends` for its prompt.
         due: number of computed tokens at which the next chunk is complete.
         needed: result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     """
@@ -57,6 +58,7 @@ class Progress:
     found: int = 0
     chunks: int = 0
     tail: bool = False
+    ends: tuple[int, int] = (0, 0)
     due: int = 0
     needed: tuple[Collection[int] | None, ...] = ()
 
@@ -112,10 +114,6 @@ class _StoredGroup:
     alignment: int
     order_chunks: int
 
-    def first_needed_token(self, low: int, high: int) -> int:
-        """Return the first of the tokens ``[low, high)`` of a chunk that a prefix needs that ends with it."""
-        return max(low, first_attended(self.form, high - 1) // self.alignment * self.alignment)
-
 
 class Storing:
     """Selects the chunks of running requests to store. Only the engine's thread calls it."""
@@ -167,7 +165,8 @@ class Storing:
 
     def on_new_request(self, request: Request) -> None:
         """Prepare to store the chunks of a request whose chunk keys are known or still being computed."""
-        self._progress[request.request_id] = Progress(request, tail=self._state is not None)
+        ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
+        self._progress[request.request_id] = Progress(request, tail=self._state is not None, ends=ends)
         self._quiet_steps = 0
 
     def schedule(self, step: Step) -> None:
@@ -182,7 +181,7 @@ class Storing:
         for request_id, snapshots in step.snapshots.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                self._store_snapshots(progress.request, snapshots)
+                self._store_snapshots(progress, snapshots)
 
     def _look_at_requests(self, step: Step) -> int:
         """Order the stores, and return how many further steps complete no chunk, if any.
@@ -207,7 +206,7 @@ class Storing:
         if (chunks := self._prompts.get(request)) is not None:
             # The next turn of a conversation begins with this prompt and its answer, so a prefix may end with
             # the last chunk.
-            ends = (*self._prefix_ends(request), progress.found, progress.chunks * self._chunk)
+            ends = (*progress.ends, progress.found, progress.chunks * self._chunk)
             used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends)
             self._orders.ended(request.request_id, used, cold)
 
@@ -215,9 +214,6 @@ class Storing:
         """Store no more chunks of the running requests, because the cache was reset."""
         self._progress.clear()
         self._orders.start_anew()
-
-    def _prefix_ends(self, request: Request) -> tuple[int, int]:
-        return last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
 
     def _store_complete_chunks(self, progress: Progress, tables_of: Callable[[str], BlockIds]) -> None:
         """Order the ranks to store those chunks of a request that have become complete."""
@@ -234,10 +230,9 @@ class Storing:
             return
         # A block that a load has filled only in part is masked: it lacks KV of some tokens.
         tables = self._part_blocks.masked_tables(request.request_id, tables_of(request.request_id))
-        ends = self._prefix_ends(request)
-        progress.needed = chunks.needed_chunks((*ends, progress.found))
+        progress.needed = chunks.needed_chunks((*progress.ends, progress.found))
         for group in self._attention:
-            kept = [n for n in numbers if keeps_chunk(group.form, n, self._chunk, self._every, ends)]
+            kept = chunks_to_store(group.form, numbers, self._chunk, self._every, progress.ends)
             keys = {number: chunks.key(group.number, number) for number in kept}
             self._store(progress, chunks, group, keys, tables, numbers.stop * self._chunk)
             if with_tail:
@@ -293,7 +288,7 @@ class Storing:
     ) -> None:
         """Tell the events about blocks which of the engine's blocks a chunk holds."""
         low, high = number * self._chunk, min((number + 1) * self._chunk, until)
-        is_whole = group.first_needed_token(low, high) == low
+        is_whole = first_needed_token(group.form, low, high, group.alignment) == low
         ends = events.beginnings.ends(low, min(high, low + self._chunk - 1))
         # Before the window of a prefix that ends with the chunk, the chunk may hold zeros.
         tokens = range(low if is_whole else first_attended(group.form, high - 1), high)
@@ -329,7 +324,7 @@ class Storing:
             since = -(-since // size) * size
         # The blocks may lack the first tokens of a chunk. It can still be stored if no request that continues
         # from the chunk's end, or from a later position, attends to them.
-        return since if since <= group.first_needed_token(low, high) else None
+        return since if since <= first_needed_token(form, low, high, group.alignment) else None
 
     def _order(
         self,
@@ -362,14 +357,14 @@ class Storing:
         ]
         self._orders.order(progress.request.request_id, group.number, chunks, table_slices, available)
 
-    def _store_snapshots(self, request: Request, snapshots: Iterable[tuple[int, int, int]]) -> None:
+    def _store_snapshots(self, progress: Progress, snapshots: Iterable[tuple[int, int, int]]) -> None:
         """Order the ranks to store snapshots at the ends of chunks (`Step.snapshots`)."""
-        state, chunks = self._state, self._prompts.get(request)
+        request, state = progress.request, self._state
+        chunks = self._prompts.get(request)
         assert state is not None
         at: dict[int, dict[int, int]] = {}
-        ends = self._prefix_ends(request)
         for group, block, tokens in snapshots:
-            if keeps_snapshot(tokens, self._chunk, self._every, ends):
+            if keeps_snapshot(tokens, self._chunk, self._every, progress.ends):
                 at.setdefault(tokens, {})[group] = block
         for tokens, blocks in at.items():
             # A chunk of state holds all layers with state. A request cannot continue from some of them.

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, PinnedChunks
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
@@ -39,7 +39,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index.key_table import KeyTable, Tags
+from kvferry.tiers.index import KeyTable, Tags
 from kvferry.tiers.names import HOST, tier_name
 from kvferry.tiers.storage_tier import StorageSettings
 
@@ -114,8 +114,8 @@ class Tiering:
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
-        self._pinned = PinnedChunks(host, sizes)
-        self._bits = {host.keys.bit: HOST, **{one.queue.tier.keys.bit: one.queue.name for one in behind}}
+        self._pinned = PinnedChunks(host)
+        self._bits = dict(zip(self._cache.bits, self._cache.tiers, strict=True))
         self._block_events = composition.block_events(table, self._bits)
         self._prompts = Prompts(
             canonical,
@@ -193,7 +193,7 @@ class Tiering:
 
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
-        self._events.emit_changes(self._cache.take_times(), self.source.take_copy_seconds())
+        self._events.emit_changes()
         if self._block_events is not None:
             self._block_events.emit_changes()
 
@@ -279,7 +279,7 @@ class Tiering:
     @property
     def owed_chunks(self) -> int:
         """Number of chunks that are still to be copied to host memory, or to be written to slow tiers."""
-        return self._stores.chunks + sum(map(len, self._cache.writing))
+        return self._stores.chunks + sum(map(len, self._cache.slow_tiers))
 
     def shutdown(self) -> None:
         """Write queued chunks to storage for at most `_CLOSING_SECONDS`, then free the arena."""

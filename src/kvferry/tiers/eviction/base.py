@@ -233,7 +233,7 @@ class EvictionPolicy(ABC):
     def make_cold(self, keys: Iterable[bytes]) -> None:
         """Make admitted keys cold, the last evicted last. Keys that are cold already keep their places."""
         for key in keys:
-            if any(key in queue for queue in self._warm):
+            if key in self and key not in self._cold:
                 self._move(key, self._cold.push)
 
     def pin(self, key: bytes) -> None:
@@ -310,7 +310,7 @@ class EvictionPolicy(ABC):
         self._cold.push_all(keys, size)
 
     def _make_warm(self, keys: Iterable[bytes]) -> None:
-        if len(self._cold):
+        if self._cold.total:
             for key in keys:
                 if key in self._cold:
                     self._move(key, self._place)

@@ -1,4 +1,4 @@
-"""Files of a cache directory: open them without trusting names, and write, read and verify chunks in them.
+"""Files of a cache directory: open them without trusting names, write and verify chunks, record their use.
 
 A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache. All functions
 block, and any thread may call them.
@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -31,6 +31,16 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 STORAGE_PIECE_BYTES = 4 << 20
 # A file that arrives at this speed comes from memory, such as the page cache.
 _MEMORY_BYTES_PER_SECOND = 4e9
+
+# A repeated use within this time is not recorded, because on a shared mount each record is a message.
+_USE_SECONDS = 10.0
+# The present time divided by this lies in the first weeks of 1970. Cold files keep their order, and are
+# evicted before all others.
+_COLD_DIVISOR = 1000
+# An earlier time, in nanoseconds since 1970, is that of a cold file.
+FIRST_USE_NS = 365 * 86_400 * 10**9
+# Difference between the times of two files that were used together, so that their order is recorded.
+_APART_NS = 1000
 
 
 class NotRegular(OSError):
@@ -95,6 +105,35 @@ def sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def set_cold(fd: int, clock: Callable[[], float]) -> None:
+    """Set the modification time of a file so that it is evicted before all files with a time of use."""
+    cold = int(clock() * 1e9) // _COLD_DIVISOR
+    # Without this time, the file is evicted like others.
+    with suppress(OSError):
+        os.utime(fd, ns=(cold, cold))
+
+
+def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
+    """Set the times of last use of files to about now, in the order of `paths`. Skip files that fail.
+
+    Args:
+        paths: paths of files below `root`, in the order in which they should be evicted.
+        clock: seconds since 1970.
+    """
+    latest = 0
+    for path in paths:
+        with suppress(OSError):
+            check_folders(root, path)
+            last, now = os.lstat(path).st_mtime_ns, int(clock() * 1e9)
+            # A time far in the future comes from a wrong clock. Replace it, or the next files would need
+            # later times. Each write is a message on a shared mount: skip it if the order is right and the
+            # time recent.
+            if last <= latest or abs(now - last) >= _USE_SECONDS * 1e9:
+                last = max(now, latest + _APART_NS)
+                os.utime(path, ns=(last, last), follow_symlinks=False)
+            latest = max(last, latest)
 
 
 def whole_pages(size: int) -> memoryview:

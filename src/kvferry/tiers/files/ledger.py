@@ -1,9 +1,9 @@
 """The ledger of a directory: its capacity and its bytes in use, shared by all processes that use it.
 
 The ledger is one small file. A process reads and writes it under an exclusive flock, which its threads hand
-to one another (`LockHandoff`). The bytes in use are never less than the sum of all kvferry files: bytes are
-added (*charged*) before a file is created, and subtracted (*released*) after it is removed. If a process is
-killed in between, the number is too large until `count` corrects it.
+to one another. The bytes in use are never less than the sum of all kvferry files: bytes are added (*charged*)
+before a file is created, and subtracted (*released*) after it is removed. If a process is killed in between,
+the number is too large until `count` corrects it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ import errno
 import os
 import struct
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Generic, TypeVar
 
 from kvferry.common.machine import fcntl
 from kvferry.tiers.files.chunk_file import open_regular, read_regular
 from kvferry.tiers.format.chunk import header_digest
 from kvferry.tiers.paths import LEDGER, EntryKind, walk
-
-T = TypeVar("T")
 
 LEDGER_BYTES = 64
 _MAGIC = b"KVFLEDGR"
@@ -43,115 +39,6 @@ _LEAVE_SECONDS = 0.002
 
 class LockTimeout(Exception):
     """Raised if other threads or processes held a lock until the time limit."""
-
-
-@dataclass
-class _WaitingThreads(Generic[T]):
-    """The state of a lock in one process."""
-
-    pid: int
-    changed: Condition = field(default_factory=Condition)  # notified when a thread has finished with the lock
-    waiting: int = 0  # number of waiting threads
-    busy: bool = False  # whether a thread holds the lock or is taking it
-    resource: T | None = None  # None while this process does not have the lock
-    since: float = 0.0  # monotonic seconds at which this process took the lock
-    must_pause: bool = False  # whether to pause before the next take, so that another process can be first
-
-
-class LockHandoff(ABC, Generic[T]):
-    """A lock that excludes other processes and threads. Any thread may use the object.
-
-    Taking it costs several system calls, so a thread hands it to the next that waits.
-
-        free ─acquire─▶ used ─another thread waits─▶ handed over ─▶ used
-        used ─no thread waits, or after 20 ms─▶ free
-
-    Args:
-        name: name of the locked resource, for messages.
-        lock_seconds: maximum time to wait for the lock.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lock_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._name = name
-        self._lock_seconds = lock_seconds
-        self._clock = clock
-        self._sleep = sleep
-        self._own = _WaitingThreads[T](os.getpid())
-
-    @abstractmethod
-    def _acquire(self, deadline: float) -> T:
-        """Take the lock until a deadline in seconds of `clock`, or raise `LockTimeout`."""
-
-    @abstractmethod
-    def _release(self, resource: T) -> None: ...
-
-    @property
-    def waiting(self) -> int:
-        """Number of threads of this process that wait for the lock."""
-        return self._own.waiting
-
-    @contextmanager
-    def held(self, seconds: float | None = None) -> Iterator[T]:
-        """Lock the resource for this thread.
-
-        Args:
-            seconds: maximum time to wait; None for `lock_seconds`.
-
-        Raises:
-            LockTimeout: other threads or processes held the resource for that long.
-        """
-        seconds = self._lock_seconds if seconds is None else seconds
-        deadline = self._clock() + seconds
-        if self._own.pid != os.getpid():
-            # After a fork. The copy of the descriptor keeps the parent's flock alive; the condition may be
-            # held for good.
-            inherited, self._own = self._own, _WaitingThreads[T](os.getpid())
-            if inherited.resource is not None:
-                self._release(inherited.resource)
-        queue = self._own
-        self._enter(queue, seconds)
-        succeeded = False
-        try:
-            if queue.resource is None:
-                if queue.must_pause:
-                    self._sleep(_LEAVE_SECONDS)
-                queue.resource = self._acquire(deadline)
-                queue.since = self._clock()
-            yield queue.resource
-            succeeded = True
-        finally:
-            self._leave(queue, succeeded=succeeded)
-
-    def _enter(self, queue: _WaitingThreads[T], seconds: float) -> None:
-        with queue.changed:
-            queue.waiting += 1
-            try:
-                if not queue.changed.wait_for(lambda: not queue.busy, seconds):
-                    raise LockTimeout(f"{self._name} was held by this process for {seconds:g} s")
-                queue.busy = True
-            finally:
-                queue.waiting -= 1
-
-    def _leave(self, queue: _WaitingThreads[T], *, succeeded: bool) -> None:
-        with queue.changed:
-            # After an error the state of the resource is unknown. It is opened again for the next thread.
-            long = self._clock() - queue.since > _HOLD_SECONDS
-            queue.must_pause = long and queue.waiting > 0
-            resource = queue.resource
-            try:
-                if resource is not None and (long or not succeeded or not queue.waiting):
-                    queue.resource = None
-                    self._release(resource)
-            finally:
-                queue.busy = False
-                queue.changed.notify()
 
 
 class HeldLedger:
@@ -200,12 +87,31 @@ class HeldLedger:
         self.capacity, self.used = capacity, used
 
 
-class Ledger(LockHandoff[HeldLedger]):
-    """The ledger of one directory, and its lock. Any thread may use the object.
+@dataclass
+class _WaitingThreads:
+    """The state of a ledger's lock in one process."""
 
-    While it is `held`, no other thread or process adds files to the directory or evicts them. `held` also
-    raises OSError if the file cannot be opened or written. The errno is ESTALE if its version is unknown, or
-    if another device is mounted at `root` than at the first use.
+    pid: int
+    changed: Condition = field(default_factory=Condition)  # notified when a thread has finished with the lock
+    waiting: int = 0  # number of waiting threads
+    busy: bool = False  # whether a thread holds the lock or is taking it
+    held_ledger: HeldLedger | None = None  # None while this process does not have the lock
+    since: float = 0.0  # monotonic seconds at which this process took the lock
+    must_pause: bool = False  # whether to pause before the next take, so that another process can be first
+
+
+class Ledger:
+    """The ledger of one directory, and its lock, which excludes other processes and threads.
+
+    Any thread may use the object. Taking the lock costs several system calls, so a thread hands it to the
+    next that waits:
+
+        free ─take─▶ used ─another thread waits─▶ handed over ─▶ used
+        used ─no thread waits, or after 20 ms─▶ free
+
+    Args:
+        lock_seconds: maximum time to wait for the lock.
+        clock: monotonic seconds.
 
     Attributes:
         capacity: last known capacity in bytes, 0 if unknown. A new ledger file gets this value.
@@ -221,15 +127,79 @@ class Ledger(LockHandoff[HeldLedger]):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._path = f"{root}/{LEDGER}"
-        super().__init__(self._path, lock_seconds, clock, sleep)
         self.capacity = 0
         self.after_loss: Callable[[HeldLedger], None] = lambda _: None
         self.after_swap: Callable[[], None] = lambda: None
-        self._root = root
+        self._root, self._path, self._lock_seconds = root, f"{root}/{LEDGER}", lock_seconds
+        self._clock, self._sleep = clock, sleep
         self._known: os.stat_result | None = None
+        self._own = _WaitingThreads(os.getpid())
 
-    def _acquire(self, deadline: float) -> HeldLedger:
+    @property
+    def waiting(self) -> int:
+        """Number of threads of this process that wait for the lock."""
+        return self._own.waiting
+
+    @contextmanager
+    def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
+        """Lock the ledger for this thread. No other thread or process then adds or evicts files.
+
+        Args:
+            seconds: maximum time to wait; None for `lock_seconds`.
+
+        Raises:
+            LockTimeout: other threads or processes held the ledger for that long.
+            OSError: the file cannot be opened or written. The errno is ESTALE if its version is unknown, or
+                if another device is mounted at `root` than at the first use.
+        """
+        seconds = self._lock_seconds if seconds is None else seconds
+        deadline = self._clock() + seconds
+        if self._own.pid != os.getpid():
+            # After a fork. The copy of the descriptor keeps the parent's flock alive; the condition may be
+            # held for good.
+            inherited, self._own = self._own, _WaitingThreads(os.getpid())
+            if inherited.held_ledger is not None:
+                self._release(inherited.held_ledger)
+        queue = self._own
+        self._enter(queue, seconds)
+        succeeded = False
+        try:
+            if queue.held_ledger is None:
+                if queue.must_pause:
+                    self._sleep(_LEAVE_SECONDS)
+                queue.held_ledger = self._take(deadline)
+                queue.since = self._clock()
+            yield queue.held_ledger
+            succeeded = True
+        finally:
+            self._leave(queue, succeeded=succeeded)
+
+    def _enter(self, queue: _WaitingThreads, seconds: float) -> None:
+        with queue.changed:
+            queue.waiting += 1
+            try:
+                if not queue.changed.wait_for(lambda: not queue.busy, seconds):
+                    raise LockTimeout(f"{self._path} was held by this process for {seconds:g} s")
+                queue.busy = True
+            finally:
+                queue.waiting -= 1
+
+    def _leave(self, queue: _WaitingThreads, *, succeeded: bool) -> None:
+        with queue.changed:
+            # After an error the state of the file is unknown. It is opened again for the next thread.
+            long = self._clock() - queue.since > _HOLD_SECONDS
+            queue.must_pause = long and queue.waiting > 0
+            held_ledger = queue.held_ledger
+            try:
+                if held_ledger is not None and (long or not succeeded or not queue.waiting):
+                    queue.held_ledger = None
+                    self._release(held_ledger)
+            finally:
+                queue.busy = False
+                queue.changed.notify()
+
+    def _take(self, deadline: float) -> HeldLedger:
+        """Take the lock until a deadline in seconds of the clock, or raise `LockTimeout`."""
         fd = self._lock(deadline)
         try:
             held_ledger = HeldLedger(fd, self._root, self.capacity)
@@ -245,10 +215,10 @@ class Ledger(LockHandoff[HeldLedger]):
             raise
         return held_ledger
 
-    def _release(self, resource: HeldLedger) -> None:
+    def _release(self, held_ledger: HeldLedger) -> None:
         # A mount may report an error of earlier writes here. The file is closed in any case.
         with suppress(OSError):
-            os.close(resource.fd)
+            os.close(held_ledger.fd)
 
     def _lock(self, deadline: float) -> int:
         start = self._clock()

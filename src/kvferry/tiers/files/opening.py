@@ -14,12 +14,11 @@ import secrets
 import stat
 from contextlib import suppress
 
-from kvferry.common.errors import ConfigError, Unnameable
+from kvferry.common.errors import ConfigError
 from kvferry.common.machine import fcntl
 from kvferry.common.units import format_bytes
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import (
-    check_folders,
     is_regular,
     make_folder,
     read_regular,
@@ -28,15 +27,13 @@ from kvferry.tiers.files.chunk_file import (
     write_all,
 )
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
-from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout, read_ledger
+from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.files.space import DirectorySpace
-from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE, note_name
-from kvferry.tiers.storage_tier import StoreUsage
+from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE
 
 _SIGNATURE = "file tier"
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-_MAX_NOTE_BYTES = 1 << 20
 
 # The default capacity of a directory is the free space divided by this.
 DEFAULT_CAPACITY_DIVISOR = 10
@@ -255,44 +252,3 @@ def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectoryS
         raise
     finally:
         os.close(fd)
-
-
-class UsageReader:
-    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks."""
-
-    def __init__(self, root: str, namespace: Namespace) -> None:
-        self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
-        self._names: dict[str, str] = {}
-        self._last = StoreUsage()
-
-    def read(self, *, empty: bool) -> StoreUsage:
-        """Return the usage of the directory. A value that cannot be read keeps its last known value.
-
-        Args:
-            empty: True to name another namespace of a model with the same name, if there is one. Its engines
-                probably differ in a setting, which is why this one finds no chunks.
-        """
-        capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
-        self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
-        return self._last
-
-    def _same_name_namespace(self) -> str:
-        """Return the digest, in hex, of another namespace of a model of this name; empty if there is none."""
-        try:
-            folders = [name for name in os.listdir(self._root) if len(name) == len(self._ours)]
-        except OSError:
-            return self._last.same_name_namespace
-        # Notes never change, so each is read once.
-        names = {
-            name: self._names.get(name) or self._model_name(name) for name in folders if name != self._ours
-        }
-        self._names = names
-        return next((digest for digest, name in sorted(names.items()) if name and name == self._name), "")
-
-    def _model_name(self, digest: str) -> str:
-        try:
-            note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
-            check_folders(self._root, note)
-            return Namespace.read(read_regular(note, _MAX_NOTE_BYTES).decode("ascii")).name
-        except (OSError, ValueError, Unnameable):
-            return ""

@@ -18,7 +18,7 @@ from itertools import compress
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.common.errors import ChunkError, ConfigError
+from kvferry.common.errors import ChunkError, ConfigError, Unnameable
 from kvferry.common.units import check_capacity, parse_size
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import (
@@ -27,16 +27,18 @@ from kvferry.tiers.files.chunk_file import (
     explain_refusal,
     is_regular,
     make_folder,
+    mark_files_used,
     open_regular,
     read_chunk,
+    read_regular,
+    set_cold,
     sync_folder,
     write_chunk,
 )
-from kvferry.tiers.files.directory_index import DirectoryIndex, mark_files_used, set_cold
+from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
-from kvferry.tiers.files.ledger import Ledger, LockTimeout
+from kvferry.tiers.files.ledger import Ledger, LockTimeout, read_ledger
 from kvferry.tiers.files.opening import (
-    UsageReader,
     check_directory,
     check_writable,
     open_directory,
@@ -45,10 +47,9 @@ from kvferry.tiers.files.opening import (
 from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.paths import chunk_name, default_directory, find_same_directory, key_of
+from kvferry.tiers.paths import chunk_name, default_directory, find_same_directory, key_of, note_name
 from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, StoreUsage
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ _log = logging.getLogger(__name__)
 _NO_SPACE = (*OUT_OF_ROOM, errno.EFBIG)
 # A network mount reports ESTALE for a file that was removed while it was open.
 _EVICTED = (errno.ENOENT, errno.ESTALE)
+
+_MAX_NOTE_BYTES = 1 << 20
 
 # Number of times that a chunk's folder is created. Evictions remove folders while they are empty.
 _MOST_FOLDERS = 8
@@ -264,14 +267,57 @@ class FileTier(StorageTier):
         return f"{self._root}/{chunk_name(self._namespace, key)}"
 
     def _on_evicted(self, path: str) -> None:
-        folder, name = os.path.split(path)
-        key = key_of(name)
-        if key is not None and folder.startswith(f"{self._root}/{self._namespace.hex()}/"):
+        key = key_of(os.path.basename(path))
+        # A file in another folder may have the key of a chunk that is still here.
+        if key is not None and path == self._path_of(key):
             self._listed.discard(key)
 
     def _warn(self, what: str, why: PutOutcome | GetOutcome, detail: str) -> None:
         said = f" ({detail})" if detail else ""
         _log.warning("file tier %s: %s: %s%s; %s", self._root, what, why, said, _ADVICE[why])
+
+
+class UsageReader:
+    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks."""
+
+    def __init__(self, root: str, namespace: Namespace) -> None:
+        self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
+        self._names: dict[str, str] = {}
+        self._last = StoreUsage()
+
+    def read(self, *, empty: bool) -> StoreUsage:
+        """Return the usage of the directory. A value that cannot be read keeps its last known value.
+
+        Args:
+            empty: True to name another namespace of a model with the same name, if there is one. Its engines
+                probably differ in a setting, which is why this one finds no chunks.
+        """
+        capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
+        self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
+        return self._last
+
+    def _same_name_namespace(self) -> str:
+        """Return the digest, in hex, of another namespace of a model of this name; empty if there is none."""
+        try:
+            folders = sorted(os.listdir(self._root))
+        except OSError:
+            return self._last.same_name_namespace
+        for folder in folders:
+            if len(folder) != len(self._ours) or folder == self._ours:
+                continue
+            # Notes never change, so each is read once.
+            name = self._names[folder] = self._names.get(folder) or self._model_name(folder)
+            if name and name == self._name:
+                return folder
+        return ""
+
+    def _model_name(self, digest: str) -> str:
+        try:
+            note = f"{self._root}/{note_name(bytes.fromhex(digest))}"
+            check_folders(self._root, note)
+            return Namespace.read(read_regular(note, _MAX_NOTE_BYTES).decode("ascii")).name
+        except (OSError, ValueError, Unnameable):
+            return ""
 
 
 class FileSettings(StorageSettings, frozen=True):

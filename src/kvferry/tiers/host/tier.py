@@ -5,29 +5,73 @@ The tier does not copy bytes. It gives slots of the arena to the code that does:
     store   reserve ─▶ Slot ─▶ commit or abort
     load    open ─▶ Slot ─▶ close
 
-The caller releases every slot when all ranks have finished and no copy or I/O is in flight. Releasing a slot
-twice raises KeyError. No call blocks. If there is no room for a chunk, it is dropped and counted, and no
-exception is raised.
+A slot has these states:
 
-The later chunks of a prompt are useless without the earlier ones. Policies evict the latest used chunks last.
-So commit and close the chunks of a prompt from its end to its beginning. When the request has ended, call
-`mark_used`, because its steps and partial loads have used the chunks in another order.
+    FREE ─reserve→ FILLING ─commit→ READY ─evict→ FREE
+                      │               └─evict during a read→ EVICTED ─last close→ FREE
+                      ├─abort→ FREE
+                      └─clear→ EVICTED ─commit or abort→ FREE
+
+Only a READY chunk can be opened by its key. A `Slot` is a *hold*, which keeps the memory from being reused:
+the fill has one, and so has each read. The caller releases it when all ranks have finished and no copy or I/O
+is in flight, and not before, even if the request has ended or the chunk was evicted meanwhile. Releasing it
+twice, or as what it is not, raises KeyError. No call blocks. If there is no room for a chunk, it is dropped
+and counted, and no exception is raised.
+
+The eviction policy hears of a chunk:
+
+    commit      admit: it is the newest, or cold
+    open, hold  pin, with the first read; `open` also counts a use (touch)
+    close       unpin, after the last read: it is the newest again, unless it is cold
+    mark_used   make_newest for the chunks that later prompts need, make_cold for those that none needs
+
+So a stored chunk is admitted when the ranks have copied it, pinned while a slow tier writes it, and takes its
+final rank when its request has ended and nothing of the request is copied any more. The later chunks of a
+prompt are useless without the earlier ones, and the oldest are evicted first. So commit and close the chunks
+of a prompt from its end to its beginning. `mark_used` ranks them so in any case, because the steps and
+partial loads of a request have used its chunks in another order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.common.errors import GeometryError
 from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
-from kvferry.tiers.host.slots import Slot, SlotTable
-from kvferry.tiers.index.key_table import KeyTable, tags_of
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.host.slabs import Slabs
+from kvferry.tiers.index import KeyTable, TierKeys, tags_of
 
-__all__ = ["HostTier", "Slot"]
+# Direct I/O needs slots at page boundaries.
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A hold on a slot, whose owner may read or fill the slot until it releases the hold."""
+
+    key: bytes
+    group: int
+    offset: int  # byte offset of the slot in the arena, a multiple of 4096
+    size: int  # bytes of the chunk
+    serial: int  # number that identifies the hold, unique in the tier
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    """A chunk that occupies a slot: FILLING, READY, or evicted and still held."""
+
+    key: bytes
+    group: int
+    offset: int
+    size: int
+    holds: int = 0
 
 
 class HostTier:
@@ -56,27 +100,37 @@ class HostTier:
         policy: Callable[[int], EvictionPolicy],
         table: KeyTable | None = None,
     ) -> None:
+        if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
+            raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.counters = HostCounters()
-        self._slots = SlotTable(capacity_bytes, chunk_bytes)
-        self.capacity_bytes = self._slots.slabs.capacity_bytes
+        self._chunk_bytes = tuple(chunk_bytes)
+        self._slabs = Slabs(capacity_bytes, chunk_bytes)
+        self.capacity_bytes = self._slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)
         self.keys = TierKeys(table)
         # Enough to empty a slab after evictions of each other size, and no more: a step must not evict
         # everything.
-        self._most_evicted = (len(set(chunk_bytes)) + 1) * self._slots.slabs.slab_bytes
+        self._most_evicted = (len(set(chunk_bytes)) + 1) * self._slabs.slab_bytes
+        self._filling: dict[bytes, _Resident] = {}
+        self._ready: dict[bytes, _Resident] = {}
+        self._resident: dict[int, _Resident] = {}  # by offset
+        # The chunk of each hold, by its serial number.
+        self._fills: dict[int, _Resident] = {}
+        self._reads: dict[int, _Resident] = {}
+        self._serials = count(1)
 
     def __len__(self) -> int:
-        return len(self._slots.ready)
+        return len(self._ready)
 
     @property
     def used_bytes(self) -> int:
-        return self._slots.slabs.used_bytes
+        return self._slabs.used_bytes
 
     @property
     def holds(self) -> int:
         """Number of holds that callers have not released yet."""
-        return self._slots.holds
+        return len(self._fills) + len(self._reads)
 
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the keys whose chunks can be read now. This is no use of the chunks."""
@@ -88,29 +142,43 @@ class HostTier:
         Args:
             counted: whether a failure counts as a dropped chunk; False if the caller will retry.
         """
-        if key in self._slots.ready or key in self._slots.filling:
+        if key in self._ready or key in self._filling:
             self.counters.dropped[HostDropReason.PRESENT] += counted
             return None
-        self._make_room(group)
-        slot = self._slots.reserve(key, group)
-        if slot is None:
+        size, evicted = self._chunk_bytes[group], 0
+        while (offset := self._slabs.take(size)) is None and evicted < self._most_evicted:
+            # The policy may have chosen chunks of another size. When their free slots add up to a slab, one
+            # slab of that size is emptied, and can be divided into slots for this group.
+            if keys := self._keys_to_reclaim(size):
+                evicted += sum(map(self.evict, keys))
+            elif (victim := self._policy.evict()) is not None:
+                evicted += self._free(victim)
+            else:
+                break
+        if offset is None:
             self.counters.dropped[HostDropReason.NO_ROOM] += counted
-        return slot
+            return None
+        chunk = _Resident(key, group, offset, size)
+        self._filling[key] = self._resident[offset] = chunk
+        return self._hold(chunk, self._fills)
 
     def commit(self, slot: Slot, *, cold: bool = False) -> bool:
         """Make a filled chunk readable. Return False if `clear` has dropped it since `reserve`."""
-        if not self._slots.end_fill(slot, filled=True):
+        chunk = self._end_fill(slot)
+        if chunk is None:
             return False
-        size = self._slots.chunk_bytes[slot.group]
-        self._policy.admit(slot.key, size, cold=cold)
+        self._ready[slot.key] = chunk
+        self._policy.admit(slot.key, slot.size, cold=cold)
         self.keys.add(slot.key)
         self.counters.stored += 1
-        self.counters.stored_bytes += size
+        self.counters.stored_bytes += slot.size
         return True
 
     def abort(self, slot: Slot) -> None:
         """Free the slot of a chunk that could not be filled. No copy or I/O may still use it."""
-        if self._slots.end_fill(slot, filled=False):
+        chunk = self._end_fill(slot)
+        if chunk is not None:
+            self._free_if_unused(chunk)
             self.counters.dropped[HostDropReason.FAILED] += 1
 
     def open(self, key: bytes) -> Slot | None:
@@ -125,17 +193,23 @@ class HostTier:
 
     def hold(self, key: bytes) -> Slot | None:
         """Hold a chunk as `open` does, but count neither a use nor a miss."""
-        chunk = self._slots.ready.get(key)
+        chunk = self._ready.get(key)
         if chunk is None:
             return None
         if not chunk.holds:
             self._policy.pin(key)
-        return self._slots.open(key)
+        return self._hold(chunk, self._reads)
 
     def close(self, slot: Slot) -> None:
         """Release a hold of `open` or `hold`."""
-        if self._slots.close(slot):
-            self._policy.unpin(slot.key)
+        chunk = self._reads.pop(slot.serial)
+        chunk.holds -= 1
+        if chunk.holds:
+            return
+        if self._ready.get(chunk.key) is chunk:
+            self._policy.unpin(chunk.key)
+        else:
+            self._free_if_unused(chunk)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
@@ -143,17 +217,31 @@ class HostTier:
         self._policy.make_newest(keys[::-1])
         self._policy.make_cold(cold)
 
+    def evict(self, key: bytes) -> int:
+        """Evict a chunk, whatever its rank. Return the bytes of its slot."""
+        self._policy.remove(key)
+        return self._free(key)
+
     def clear(self) -> None:
         """Remove all chunks, also those being filled. A held chunk's memory is reused after its release."""
-        self.counters.dropped[HostDropReason.CLEARED] += self._slots.clear()
+        self.counters.dropped[HostDropReason.CLEARED] += len(self._filling)
+        self._filling.clear()
+        for key in list(self._ready):
+            self._free_if_unused(self._ready.pop(key))
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()
 
+    def miss_reason(self, key: bytes) -> HostMissReason:
+        """Return why a chunk cannot be read from this tier, without counting a miss."""
+        if key in self._filling:
+            return HostMissReason.FILLING
+        return HostMissReason.EVICTED if key in self.keys.recently_evicted else HostMissReason.ABSENT
+
     def check_integrity(self) -> None:
         """Check that slots, policy and keys have the same chunks, or raise AssertionError: O(chunks)."""
-        self._slots.check_integrity()
+        self._check_slots()
         self._policy.check_integrity()
-        ready = self._slots.ready
+        ready = self._ready
         if len(ready) != len(self._policy) or any(key not in self._policy for key in ready):
             raise AssertionError("the policy ranks other keys than those that can be read")
         if len(ready) != len(self.keys) or not self.keys.contains(tags_of(list(ready))).all():
@@ -163,33 +251,63 @@ class HostTier:
         if self.used_bytes > self.capacity_bytes:
             raise AssertionError(f"{self.used_bytes} bytes are used, capacity is {self.capacity_bytes}")
 
-    def _make_room(self, group: int) -> None:
-        """Evict chunks until a group has a free slot, all are held, or `_most_evicted` bytes are evicted."""
-        size, evicted = self._slots.chunk_bytes[group], 0
-        while not self._slots.slabs.has_room(size) and evicted < self._most_evicted:
-            # The policy may have chosen chunks of another size. When their free slots add up to a slab, one
-            # slab of that size is emptied, and can be divided into slots for this group.
-            if keys := self._slots.keys_to_reclaim(group):
-                evicted += sum(map(self.evict, keys))
-            elif (victim := self._policy.evict()) is not None:
-                evicted += self._free(victim)
-            else:
-                return
+    def _check_slots(self) -> None:
+        self._slabs.check_integrity()
+        for key, chunk in (*self._filling.items(), *self._ready.items()):
+            if chunk.key != key or self._resident.get(chunk.offset) is not chunk:
+                raise AssertionError(f"{chunk} is found by {key.hex()}, but is not in its slot")
+        fills = Counter(chunk.offset for chunk in self._fills.values())
+        reads = Counter(chunk.offset for chunk in self._reads.values())
+        filling, ready = (
+            {chunk.offset for chunk in keyed.values()} for keyed in (self._filling, self._ready)
+        )
+        if not filling <= fills.keys() or filling & reads.keys() or ready & fills.keys():
+            raise AssertionError("a chunk is FILLING without a fill or with a read, or READY with a fill")
+        end = taken = 0
+        for offset, chunk in sorted(self._resident.items()):
+            if chunk.offset != offset or offset < end:
+                raise AssertionError(f"{chunk} at {offset}, after bytes until {end}")
+            if chunk.holds != fills[offset] + reads[offset] or not (chunk.holds or offset in ready):
+                raise AssertionError(f"{chunk}, held {fills[offset]} + {reads[offset]} times")
+            end, taken = offset + chunk.size, taken + chunk.size
+        if taken != self.used_bytes or not (fills | reads).keys() <= self._resident.keys():
+            raise AssertionError("slots are taken or held that no chunk is in")
 
-    def evict(self, key: bytes) -> int:
-        """Evict a chunk, whatever its rank. Return the bytes of its slot."""
-        self._policy.remove(key)
-        return self._free(key)
+    def _hold(self, chunk: _Resident, holds: dict[int, _Resident]) -> Slot:
+        serial = next(self._serials)
+        holds[serial] = chunk
+        chunk.holds += 1
+        return Slot(chunk.key, chunk.group, chunk.offset, chunk.size, serial)
+
+    def _end_fill(self, slot: Slot) -> _Resident | None:
+        """Release the hold of `reserve`. Return the chunk, or free its slot if `clear` has dropped it."""
+        chunk = self._fills.pop(slot.serial)
+        chunk.holds -= 1
+        # After `clear`, another chunk of the same key may be filled: compare the chunk, not the key.
+        if self._filling.get(slot.key) is chunk:
+            return self._filling.pop(slot.key)
+        self._free_if_unused(chunk)
+        return None
 
     def _free(self, key: bytes) -> int:
-        size = self._slots.evict(key).size
+        """Free the slot of a chunk that the policy ranks no more. Return its bytes."""
+        chunk = self._ready.pop(key)
+        self._free_if_unused(chunk)
         self.keys.discard(key)
         self.counters.evicted += 1
-        self.counters.evicted_bytes += size
-        return size
+        self.counters.evicted_bytes += chunk.size
+        return chunk.size
 
-    def miss_reason(self, key: bytes) -> HostMissReason:
-        """Return why a chunk cannot be read from this tier, without counting a miss."""
-        if key in self._slots.filling:
-            return HostMissReason.FILLING
-        return HostMissReason.EVICTED if self.keys.recently_evicted(key) else HostMissReason.ABSENT
+    def _free_if_unused(self, chunk: _Resident) -> None:
+        """Free the slot of a chunk that is neither FILLING nor READY, unless it is held."""
+        if not chunk.holds:
+            del self._resident[chunk.offset]
+            self._slabs.free(chunk.offset)
+
+    def _keys_to_reclaim(self, size: int) -> list[bytes]:
+        """Return the keys of the chunks in a slab that is reclaimable for a size and not held, if any."""
+        for slab in self._slabs.reclaimable(size):
+            chunks = [self._resident[at] for at in self._slabs.slots(slab) if at in self._resident]
+            if not any(chunk.holds for chunk in chunks):
+                return [chunk.key for chunk in chunks]
+        return []

@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import Lock
 
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.index.tier_keys import ListedKeys
+from kvferry.tiers.index import ListedKeys
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.client import BucketClient, ListedObject
 from kvferry.tiers.objects.faults import Fault, Unavailable

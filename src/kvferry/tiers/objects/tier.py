@@ -21,8 +21,7 @@ from kvferry.common.errors import ChunkError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.bucket_index import BucketIndex, DistrustedObjects

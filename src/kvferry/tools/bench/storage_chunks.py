@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache import Done, ReadEnded, TierQueue
+from kvferry.cache import Ended, TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys import Namespace
@@ -108,7 +108,9 @@ def open_queue(tier: StorageTier, name: str) -> Iterator[TierQueue]:
 
 def store_all(queue: TierQueue, chunks: RandomChunks, count: int, depth: int) -> float:
     """Store the first `count` chunks, `depth` at a time, and return the seconds until all are stored."""
-    return _run_all(queue, count, depth, lambda n: queue.write(chunks.keys[n], chunks.group, chunks[n]))
+    return _run_all(
+        queue, count, depth, lambda n: queue.writes.start(chunks.keys[n], chunks.group, chunks[n])
+    )
 
 
 def random_pages(size: int) -> memoryview:
@@ -131,7 +133,9 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
 
     def move() -> float:
         into.clear(count)
-        seconds = _run_all(queue, count, depth, lambda n: queue.read(into.keys[n], into.group, into[n]))
+        seconds = _run_all(
+            queue, count, depth, lambda n: queue.reads.start(into.keys[n], into.group, into[n])
+        )
         if any(into[number] != chunks[number] for number in range(count)):
             raise TransferError(
                 f"{queue.name} tier: a chunk came with other bytes than were stored: please report this"
@@ -210,8 +214,8 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
     return time.perf_counter() - started
 
 
-def _check(name: str, done: Done) -> None:
+def _check(name: str, done: Ended) -> None:
     # A store that found the chunk there has not written it, and its time means nothing.
-    expected = GetOutcome.HIT if isinstance(done, ReadEnded) else PutOutcome.STORED
+    expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
     if done.what is not expected:
         raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

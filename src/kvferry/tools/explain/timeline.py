@@ -53,7 +53,6 @@ class _Timeline:
     def __init__(self, trace: RequestTrace) -> None:
         self._trace, self._arrived_at = trace, trace.events[0].at
         self._settled = False
-        self._turn = False
         self._failure = ""
         self._handlers: Mapping[type[RequestEvent], Callable[[Any], Iterator[str]]] = {
             events.Arrived: _arrived,
@@ -156,7 +155,6 @@ class _Timeline:
         yield f"Scheduled: {_tokens(event.cached_tokens)} cached, {format_count(rest)} to compute."
 
     def _lease_granted(self, event: events.LeaseGranted) -> Iterator[str]:
-        self._turn = event.turn
         if event.turn:
             yield f"Blocks of {_tokens(event.tokens)} are kept for the next turn, for {event.seconds:g} s."
             return
@@ -167,7 +165,7 @@ class _Timeline:
 
     def _lease_ended(self, event: events.LeaseEnded) -> Iterator[str]:
         heard = self._trace.heartbeats
-        if self._turn:
+        if event.granted.turn:
             yield f"The blocks are given back{f' after {_heartbeats(heard)} of readers' if heard else ''}."
         elif event.withdrawn:
             yield "The lease is withdrawn: the cache was reset, or another sample of the request was aborted."

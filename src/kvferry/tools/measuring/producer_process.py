@@ -25,7 +25,7 @@ from kvferry.transport import (
     LeaseBook,
     LeasesClaimed,
     LeaseWords,
-    ProducerCard,
+    PeerInfo,
     PromptContent,
     Transfers,
     TransferSettings,
@@ -267,7 +267,7 @@ class _ServedEngine:
         self._book = LeaseBook(incarnation, _LEASE_SLOTS, _LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
         cards = tuple(thread.card for thread in self._threads)
-        self._server = ControlServer(_HOST, 0, ProducerCard(facts, cards), keys)
+        self._server = ControlServer(_HOST, 0, PeerInfo(facts, cards), keys)
         self.address = (_HOST, self._server.port)
 
     @property

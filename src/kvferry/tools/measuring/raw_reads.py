@@ -73,7 +73,7 @@ class RawReads:
                 lease=lease,
             )
         )
-        self._reader.acknowledge("same descriptors", self._number)
+        self._reader.acknowledge("same descriptors")
         ((rank, indices),) = plan.direct
         return PreparedLists(rank.local, rank.remote, indices, sum(plan.figures.bytes_by_group))
 

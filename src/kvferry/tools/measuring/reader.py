@@ -28,6 +28,7 @@ from kvferry.transport import (
     RankCard,
     ReadOrder,
     ReadResult,
+    Redemption,
     Transfers,
     TransferSettings,
     Unusable,
@@ -105,7 +106,7 @@ class Reader:
             settings: transfer settings; their CURVE keys are replaced by the producer's.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
-        self._leases, self._tickets = 0, dict[str, bytes]()
+        self._leases, self._claims = 0, dict[str, Redemption]()
         with ExitStack() as stack:
             self.cache = engine.allocated(rank)
             # Computed, not read: so it needs no transfer to be right.
@@ -213,7 +214,7 @@ class Reader:
             limit.check()
             time.sleep(poll_seconds)
             outcome = self.step()
-        self.acknowledge(request.key, peer)
+        self.acknowledge(request.key)
         seconds = time.perf_counter() - started
         if failure := outcome.failures[request.key]:
             raise TransferError(f"kvferry could not read from the producer process: {failure}")
@@ -225,18 +226,19 @@ class Reader:
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
         """Make an engine grant a lease, claim it, and return its lease word."""
-        ticket = self._tickets[key] = self.producer.grant(peer, key)
-        number = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
-        while isinstance(answer := self._client.redemption(number, _HANDSHAKE_SECONDS), Pending):
+        ticket = self.producer.grant(peer, key)
+        claim = self._client.redeem(self.producer.address(peer), ticket, 1, CONTENT)
+        while isinstance(answer := self._client.answer(claim, _HANDSHAKE_SECONDS), Pending):
             self.producer.check()
-        self._client.end_redemption(number)
         if isinstance(answer, Unusable):
+            self._client.end(claim)
             raise TransferError(f"the producer process does not redeem a ticket: {answer.reason}")
+        self._claims[key] = claim
         return answer.grant.word(answer.incarnation)
 
-    def acknowledge(self, key: str, peer: int = 0) -> None:
+    def acknowledge(self, key: str) -> None:
         """Tell an engine of the producer process that a lease is no longer needed."""
-        self._client.release(self.producer.address(peer), self._tickets.pop(key))
+        self._client.end(self._claims.pop(key))
 
     def clear(self) -> None:
         if self.cache.buffer.is_cuda:

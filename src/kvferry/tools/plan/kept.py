@@ -25,8 +25,8 @@ from kvferry.planning import (
     ChunkedPrompt,
     bytes_of_snapshots,
     chunks_to_load,
+    chunks_to_store,
     first_snapshot,
-    keeps_chunk,
     keeps_snapshot,
     last_prefix_ends,
     snapshot_interval_of,
@@ -328,7 +328,7 @@ def _stored_chunks(form: StoredForm, prompt: int) -> Bools:
             taken = form.steps.positions(prompt, placed=form.placed(prompt))
             row[[n // chunk - 1 for n in taken if keeps_snapshot(n, chunk, every, ends)]] = True
         else:
-            row[:] = [keeps_chunk(group, n, chunk, every, ends) for n in range(len(row))]
+            row[chunks_to_store(group, range(len(row)), chunk, every, ends)] = True
     return found
 
 

@@ -1,8 +1,8 @@
 """The simulated tiers of one engine: host memory and the storage behind it.
 
-The rules are those of the serving code: every chunk passes through host memory (`cache.reading`), new chunks
-are written to all slow tiers (`cache.writing`), and a chunk that was read from one slow tier is written to
-the faster ones.
+The rules are those of the serving code (`cache.chunk_cache`): every chunk passes through host memory, new
+chunks are written to all slow tiers, and a chunk that was read from one slow tier is written to the faster
+ones.
 
 Copies, reads and writes end within the step that begins them. In an engine they may end later, and then a
 request does not yet find a chunk, or a held chunk is ranked as the latest used at another time. The order of
@@ -22,8 +22,9 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import content_alignment
 from kvferry.planning import (
     MAX_CHUNKS_PER_ORDER,
+    chunks_to_store,
     first_attended,
-    keeps_chunk,
+    first_needed_token,
     keeps_snapshot,
     last_prefix_ends,
     needed_chunks,
@@ -203,13 +204,6 @@ def store_chunks(
     """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
-    if model.has_one_row:
-        # All chunks of the request, with the prompt's incomplete last one.
-        tail = prompt.tokens % size > 0
-        unchanged = (prompt.found + 1) // size + (tail and prompt.found + 1 >= prompt.tokens)
-        if tiers.store_at_once([Run(0, used[: keys.computed_tokens // size + tail], unchanged)]):
-            tiers.mark_used(used)
-            return
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
     storable = [
@@ -230,7 +224,7 @@ def store_chunks(
         cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
         unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
     # The steps of a prompt usually leave what a single step would, and one is much faster.
-    at_once = not (cold or unneeded or model.has_one_row)
+    at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
             tiers.store(runs_of(begin, end), cold)
@@ -292,15 +286,11 @@ def _storable_chunks(
     looked = max(int(first_attended(one, found)), 0) // block * block
     alignment = content_alignment(one, size)
 
-    def needed(number: int) -> int:  # the first token of a chunk that its content depends on
-        low = number * size
-        attended = int(first_attended(one, low + size - 1))
-        return max(low, attended // alignment * alignment)
+    def needed(number: int) -> int:
+        return first_needed_token(one, number * size, (number + 1) * size, alignment)
 
     in_blocks = chunks[bisect_left(chunks, looked, key=needed) if found else 0 :]
-    if every == size:
-        return in_blocks
-    return [number for number in in_blocks if keeps_chunk(one, number, size, every, ends)]
+    return chunks_to_store(one, in_blocks, size, every, ends)
 
 
 def _unneeded(model: ServedModel, keys: RequestKeys, ends: Iterable[int]) -> dict[bytes, int]:

@@ -14,9 +14,13 @@ from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import MissReason, Refusals, SourceMiss
 from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.connector.peers.claims import STEP_WAIT_SECONDS
 from kvferry.connector.peers.offer import Offer, write_offer
-from kvferry.connector.peers.source import UNUSED_SECONDS, PeerSource
+from kvferry.connector.peers.source import (
+    IDLE_STEP_WAIT_SECONDS,
+    STEP_WAIT_SECONDS,
+    UNUSED_SECONDS,
+    PeerSource,
+)
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
@@ -24,8 +28,10 @@ from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
 from kvferry.transport.read_plan import LoadFigures
-from kvferry.transport.redeem import Grant, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
+from kvferry.transport.redemptions import Redemptions
 from support.block_pool import request
+from support.clock import Clock
 from support.engines import ranks
 from support.fake_engine import FakeEngine, PartialHalf
 from support.lora import adapter, once_named, slow_files
@@ -38,27 +44,33 @@ ADDRESS = ("127.0.0.1", 5600)
 class Client:
     """A control client that answers what a test says."""
 
-    def __init__(self, answer, redeemed=None):
-        self.answer, self.redeemed, self.asked, self.claimed, self.waits = answer, redeemed, [], [], []
+    def __init__(self, status, redeemed=None):
+        self.status, self.redeemed, self.asked, self.claimed, self.waits = status, redeemed, [], [], []
         self.held, self.released, self.forgotten = [], [], []
+        self.redemptions = Redemptions(9, 5.0, Clock())
 
     def look_up(self, address, incarnation=None):
-        return self.answer
+        return self.status
 
     def known(self, address):
-        return self.answer if isinstance(self.answer, PeerInfo) else None
+        return self.status if isinstance(self.status, PeerInfo) else None
 
     def redeem(self, address, ticket, tokens, content, *, foreseen=False):
-        self.claimed.append(name_of(ticket))
-        self.asked.append((tokens, content))
-        return len(self.asked) - 1
+        claim = self.redemptions.begin(address, ticket, tokens, content)
+        if claim.users == 1:
+            self.claimed.append(name_of(ticket))
+            self.asked.append((tokens, content))
+        return claim
 
-    def redemption(self, number, wait_seconds):
+    def answer(self, claim, wait_seconds):
         self.waits.append(wait_seconds)
         return self.redeemed
 
-    def end_redemption(self, number):
-        return not isinstance(self.redeemed, Unusable)
+    def end(self, claim):
+        if isinstance(self.redeemed, Unusable):
+            claim.answer = NotRedeemed(claim.message.number, 11, self.redeemed.reason)
+        if self.redemptions.end(claim):
+            self.released.append(name_of(claim.message.ticket))
 
     def hold(self, address, ticket):
         self.held.append(name_of(ticket))
@@ -89,17 +101,19 @@ class Turns:
         self.answer, self.asked = answer, set()
 
     def ask(self, one):
-        if self.answer is not None:
-            self.asked.add(one.request_id)
-        return self.answer is not None
+        if self.answer is None:
+            return None
+        self.asked.add(one.request_id)
+        return one.request_id
 
-    def found(self, one):
+    def found(self, one, search):
+        assert search == one.request_id
         if not isinstance(self.answer, Pending):
             self.asked.discard(one.request_id)
         return self.answer or None
 
-    def drop(self, name):
-        self.asked.discard(name)
+    def drop(self, search):
+        self.asked.remove(search)
 
 
 def offered(name="a", of="theirs", **changes):
@@ -109,7 +123,9 @@ def offered(name="a", of="theirs", **changes):
     return one
 
 
-def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED, meets=()) -> FakeEngine:
+def with_peer(
+    answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANTED, meets=(), idle=False
+) -> FakeEngine:
     """An engine whose control client gives these answers of a peer."""
     engine = FakeEngine()
     engine.client, engine.turns = Client(answer, redeemed), Turns(turns)
@@ -123,7 +139,7 @@ def with_peer(answer=KNOWN, ranks=RANKS, turns=None, most_held=2, redeemed=GRANT
         most_held=most_held,
         turns=engine.turns,
         adapters=engine.adapters,
-        idle=lambda: False,
+        idle=lambda: idle,
         meets=meets,
         clock=engine.clock,
     )
@@ -144,7 +160,7 @@ def test_the_head_of_a_load_ends_at_the_alignment_and_the_tail_begins_there():
     assert engine.source.ask(one, 8).tail(40) is None
     assert engine.source.ask(one, 32).bids
     assert engine.source.ask(one, 32).head(16) is None
-    engine.client.answer = Pending()
+    engine.client.status = Pending()
     assert engine.source.ask(one, 8).bids
     assert engine.source.ask(one, 8).head(16).looking
     assert engine.source.ask(one, 8).tail(16).looking
@@ -158,7 +174,7 @@ def test_a_ticket_is_redeemed_at_arrival_and_bid_once_it_is_granted_and_its_peer
     looking = (Bid(UNREDEEMED, (PlaceTokens("peer", 32),), looking=True, promised=True),)
     assert engine.source.ask(one, 8).bids == looking
     assert engine.client.waits == [], "nobody waits for a peer that is being met"
-    engine.client.answer = KNOWN
+    engine.client.status = KNOWN
     assert engine.source.ask(one, 8).bids == looking
     engine.client.redeemed = GRANTED
     assert engine.source.ask(one, 8).bids == (Bid(PEER, (PlaceTokens("peer", 32),)),)
@@ -256,7 +272,7 @@ def test_an_unusable_peer_is_excluded_and_its_lease_released(answer, says):
     one = engine.arrive(offered())
     assert not engine.source.ask(one, 0).bids
     assert (refused(engine), engine.client.released) == ([says], ["theirs"])
-    engine.client.answer = KNOWN
+    engine.client.status = KNOWN
     assert not engine.source.ask(one, 0).bids, "its lease has been released"
     engine.source.settled("a")
     engine.source.finished("a")
@@ -269,7 +285,7 @@ def test_a_peer_that_is_gone_is_told_apart_from_one_that_refuses(of, gone, miss)
     engine = with_peer(redeemed=Pending())
     one = engine.arrive(offered())
     assert engine.source.ask(one, 0).bids[0].promised
-    setattr(engine.client, "answer" if of == "peer" else "redeemed", Unusable("that is why", gone))
+    setattr(engine.client, "status" if of == "peer" else "redeemed", Unusable("that is why", gone))
     assert not engine.source.ask(one, 0).bids
     assert engine.source.ask(one, 0).why_none() == SourceMiss("peer", miss, detail="that is why")
 
@@ -278,7 +294,7 @@ def test_a_peer_that_is_refused_when_a_request_arrives_is_not_sent_its_ticket():
     engine = with_peer(NOBODY)
     one = engine.arrive(offered())
     assert not engine.source.ask(one, 0).bids
-    engine.client.answer = KNOWN
+    engine.client.status = KNOWN
     assert not engine.source.ask(one, 0).bids, "a claim of its ticket would never end"
     assert (refused(engine), engine.client.claimed, engine.client.released) == (["nobody answers"], [], [])
 
@@ -287,12 +303,12 @@ def test_a_peer_that_restarted_before_it_granted_a_ticket_is_looked_up_again():
     engine = with_peer(PeerInfo(facts("engine", 10), cards()))
     client = engine.client
     client.look_up = lambda _, of=None: (
-        client.answer if of in (None, client.answer.facts.incarnation) else Pending()
+        client.status if of in (None, client.status.facts.incarnation) else Pending()
     )
     one = engine.arrive(offered())
     looking = Bid(PEER, (PlaceTokens("peer", 32),), looking=True, promised=True)
     assert engine.source.ask(one, 8).bids == (looking,)
-    engine.client.answer = KNOWN
+    engine.client.status = KNOWN
     assert engine.source.ask(one, 8).bids == (Bid(PEER, (PlaceTokens("peer", 32),)),)
     assert (refused(engine), engine.client.claimed) == ([], ["theirs"])
 
@@ -309,12 +325,12 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
     engine = with_peer(redeemed=Pending())
     ones = [engine.arrive(offered(name, of=name)) for name in "abcd"]
 
-    def redemption(number, wait_seconds):
+    def answer(_, wait_seconds):
         waits.append(wait_seconds)
         engine.clock.now += min(wait_seconds, STEP_WAIT_SECONDS * 0.4)
         return engine.client.redeemed
 
-    waits, engine.client.redemption = [], redemption
+    waits, engine.client.answer = [], answer
     for one in ones:
         engine.source.ask(one, 0)
     assert waits == pytest.approx([STEP_WAIT_SECONDS * share for share in (1.0, 0.6, 0.2, 0.0)], abs=1e-9)
@@ -324,15 +340,41 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
     assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
 
 
+@pytest.mark.parametrize(
+    ("idle", "waits"),
+    [
+        (True, [IDLE_STEP_WAIT_SECONDS, 0.0, IDLE_STEP_WAIT_SECONDS]),
+        (False, [STEP_WAIT_SECONDS, 0.0, 0.0]),
+    ],
+    ids=["idle", "computing"],
+)
+def test_no_step_waits_twice_and_a_computing_engine_waits_only_right_after_the_question(idle, waits):
+    engine = with_peer(redeemed=Pending(), idle=idle)
+    one, waited = engine.arrive(offered()), []
+
+    def answer(_, wait_seconds):
+        waited.append(wait_seconds)
+        engine.clock.now += wait_seconds
+        return Pending()
+
+    engine.client.answer = answer
+    for _ in range(2):
+        engine.source.ask(one, 0)
+    assert engine.source.has_work, "the next step may wait again"
+    engine.step()
+    engine.source.ask(one, 0)
+    assert waited == pytest.approx(waits, abs=1e-9)
+
+
 @pytest.mark.parametrize(("theirs", "alignment_tokens"), [(4, 4), (16, 16), (24, 8), (64, 16)])
 def test_content_comes_in_what_blocks_of_both_sides_have_in_common(theirs, alignment_tokens):
     peer = RankCard(ranks(spec(block_tokens=theirs), [ATTENTION] * 2)[0], b"metadata", 4096, 64, 1)
     engine = with_peer(PeerInfo(facts("engine", 11), (peer,)))
     one = engine.arrive(offered())
-    engine.client.answer, known = Pending(), engine.client.answer
+    engine.client.status, known = Pending(), engine.client.status
     engine.source.ask(one, 0)
     assert engine.source.alignments("a") == (1,), "nothing is known of it"
-    engine.client.answer = known
+    engine.client.status = known
     engine.source.ask(one, 0)
     assert engine.source.alignments("a") == (alignment_tokens,)
 
@@ -488,7 +530,7 @@ def test_workers_connect_to_a_configured_peer_before_the_first_ticket_and_after_
     assert not engine.source.busy
     assert engine.step().connects == {}
     for run, name in ((11, PEER), (12, f"{UNREDEEMED}#c")):
-        engine.client.answer = PeerInfo(facts("engine", run), cards())
+        engine.client.status = PeerInfo(facts("engine", run), cards())
         assert engine.source.busy, "an idle engine runs a step for it"
         assert engine.step().connects == {name: cards()}
         assert not engine.source.busy
@@ -532,6 +574,20 @@ def test_workers_disconnect_only_the_unused_peer():
     assert engine.step().disconnects == [other]
     engine.clock.now += 1
     assert engine.step().disconnects == [PEER]
+
+
+def test_runs_of_a_peer_that_no_load_reads_from_are_forgotten():
+    engine = with_peer()
+    for incarnation in range(11, 14):
+        engine.client.status = PeerInfo(facts("engine", incarnation), cards())
+        engine.client.redeemed = structs.replace(GRANTED, incarnation=incarnation)
+        one = engine.arrive(offered(f"a{incarnation}"))
+        assert engine.source.ask(one, 0).bids
+        assert engine.source.alignments(one.request_id) == (16,)
+    assert len(engine.source._runs) == 3
+    engine.clock.now += UNUSED_SECONDS + 1
+    assert engine.step().disconnects == [], "the workers have never met them"
+    assert len(engine.source._runs) == 0
 
 
 TURN = (40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, []))

@@ -57,6 +57,12 @@ def ended_turns(engine: FakeEngine) -> set[str]:
     return set(orders.raised)
 
 
+def grant_of(engine: FakeEngine, name: str) -> LeaseGranted:
+    """The only lease of a request."""
+    (found,) = [one for one in engine.told if isinstance(one, LeaseGranted) and one.request_id == name]
+    return found
+
+
 def redeem(engine: FakeEngine, params: dict, content, consumer: int = 9) -> Redeemed | NotRedeemed:
     """What another engine gets for a ticket."""
     found = read_offer(params)
@@ -68,15 +74,16 @@ def test_events_follow_a_lease_from_its_grant_to_its_end() -> None:
     engine = start()
     for name in ("a", "b"):
         offer(engine, name)
-    assert engine.told == [LeaseGranted(name, engine.clock.now, 8, LEASE_SECONDS) for name in ("a", "b")]
+    first, second = [LeaseGranted(name, engine.clock.now, 8, LEASE_SECONDS) for name in ("a", "b")]
+    assert engine.told == [first, second]
     engine.clock.now += LEASE_SECONDS / 2
     ended(engine, LeasesClaimed(["a", "nobody"]))
     assert engine.told[2:] == [LeaseExtended("a", engine.clock.now)]
     engine.clock.now += LEASE_SECONDS / 2
     assert ended(engine) == {"b"}
-    assert engine.told[3:] == [LeaseEnded("b", engine.clock.now, expired=True)]
+    assert engine.told[3:] == [LeaseEnded("b", engine.clock.now, granted=second, expired=True)]
     assert ended(engine, LeasesReleased(["a", "b"])) == {"a"}
-    assert engine.told[4:] == [LeaseEnded("a", engine.clock.now, expired=False)]
+    assert engine.told[4:] == [LeaseEnded("a", engine.clock.now, granted=first, expired=False)]
     found = engine.fold.take()
     assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {
         "leases_granted": 2, "leases_ended expired": 1, "leases_ended released": 1,
@@ -97,7 +104,7 @@ def test_unclaimed_leases_end_early_when_a_request_waits_for_blocks() -> None:
     assert ended(engine) == set(), "their consumers may still claim them"
     engine.clock.now += 0.01
     assert ended(engine) == {"a"}, "the oldest, and no more than needed"
-    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=True)
+    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, granted=grant_of(engine, "a"), expired=True)
     assert ended(engine) == set(), "its blocks will soon be free"
     engine.sent("a")
     engine.leave_free(5)
@@ -143,7 +150,9 @@ def test_an_unclaimed_lease_ends_when_the_router_no_longer_wants_it() -> None:
     ended(engine, LeasesClaimed(["b"]))
     assert end(engine, "d", kv_transfer_params=named(3, 0, 1, 99))[0]
     assert ended(engine) == {"a"}, "an engine reads b, which it releases by itself"
-    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False, withdrawn=True)
+    assert engine.told[-1] == LeaseEnded(
+        "a", engine.clock.now, granted=grant_of(engine, "a"), expired=False, withdrawn=True
+    )
     engine.producer.on_new_request(request("own", [0], kv_transfer_params={"remote_unwanted": [f"{3:032x}"]}))
     assert ended(engine) == {"d"}, "any request may say it"
     assert end(engine, "e", kv_transfer_params={**named(4, 2), "remote_unwanted": ["c"]})[0]
@@ -311,7 +320,9 @@ def test_a_lease_is_withdrawn_when_another_sample_is_aborted() -> None:
     assert end(engine, SAMPLES[0])[0]
     assert end(engine, SAMPLES[1], is_complete=False) == (False, write_nothing())
     assert ended(engine) == {SAMPLES[0]}
-    assert engine.told[-1] == LeaseEnded(SAMPLES[0], engine.clock.now, expired=False, withdrawn=True)
+    assert engine.told[-1] == LeaseEnded(
+        SAMPLES[0], engine.clock.now, granted=grant_of(engine, SAMPLES[0]), expired=False, withdrawn=True
+    )
     assert end(engine, SAMPLES[2], is_complete=False) == (False, write_nothing())
     assert ended(engine) == set()
 
@@ -330,7 +341,7 @@ def test_an_earlier_turn_is_kept_for_its_time() -> None:
     engine.clock.now += 0.1 * LEASE_SECONDS
     assert ended_turns(engine) == {"a"}
     assert len(engine.channel.turns) == 0
-    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False)
+    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, granted=grant_of(engine, "a"), expired=False)
     assert engine.producer.turns.holds_blocks
     confirm(engine, "a")
     assert (engine.pool.references, engine.producer.leases) == (0, 0)
@@ -357,7 +368,9 @@ def test_a_reset_withdraws_earlier_offers() -> None:
     engine.producer.reset()
     offer(engine, "b")
     assert ended(engine) == {"a"}
-    assert engine.told[-1] == LeaseEnded("a", engine.clock.now, expired=False, withdrawn=True)
+    assert engine.told[-1] == LeaseEnded(
+        "a", engine.clock.now, granted=grant_of(engine, "a"), expired=False, withdrawn=True
+    )
     assert ended(engine, LeasesReleased(["a"])) == set()
     assert ended(engine, LeasesReleased(["b"])) == {"b"}
 

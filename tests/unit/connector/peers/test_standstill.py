@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.peers.claims import LAPSE_SECONDS, Standstill
+from kvferry.connector.peers.peering import LAPSE_SECONDS, _Standstill
 from support.clock import Clock
 
 PATIENCE = 10.0
@@ -16,8 +16,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def standstill(clock: Clock) -> Standstill:
-    return Standstill(PATIENCE, clock)
+def standstill(clock: Clock) -> _Standstill:
+    return _Standstill(PATIENCE, clock)
 
 
 def blocked() -> bool:

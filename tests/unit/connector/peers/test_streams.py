@@ -237,6 +237,19 @@ def test_an_engine_that_offers_no_more_begins_no_stream() -> None:
     assert engine.finish(one)[0] is False
 
 
+@pytest.mark.parametrize("how", ["drain", "stop_offering", "on_sleep"])
+def test_a_readable_prompt_that_ends_in_an_engine_that_offers_no_more_has_its_word_raised(how) -> None:
+    engine = start()
+    one = arrive(engine)
+    engine.step((one, 40))
+    slot = ask(engine).grant.slot
+    getattr(engine.producer, how)()
+    assert engine.finish(one)[0] is False, "its blocks are free at once"
+    assert ask(engine).unknown
+    orders = engine.begin()
+    assert (orders.raised, orders.ended) == ({"a": slot}, {})
+
+
 def test_heartbeats_of_a_reader_reach_the_lease_of_a_prompt_that_is_computed() -> None:
     engine = start()
     one = arrive(engine)

@@ -7,8 +7,7 @@ from kvferry.connector.engine import BlockRun, PlainRequest
 from kvferry.connector.events import BlocksStored, EventStream
 from kvferry.connector.tiers.events import BlockEvents
 from kvferry.keys.chunk import ChunkKeys
-from kvferry.tiers.index.key_table import KeyTable
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import KeyTable, TierKeys
 
 CHUNK, BLOCK = 8, 4
 

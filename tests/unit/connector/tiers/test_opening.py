@@ -7,7 +7,7 @@ import pytest
 from kvferry.common.errors import Unnameable
 from kvferry.connector.config import read_tiers
 from kvferry.connector.tiers.tiering import open_tiers
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 from support.stores import NAMESPACE
 
 

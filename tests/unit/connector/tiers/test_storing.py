@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainStep
@@ -729,13 +728,13 @@ def test_all_chunks_are_kept_that_a_prefix_of_a_likely_length_needs(shape, every
 
     def found(length):
         chunks = Prompts(engine.canonical, Adapters()).add(request("b", [*tokens[:length], 999]))
-        return chunks.look_up(length + 1, 0, engine.cache.reading.tier_numbers).tokens
+        return chunks.look_up(length + 1, 0, engine.cache.tier_numbers).tokens
 
     for end in {*range(every * CHUNK, 81, every * CHUNK), prompt // CHUNK * CHUNK}:
         assert found(end) == end, "others go on from there"
     whole = Prompts(engine.canonical, Adapters()).add(request("b", tokens[:prompt]))
     farthest = (prompt - 1) // CHUNK * CHUNK if shape is HYBRID else prompt
-    again = whole.look_up(prompt, 0, engine.cache.reading.tier_numbers)
+    again = whole.look_up(prompt, 0, engine.cache.tier_numbers)
     assert again.tokens == farthest, "and the same prompt from where it can"
     end_all(engine)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.reading import SlowTier, TransferTimes, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, SlowTier, TransferTimes, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
@@ -35,7 +34,7 @@ class Tiers:
             CANONICAL.groups,
             [SlowTier(self.queue)],
         )
-        self.copies, self.stores = list[float](), SimpleNamespace(dropped=Counter())
+        self.stores = SimpleNamespace(dropped=Counter())
         self.heard: list[TierChanged] = []
         events = EventStream(self.heard.append)
         self.tier_events = TierEvents(self.cache, self.stores, events)
@@ -45,8 +44,7 @@ class Tiers:
 
     def told(self):
         self.cache.poll()
-        copies, self.copies = self.copies, []
-        self.tier_events.emit_changes(self.cache.take_times(), copies)
+        self.tier_events.emit_changes()
         heard, self.heard[:] = {event.tier: event for event in self.heard}, []
         return heard
 
@@ -68,11 +66,11 @@ def test_stores_are_reported_for_host_memory_and_later_for_the_slow_tier():
 def test_reads_and_their_failures_are_reported_once():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.keys.add(KEPT)
-    tiers.cache.reading.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)
@@ -91,7 +89,7 @@ def test_dropped_chunks_are_reported_with_a_reason_unless_they_are_present():
 def test_copies_by_ranks_are_reported_for_host_memory():
     tiers = Tiers()
     tiers.told()
-    tiers.copies = [0.1, 0.2]
+    tiers.cache.times.copies = [0.1, 0.2]
     assert tiers.told()["host"].fetch_seconds == (0.1, 0.2)
     assert tiers.told() == {}
 
@@ -110,5 +108,6 @@ def test_times_are_kept_until_the_next_step_only():
     tiers.cache.poll()
     answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
     tiers.cache.poll()
-    assert len(tiers.cache.take_times().writes["file"]) == 1
-    assert tiers.cache.take_times() == TransferTimes()
+    assert len(tiers.cache.times.writes["file"]) == 1
+    tiers.told()
+    assert tiers.cache.times == TransferTimes()

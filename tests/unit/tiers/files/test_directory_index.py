@@ -8,8 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from kvferry.tiers.files.directory_index import DirectoryIndex
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import ListedKeys, TierKeys, tags_of
 from kvferry.tiers.paths import key_of, keys_of
 from support.chunk_files import key
 from support.stores import NAMESPACE, file_of, keep, open_store
@@ -62,7 +61,7 @@ def test_change_while_a_folder_is_read_is_not_lost(tmp_path):
     listed = ListedKeys(keys)
     DirectoryIndex(str(tmp_path), NAMESPACE.digest, listed, pause=meanwhile).refresh()
     assert list(keys.contains(tags_of([here, gone, come, bytes([8]) * 32]))) == [True, False, True, True]
-    assert keys.recently_evicted(gone)
+    assert gone in keys.recently_evicted
 
 
 def test_a_chunk_in_the_folder_of_another_first_byte_is_not_known(tmp_path):

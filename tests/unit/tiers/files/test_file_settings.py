@@ -8,7 +8,7 @@ import pytest
 from kvferry.common.errors import ConfigError
 from kvferry.tiers.files import opening as directory_checks
 from kvferry.tiers.files.tier import FileSettings, make_default_directory
-from kvferry.tiers.index.key_table import KeyTable
+from kvferry.tiers.index import KeyTable
 
 
 def test_the_default_directory_is_made_for_the_user_alone(tmp_path, monkeypatch):

@@ -207,6 +207,24 @@ def test_the_file_used_longest_ago_goes_first(tmp_path, clock):
     assert (store.stats.evicted, store.stats.evicted_bytes) == (1, FILE_BYTES)
 
 
+def test_eviction_of_a_file_in_a_wrong_folder_forgets_no_other_chunk(tmp_path, clock):
+    store = open_store(tmp_path, capacity=8 * FILE_BYTES, clock=clock)
+    keep(store, 0)
+    there = file_of(tmp_path, 0)
+    wrong = there.parent.with_name("00" if there.parent.name != "00" else "01") / there.name
+    wrong.parent.mkdir(exist_ok=True)
+    shutil.copyfile(there, wrong)
+    os.utime(wrong, (0, 0))
+    number = 0
+    while wrong.exists():
+        number += 1
+        clock.now += 60
+        store.mark_used([key(0)])
+        keep(store, number)
+    assert there.exists()
+    assert store.contains([key(0)])
+
+
 def test_a_cold_file_goes_before_all_others_until_it_is_used(tmp_path, clock):
     store = open_store(tmp_path, capacity=5 * FILE_BYTES, clock=clock)
     for number, cold in enumerate((False, True, True, True)):

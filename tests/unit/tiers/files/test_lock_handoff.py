@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from kvferry.tiers.files.ledger import LockHandoff, LockTimeout
+from kvferry.tiers.files.ledger import Ledger, LockTimeout
 from support.waiting import wait_for
 
 
@@ -43,16 +43,16 @@ class Clock:
         self.now += seconds
 
 
-class Handed(LockHandoff):
+class Handed(Ledger):
     def __init__(self, get, clock):
-        super().__init__("the lock", 30, clock, clock.sleep)
+        super().__init__("/the", 30, clock, clock.sleep)
         self._get = get
 
-    def _acquire(self, deadline):
+    def _take(self, deadline):
         return self._get(deadline)
 
-    def _release(self, resource):
-        resource.give()
+    def _release(self, held_ledger):
+        held_ledger.give()
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_waiting_too_long_raises_and_leaves_no_waiter(relay, lock):
     with relay.held(1):
         thread.start()
         thread.join()
-    assert done == ["the lock was held by this process for 0.01 s"]
+    assert done == ["/the/ledger was held by this process for 0.01 s"]
     assert (lock.got, lock.given) == (1, 1)
 
 

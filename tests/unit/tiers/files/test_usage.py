@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.opening import UsageReader
+from kvferry.tiers.files.tier import UsageReader
 from kvferry.tiers.storage_tier import StoreUsage
 from support.stores import NAMESPACE, OTHER, keep, open_store
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.common.errors import GeometryError
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
-from kvferry.tiers.host.slots import Slabs, SlotTable
+from kvferry.tiers.host.slabs import Slabs
 from kvferry.tiers.host.tier import HostTier
 from support.examples import examples
 
@@ -360,16 +360,16 @@ def test_uncounted_reservation_counts_no_drop():
 
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_the_integrity_check_finds_states_that_disagree_with_fills_and_reads(is_ready):
-    key, table = b"%012d" % 0, SlotTable(4 * PAGE, [PAGE])
-    slot = table.reserve(key, 0)
+    key, host = b"%012d" % 0, tier(pages=4, chunks=[PAGE])
+    slot = host.reserve(key, 0)
     if is_ready:
-        table.end_fill(slot, filled=True)
-        table.open(key)
-    table.check_integrity()
-    before, after = (table.ready, table.filling) if is_ready else (table.filling, table.ready)
+        host.commit(slot)
+        host.open(key)
+    host.check_integrity()
+    before, after = (host._ready, host._filling) if is_ready else (host._filling, host._ready)
     after[key] = before.pop(key)
     with pytest.raises(AssertionError, match="FILLING without a fill or with a read, or READY with a fill"):
-        table.check_integrity()
+        host.check_integrity()
 
 
 def test_the_integrity_check_finds_policy_and_keys_that_disagree_with_the_slots():

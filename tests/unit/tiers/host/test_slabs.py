@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.tiers.host.slots import Slabs
+from kvferry.tiers.host.slabs import Slabs
 
 
 def test_slots_never_overlap_and_everything_given_back_is_there_again():
@@ -15,8 +15,7 @@ def test_slots_never_overlap_and_everything_given_back_is_there_again():
     slabs, taken = Slabs(1000, [7, 20]), {}
     for _ in range(3000):
         stride = chance.choice([7, 20])
-        if chance.random() < 0.55 and slabs.has_room(stride):
-            offset = slabs.take(stride)
+        if chance.random() < 0.55 and (offset := slabs.take(stride)) is not None:
             assert all(at + size <= offset or offset + stride <= at for at, size in taken.items())
             assert 0 <= offset <= slabs.capacity_bytes - stride
             taken[offset] = stride
@@ -51,7 +50,7 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
     slabs = Slabs(600, [10, 30])
     per_slab = slabs.slab_bytes // 10
     offsets = [slabs.take(10) for _ in range(slabs.count * per_slab)]
-    assert not slabs.has_room(30)
+    assert slabs.take(30) is None
     for offset in offsets[: per_slab - 1]:
         slabs.free(offset)
     assert slabs.reclaimable(30) == []
@@ -59,7 +58,7 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
     assert slabs.reclaimable(30) == [offsets[0] // slabs.slab_bytes, offsets[-1] // slabs.slab_bytes]
     assert slabs.reclaimable(10) == []
     slabs.free(offsets[per_slab - 1])
-    assert slabs.has_room(30)
+    assert slabs.take(30) is not None
 
 
 def test_a_capacity_without_a_slab_for_every_size_is_refused():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index.key_table import MAX_TIERS, KeyTable, TagRows, tags_of
-from kvferry.tiers.index.tier_keys import TierKeys
+from kvferry.tiers.index import MAX_TIERS, KeyTable, TagRows, TierKeys, tags_of
 from support.examples import examples
 
 # Few beginnings and many groups: keys that share a row, and what one chunk's groups have in common.
@@ -95,7 +94,7 @@ def test_none_is_lost_and_none_comes_back_while_the_table_grows(make):
 def test_rows_hold_two_in_the_mean_and_hardly_one_runs_over():
     table = KeyTable()
     tags_with(drawn(20_000), table)
-    assert len(table._rows) == 16384
+    assert table._rows.rows == 16384
     assert len(table._rows.overflow) < 20_000 / 1000
 
 

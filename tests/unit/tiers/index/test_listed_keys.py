@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.tier_keys import ListedKeys, TierKeys
+from kvferry.tiers.index import ListedKeys, TierKeys, tags_of
 from support.chunk_files import key
 
 

@@ -6,8 +6,7 @@ from hashlib import blake2b
 
 from hypothesis import given, strategies as st
 
-from kvferry.tiers.index.key_table import tags_of
-from kvferry.tiers.index.tier_keys import ListedKeys, RecentlyEvicted, TierKeys
+from kvferry.tiers.index import ListedKeys, RecentlyEvicted, TierKeys, tags_of
 from support.chunk_files import key
 from support.examples import examples
 from support.stores import FILE_BYTES, Clock, file_of, keep, open_store
@@ -33,7 +32,7 @@ def test_a_tier_remembers_the_keys_that_it_had_and_lost(steps) -> None:
             lost |= here & {some[number]}
             here.discard(some[number])
         assert tier.contains(tags_of(some)).tolist() == [each in here for each in some]
-        assert {each for each in some if tier.recently_evicted(each)} == lost
+        assert {each for each in some if each in tier.recently_evicted} == lost
 
 
 def test_later_keys_replace_the_earlier_ones() -> None:
@@ -60,11 +59,11 @@ def test_a_directory_remembers_what_this_process_and_others_evicted(tmp_path) ->
     for number in (2, 0, 1):
         clock.now += 60
         keep(store, number)
-    assert not any(store.keys.recently_evicted(key(number)) for number in range(4))
+    assert not any(key(number) in store.keys.recently_evicted for number in range(4))
     file_of(tmp_path, 1).unlink()
     store.refresh()
     keep(store, 3)
-    assert [store.keys.recently_evicted(key(number)) for number in range(4)] == [False, True, True, False]
+    assert [key(number) in store.keys.recently_evicted for number in range(4)] == [False, True, True, False]
 
 
 def test_a_listing_remembers_what_it_has_no_longer() -> None:
@@ -74,7 +73,7 @@ def test_a_listing_remembers_what_it_has_no_longer() -> None:
     known.add(other)
     known.discard(never)
     known.discard(other)
-    assert [tier.recently_evicted(each) for each in (one, other, never)] == [False, True, False]
+    assert [each in tier.recently_evicted for each in (one, other, never)] == [False, True, False]
     with known.listing():
         known.add_page([])
-    assert tier.recently_evicted(one)
+    assert one in tier.recently_evicted

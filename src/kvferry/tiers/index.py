@@ -1,4 +1,4 @@
-"""A hash table for batched membership tests over all tiers of an engine.
+"""The keys of the chunks that tiers have: a hash table for batched membership tests over all tiers.
 
 An engine step looks up thousands of keys at once. A Python set looks up the keys one after another, and each
 causes a CPU cache miss: a third of a microsecond among a million keys. A numpy table that looks up all keys
@@ -8,19 +8,26 @@ line (`TagRows`).
 Keys are digests, so two keys of a group have equal tags with a probability of 2^-56. Then the look-up reports
 a chunk that is absent. Its fetch uses the whole key, and misses.
 
-The tiers of a cache share one table, so one look-up answers for all of them.
+The tiers of a cache share one table, so one look-up answers for all of them. `TierKeys` are the keys of one
+tier. `ListedKeys` also keeps the keys themselves, of a tier whose storage other processes change.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+# A key's part is its first byte.
+PARTS = 256
+_ALL_PARTS = range(PARTS)
 
 MAX_TIERS = 8
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -69,21 +76,20 @@ class TagRows:
     A slot whose bits are all 0 is free, whatever tag is in it.
 
     Attributes:
+        rows: number of rows, a power of 2.
         overflow: tier bits of each tag that did not fit into its row.
     """
 
     def __init__(self, count: int) -> None:
-        # `count` is a power of 2. One row more, to begin at a cache line: a look-up of a row then causes one
+        # One row more, to begin at a cache line: a look-up of a row then causes one
         # cache miss.
         memory = np.zeros((count + 1) * _ROW, np.uint64)
         begin = -memory.ctypes.data % _LINE_BYTES // memory.itemsize
         self._table = memory[begin : begin + count * _ROW].reshape(count, _ROW)
         self._words = self._table.reshape(-1).data
+        self.rows = count
         self._mask = np.uint64(count - 1)
         self.overflow: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def tier_bits(self, tags: Tags) -> TierBits:
         # All row indices are in range. With ``mode="clip"`` numpy saves the check.
@@ -99,7 +105,7 @@ class TagRows:
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
         """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
-        first = (row_of(tag) & len(self) - 1) * _ROW
+        first = (row_of(tag) & self.rows - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
@@ -129,7 +135,7 @@ class TagRows:
 
     def copy_rows(self, smaller: TagRows, first: int, last: int) -> None:
         """Copy rows `first` to `last` (excluded) from a table of half as many rows, without overflow."""
-        half = len(smaller)
+        half = smaller.rows
         old = smaller._table[first:last]
         # A row of the smaller table becomes two rows here. One bit of the hash says which of them a tag goes
         # to.
@@ -160,7 +166,7 @@ def _rows_of(tags: Tags) -> Tags:
 
 
 @dataclass(slots=True)
-class TableWatch:
+class _TableWatch:
     """The chunks whose tiers have changed. Any thread adds to it; the watcher takes from it."""
 
     tags: Container[int]  # tags of the watched chunks. The watcher may change them at any time.
@@ -187,7 +193,7 @@ class KeyTable:
         self._moved = 0  # number of rows that have been moved to `_next` while the table grows
         self._count = self._tiers = 0
         self._lock = Lock()
-        self._watch: TableWatch | None = None
+        self._watch: _TableWatch | None = None
 
     def __len__(self) -> int:
         """Return the number of chunks that at least one tier has."""
@@ -210,11 +216,11 @@ class KeyTable:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
             # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
-            if row_of(tag) & len(self._rows) - 1 < self._moved:
+            if self._moved and row_of(tag) & self._rows.rows - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
             # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
             # all rows to move.
-            if add and self._count > _TAGS_PER_ROW * len(self._rows):
+            if add and self._count > _TAGS_PER_ROW * self._rows.rows:
                 self._grow()
             if self._watch is not None and before != after and tag in self._watch.tags:
                 self._watch.changed.append(tag)
@@ -229,9 +235,9 @@ class KeyTable:
             if self._watch is not None:
                 self._watch.cleared = True
 
-    def watch(self, tags: Container[int]) -> TableWatch:
+    def watch(self, tags: Container[int]) -> _TableWatch:
         """Record which chunks tiers gain or lose. A table has one watch, and a later one replaces it."""
-        self._watch = TableWatch(tags)
+        self._watch = _TableWatch(tags)
         return self._watch
 
     def count(self, bit: int) -> int:
@@ -242,10 +248,178 @@ class KeyTable:
     def _grow(self) -> None:
         """Move the next few rows to a table of twice the size, which finally replaces this one."""
         if self._next is self._rows:
-            self._next = TagRows(2 * len(self._rows))
+            self._next = TagRows(2 * self._rows.rows)
         self._next.copy_rows(self._rows, self._moved, self._moved + self._rows_per_step)
         self._moved += self._rows_per_step
-        if self._moved >= len(self._rows):
+        if self._moved >= self._rows.rows:
             for tag, bits in self._rows.overflow.items():
                 self._next.update(tag, keep=0, add=bits)
             self._rows, self._moved = self._next, 0
+
+
+class RecentlyEvicted:
+    """A set of at most 131072 recently evicted keys, in 1 MiB of memory. Thread-safe.
+
+    >>> evicted = RecentlyEvicted()
+    >>> evicted.add(bytes(range(32)))
+    >>> bytes(range(32)) in evicted, bytes(32) in evicted
+    (True, False)
+    """
+
+    def __init__(self, slots: int = 1 << 17) -> None:
+        self._marks = memoryview(bytearray(8 * slots)).cast("Q")
+
+    def __contains__(self, key: bytes) -> bool:
+        slot, mark = self._slot_and_mark(key)
+        return self._marks[slot] == mark
+
+    def add(self, key: bytes) -> None:
+        """Add the key of an evicted chunk, 12 bytes or more."""
+        slot, mark = self._slot_and_mark(key)
+        self._marks[slot] = mark
+
+    def _slot_and_mark(self, key: bytes) -> tuple[int, int]:
+        # The slot has 63 bits of the key. Two keys of one slot are confused with a probability of 2^-63.
+        # The last byte is the index of the group. All groups of a chunk have the same bytes before it.
+        slot = (int.from_bytes(key[:4], "big") + 0x9E37 * key[-1]) % len(self._marks)
+        # Never 0, which means an empty slot.
+        return slot, int.from_bytes(key[4:12], "big") | 1
+
+
+class TierKeys:
+    """A set of the keys of one tier's chunks, in a table that several tiers may share. Thread-safe.
+
+    >>> key = bytes(31) + b"a"
+    >>> keys = TierKeys()
+    >>> keys.add(key)
+    >>> keys.contains(tags_of([key, bytes(32)])), key in keys.recently_evicted
+    (array([ True, False]), False)
+    >>> keys.discard(key)
+    >>> keys.contains(tags_of([key])), key in keys.recently_evicted
+    (array([False]), True)
+
+    Args:
+        table: key table to use; None for a new one.
+
+    Attributes:
+        bit: bit of the tier in the result of `KeyTable.tier_bits`.
+        recently_evicted: keys of chunks that left the tier recently. They may have come back.
+    """
+
+    def __init__(self, table: KeyTable | None = None) -> None:
+        self.table = KeyTable() if table is None else table
+        self.bit = self.table.add_tier()
+        self.recently_evicted = RecentlyEvicted()
+
+    def __len__(self) -> int:
+        """Return the number of keys, in a time proportional to the size of the table."""
+        return self.table.count(self.bit)
+
+    def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
+        """Return a mask of the chunks that the tier has: bool of shape (len(tags),)."""
+        found: npt.NDArray[np.bool_] = (self.table.tier_bits(tags) & self.bit) != 0
+        return found
+
+    def add(self, key: bytes) -> None:
+        self.table.update(tag_of(key), add=self.bit)
+
+    def discard(self, key: bytes) -> None:
+        """Remove a key, and remember it as recently evicted. Do nothing if the tier does not have it."""
+        if self.table.update(tag_of(key), keep=ALL_TIERS ^ self.bit) & self.bit:
+            self.recently_evicted.add(key)
+
+    def clear(self) -> None:
+        """Remove all keys, and forget evicted ones. The time is proportional to the size of the table."""
+        self.table.clear(self.bit)
+        self.recently_evicted = RecentlyEvicted()
+
+
+class ListedKeys:
+    """The keys of the chunks that a tier is known to have, kept up to date by listings.
+
+    A listing takes time, so what this process adds or removes meanwhile takes precedence over it. Any thread
+    may use the object, but two listings that run at the same time must not include the same part.
+
+    Attributes:
+        changes: number of keys that listings have added or removed.
+
+    Args:
+        keys: set of keys that gets every change, initially empty.
+        max_keys: maximum number of known keys. Listings add no keys beyond it, but `add` ignores it.
+    """
+
+    def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:
+        self.changes = 0
+        self._tier = keys
+        self._max_keys = max_keys
+        self._lock = Lock()
+        # For each part, the number of the listing that last showed each key. For a key that was added, the
+        # number of the latest listing at that time.
+        self._keys: list[dict[bytes, int]] = [{} for _ in _ALL_PARTS]
+        self._listings = [0] * PARTS
+        # For each part that is being listed, the keys discarded since then. The listing may still show them.
+        self._discarded: dict[int, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys[key[0]]
+
+    def add(self, key: bytes) -> None:
+        with self._lock:
+            self._keys[key[0]][key] = self._listings[key[0]]
+            self._tier.add(key)
+
+    def discard(self, key: bytes) -> None:
+        """Remove the key of a chunk that was evicted, or that could not be fetched."""
+        with self._lock:
+            if key[0] in self._discarded:
+                self._discarded[key[0]].add(key)
+            if self._keys[key[0]].pop(key, None) is not None:
+                self._tier.discard(key)
+
+    @contextmanager
+    def listing(self, parts: Sequence[int] = _ALL_PARTS) -> Iterator[None]:
+        """List parts of the storage: call `add_page` with every page in the ``with`` statement.
+
+        When it ends without an exception, known keys of these parts that were on no page are removed.
+        """
+        with self._lock:
+            for part in parts:
+                self._listings[part] += 1
+                self._discarded[part] = set()
+        try:
+            yield
+            for part in parts:
+                # The lock is held for one part or page at a time, so that other threads do not wait long.
+                self._remove_unlisted(part)
+        finally:
+            with self._lock:
+                for part in parts:
+                    self._discarded.pop(part, None)
+
+    def add_page(self, page: Iterable[bytes]) -> None:
+        """Add the keys of a page up to `max_keys`, except those discarded since the listing began."""
+        with self._lock:
+            room = self._max_keys - len(self)
+            for key in page:
+                known = self._keys[key[0]]
+                if key in self._discarded.get(key[0], ()):
+                    continue
+                if key not in known:
+                    if room <= 0:
+                        continue
+                    room -= 1
+                    self.changes += 1
+                    self._tier.add(key)
+                known[key] = self._listings[key[0]]
+
+    def _remove_unlisted(self, part: int) -> None:
+        with self._lock:
+            known, latest = self._keys[part], self._listings[part]
+            missing = [key for key, listing in known.items() if listing < latest]
+            self.changes += len(missing)
+            for key in missing:
+                del known[key]
+                self._tier.discard(key)
