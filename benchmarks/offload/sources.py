@@ -18,22 +18,20 @@ from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.admission import Admission
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.blocks import Headroom, PartBlocks
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import EventStream
 from kvferry.connector.load import PlaceTokens
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Source
+from kvferry.connector.source import RunningLoads, Source
 from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.observe.metrics_listener import MetricsListener
@@ -180,7 +178,13 @@ class AskingScheduler:
             CacheGroup(kind=layer.kind, attention_span=0, block_tokens=_BLOCK_TOKENS) for layer in of.layers
         )
         config, pool = ConnectorConfig(), NoBlocks()
-        loads = TransferBook[RunningLoad](1, pool)
+        loads = RunningLoads(
+            groups,
+            workers=1,
+            pool=pool,
+            timeout_seconds=config.load_timeout_seconds,
+            clock=time.monotonic,
+        )
         events = EventStream(MetricsListener(), TraceBuffer(100))
         tiers = TierSource(
             self.cache,
@@ -217,9 +221,8 @@ class AskingScheduler:
             parts=PartBlocks(ranks[0].groups, pool),
             headroom=Headroom(),
             attempts=config.attempts,
-            timeout_seconds=config.load_timeout_seconds,
             sources=self.sources,
-            chooser=BidChooser(policy_named(policy, {}, speeds), speeds, _PATIENCE_SECONDS),
+            chooser=BidChooser(policy, speeds, _PATIENCE_SECONDS),
             events=events,
         )
         ends = time.monotonic() + _PATIENCE_SECONDS

@@ -16,16 +16,17 @@ from benchmarks.no_blocks import NoBlocks
 from benchmarks.offload.sources import model
 from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.common.errors import TransferError
+from kvferry.connector.blocks import TransferBook
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import PlainRequest
 from kvferry.connector.events import EventStream
-from kvferry.connector.load import Bid, Bidding, Load
+from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import Report, StepOrders
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.transfer import TransferBook
+from kvferry.connector.source import RunningLoad
 from kvferry.geometry import GroupKind
 from kvferry.tools.measuring.simulated import span_of
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -64,7 +65,7 @@ class SchedulerPeers:
         self._source = PeerSource(
             self._client,
             ranks=ranks,
-            loads=TransferBook(1, NoBlocks()),
+            loads=TransferBook[RunningLoad](1, NoBlocks()),
             events=EventStream(),
             timeout_seconds=config.load_timeout_seconds,
             most_held=int(config.late_blocks * _BLOCKS),
@@ -123,7 +124,7 @@ class SchedulerPeers:
         self._server.tickets.publish(ticket, name, _TOKENS, self._content, grant)
         request = self._request(name, write_offer(Offer("peer", host, port, ticket.hex(), _TOKENS, 0)))
         began = time.perf_counter()
-        self._source.arrived(request, Bidding(1))
+        self._source.arrived(request, {})
         while (bid := self._granted(request)) is None:
             self._check(began)
             time.sleep(0)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
-from kvferry.connector.room import LocalPrefix
+from kvferry.connector.choosing import LocalPrefix
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.keys.chunk import ChunkKeys

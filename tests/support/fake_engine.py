@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, CacheGroup, PlainStep
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.load import Bid, Bidding, Load
+from kvferry.connector.load import Bid, Load
 from kvferry.connector.messages import Report, StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Feed, Source
@@ -39,7 +39,7 @@ class PartialHalf:
     """A scheduler half that has some of its parts. It calls them as `SchedulerHalf` does.
 
     Attributes:
-        bidding: bidding of all requests, if there is a source and no admission.
+        excluded: why sources are excluded for all requests, if there is a source and no admission.
         feeds: feeds of the loads of the source that have not ended, if there is no admission.
         messages: messages of peers, which the next step passes to the producer.
     """
@@ -51,7 +51,7 @@ class PartialHalf:
     storing: Storing | None = None
     stores: StoreOrders | None = None
     parts: PartBlocks | None = None
-    bidding: Bidding = field(default_factory=lambda: Bidding(2))
+    excluded: dict[str, str] = field(default_factory=dict)
     feeds: list[Feed] = field(default_factory=list)
     messages: deque[Any] = field(default_factory=deque)
     scheduled: int = 0
@@ -63,7 +63,7 @@ class PartialHalf:
         if self.admission is not None:
             self.admission.on_new_request(request)
         if self.source is not None:
-            assert self.source.arrived(request, self.bidding)
+            assert self.source.arrived(request, self.excluded)
         if self.storing is not None and self.prompts.add(request) is not None:
             self.storing.on_new_request(request)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from kvferry.connector.choosing import CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.choosing import (
+    BidChooser,
+    Choice,
+    RequestState,
+)
 from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import Speeds
 from support.clock import Clock
@@ -42,6 +46,45 @@ def bid(source: str = "a", looking: bool = False, promised: bool = False, **part
     )
 
 
+def first_policy() -> BidChooser:
+    return BidChooser("first", Speeds(Clock()), 10.0)
+
+
+def weight_policy(weights: Mapping[str, float]) -> BidChooser:
+    return BidChooser("weight", Speeds(Clock()), 10.0, weights)
+
+
+def cost_policy(measured: Speeds) -> BidChooser:
+    return BidChooser("cost", measured, 10.0)
+
+
 POLICIES = st.one_of(
-    st.builds(FirstPolicy), st.builds(WeightPolicy, WEIGHTS), RATES.map(lambda r: CostPolicy(speeds(r)))
+    st.builds(first_policy),
+    st.builds(weight_policy, WEIGHTS),
+    RATES.map(lambda rates: cost_policy(speeds(rates))),
 )
+
+
+def choose(
+    chooser: BidChooser,
+    bids: Sequence[Bid],
+    missing: int = PROMPT,
+    *,
+    waited: float = 0.0,
+    before: Bid | None = None,
+    computed: int | None = None,
+    state: RequestState | None = None,
+) -> Choice:
+    """The choice for a request that has waited so long, and for which `before` was chosen last time."""
+    state = RequestState(attempts=1) if state is None else state
+    state.propose(bid(looking=True), 0, 0.0, crowded=False, patience_seconds=0.0)
+    state.proposed = before
+    named = [(one.source, one) for one in bids]
+    return chooser.choose(state, named, missing, missing if computed is None else computed, waited)
+
+
+def best(
+    policy: BidChooser, bids: Sequence[Bid], missing: int = PROMPT, before: Bid | None = None
+) -> Bid | None:
+    """The best of the bids of sources that have answered."""
+    return choose(policy, bids, missing, before=before).bid

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 from kvferry.cache.chunk_cache import SlowTier
 from kvferry.cache.tier_queue import TierQueue
+from kvferry.connector.choosing import LocalPrefix
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.engine import CacheGroup, DescribeBlocks, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import Report, StepReports, WorkerInfo
-from kvferry.connector.room import LocalPrefix
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
@@ -211,7 +211,7 @@ class ServedEngine:
         self.half.admission.allocated(request, blocks, tokens)
         parts = dict.fromkeys(("host", *(tier.name for tier in self.tiers)), 0)
         if tokens:
-            (load,) = self.half.admission._known[request.request_id].loads
+            (load,) = self.half.admission._states[request.request_id].loads
             for part in load.load.bid.parts:
                 parts[part.place] += part.tokens
             while self.half.admission.loads:

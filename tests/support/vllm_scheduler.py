@@ -43,20 +43,18 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.connector.admission import Admission
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.blocks import Headroom, PartBlocks
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, SourceMiss
 from kvferry.connector.load import Bid, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Answer
-from kvferry.connector.speeds import AnswerTimes, Speeds
+from kvferry.connector.source import Answer, RunningLoads
+from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.transfer import TransferBook
 from kvferry.engines.vllm.compat.requests import request_wrapper
 from kvferry.engines.vllm.compat.scheduler import VLLMPrefixCache, defer_frees
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -118,10 +116,10 @@ class Played:
     most_held: int | None = None
     book: Any = None
     begun: list[Load] = field(default_factory=list)
-    _biddings: dict[str, Any] = field(default_factory=dict)
+    _excluded: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def arrived(self, request: Any, bidding: Any) -> bool:
-        self._biddings[request.request_id] = bidding
+    def arrived(self, request: Any, excluded: dict[str, str]) -> bool:
+        self._excluded[request.request_id] = excluded
         return True
 
     def ask(self, request: Any, local_tokens: int) -> Answer:
@@ -179,7 +177,7 @@ class PlayedFeed:
 
     def ended(self, report: Report, *, wanted: bool) -> None:
         if wanted and report.failure is not None and self.source.strikes:
-            self.source._biddings[self.load.request_id].exclude(self.source.name, report.failure)
+            self.source._excluded[self.load.request_id].setdefault(self.source.name, report.failure)
 
 
 class WithoutWorkers(KVConnectorBase_V1, SupportsHMA):
@@ -232,21 +230,24 @@ class PlayedConnector(WithoutWorkers):
         self.admissions, self.most = Counter[str](), 0
         self.loads: list[tuple[int, int, int]] = []
         self.found: dict[str, int] = {}
-        self.parts, self.book = PartBlocks(groups, pool), TransferBook(1, pool)
+        config, self.parts = ConnectorConfig(), PartBlocks(groups, pool)
+        self.book = RunningLoads(
+            self.engine.groups,
+            workers=1,
+            pool=pool,
+            timeout_seconds=config.load_timeout_seconds,
+            clock=self.clock,
+        )
         for source in self.sources:
             source.book, source.groups = self.book, len(groups)
-        speeds, config = Speeds(), ConnectorConfig()
         self.admission = Admission(
             self.engine.groups,
             loads=self.book,
             parts=self.parts,
             headroom=Headroom.of(self.engine.groups, self.engine.step_tokens, pool),
             attempts=ATTEMPTS,
-            timeout_seconds=config.load_timeout_seconds,
             sources=self.sources,
-            chooser=BidChooser(
-                policy_named(config.source_policy, {}, speeds), speeds, PATIENCE, AnswerTimes(self.clock)
-            ),
+            chooser=BidChooser(config.source_policy, Speeds(self.clock), PATIENCE),
             events=EventStream(),
             prefix_cache=self.prefix_cache,
             clock=self.clock,

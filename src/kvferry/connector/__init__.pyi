@@ -1,3 +1,7 @@
+from kvferry.connector.choosing import (
+    LocalPrefix as LocalPrefix,
+    last_boundary_before as last_boundary_before,
+)
 from kvferry.connector.config import (
     DEFAULT as DEFAULT,
     NODE as NODE,
@@ -23,6 +27,5 @@ from kvferry.connector.load import (
     trim_parts as trim_parts,
 )
 from kvferry.connector.messages import LoadPart as LoadPart, Piece as Piece, StoreOrder as StoreOrder
-from kvferry.connector.room import LocalPrefix as LocalPrefix, last_boundary_before as last_boundary_before
 from kvferry.connector.worker.loads import Loads as Loads
 from kvferry.connector.worker.mover import ChunkRoutes as ChunkRoutes

@@ -1,14 +1,15 @@
 """Admission: choose the source that loads a request's KV, follow its loads, and try again after a failure.
 
-Each request that a source may be able to serve goes through the phases drawn in `request_phases`. No request
-is admitted again forever, because loads that cannot help are not begun and attempts are capped (`bids`).
+Each request that a source may be able to serve has a `RequestState`. Each time that the engine wants to admit
+it, admission asks the sources (`Answer`), makes plans of what they offer (`load_plans`), and chooses one
+(`BidChooser.choose`). No request is admitted again forever, because loads that cannot help are not begun and
+attempts are capped.
 
-Two sources may load one prefix together, one its start and the other its rest (`load_plans`). The request
-then waits for two loads. If one of them fails on any worker, admission drops the other and does not exclude
-its source. The request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong
-to the request.
+Two sources may load one prefix together, one its start and the other its rest. The request then waits for two
+loads. If one of them fails on any worker, admission drops the other and does not exclude its source. The
+request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong to the request.
 
-The engine's own prefix may need a load before it can be used (`local_prefix`). Admission then prefers loads
+The engine's own prefix may need a load before it can be used (`LocalPrefix`). Admission then prefers loads
 that begin where this prefix ends. If there is none, but a source has a shorter prefix, admission shortens the
 engine's own prefix once, and the engine asks again.
 """
@@ -18,46 +19,93 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvferry.connector.admission_events import OTHER_PART, AdmissionEvents
-from kvferry.connector.choosing import BidChooser
+from kvferry.connector.blocks import Headroom, PartBlocks
+from kvferry.connector.choosing import (
+    BidChooser,
+    Choice,
+    LocalPrefix,
+    RequestPhase,
+    RequestState,
+    last_boundary_before,
+    must_compute,
+)
 from kvferry.connector.engine import CacheGroup, PrefixCache, Request, RequestBlocks
-from kvferry.connector.events import EventStream
-from kvferry.connector.load import Bid, Bidding
+from kvferry.connector.events import (
+    Arrived,
+    DecisionReason,
+    EventStream,
+    Finished,
+    LateBlocks,
+    LoadEnded,
+    MissReason,
+    Scheduled,
+    SourceMiss,
+    SourcesAsked,
+    log_errors,
+)
+from kvferry.connector.load import Bid, LoadOutcome
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.request_phases import AdmitAction, RequestPhase, RequestPhases, RequestState
-from kvferry.connector.room import Headroom, LocalPrefix, last_boundary_before, must_compute
-from kvferry.connector.source import Answer, LoadPlan, Source, common_alignment, load_plans
-from kvferry.connector.transfer import RunningLoad, RunningLoads, TransferBook
+from kvferry.connector.peers.offer import has_offer
+from kvferry.connector.source import (
+    Answer,
+    LoadPlan,
+    RunningLoad,
+    RunningLoads,
+    Source,
+    common_alignment,
+    load_plans,
+)
 from kvferry.planning.select import LoadSpan
+
+_OTHER_PART = "another part of the prefix has failed"
+"""Reason for dropping a load when another load of the same attempt has failed."""
+_LONGEST_HEADER = 512
+"""Maximum length of a trace header in characters. Longer headers are left out."""
+_OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
 
 
 @dataclass(slots=True, kw_only=True)
-class _RequestState(RequestState[LoadPlan]):
+class _RequestState(RequestState):
     """The state of one request whose KV a source may be able to load.
 
     Attributes:
         sources: sources that may be able to serve the request.
+        plan: plan of the proposed bid.
         loads: loads of the request that not all workers have reported yet.
         loaded: loads of the current attempt that have succeeded.
         broken: True if a load of the current attempt has failed.
         shortened: True if the engine's own prefix of the request was shortened since the request was last
             admitted. It is then not shortened again, so that the request is not put off for ever.
+        event: the last event about the choice of a source; None before the first.
+        shown: values that `event` shows. A choice that repeats them emits no event.
     """
 
     sources: tuple[Source, ...]
+    plan: LoadPlan | None = None
     loads: list[RunningLoad] = field(default_factory=list)
     loaded: list[RunningLoad] = field(default_factory=list)
     broken: bool = False
     shortened: bool = False
+    event: SourcesAsked | None = None
+    shown: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The sources' answers about tokens after the first `local_tokens`, and the choice of a plan."""
+
+    local_tokens: int
+    answers: Sequence[tuple[Source, Answer]]
+    plans: Sequence[LoadPlan]
+    choice: Choice
 
 
 class Admission:
     """Chooses the source that loads each request's KV, starts the load, and tries another source if it fails.
 
-    Only the engine's thread calls it.
+    It emits events about the choices, and about the loads that follow. Only the engine's thread calls it.
 
     Attributes:
         loads: loads that may still write to their blocks.
@@ -68,11 +116,10 @@ class Admission:
         self,
         groups: Sequence[CacheGroup],
         *,
-        loads: TransferBook[RunningLoad],
+        loads: RunningLoads,
         parts: PartBlocks,
         headroom: Headroom,
         attempts: int,
-        timeout_seconds: float,
         sources: Sequence[Source],
         chooser: BidChooser,
         events: EventStream,
@@ -82,36 +129,36 @@ class Admission:
         """Begin without requests.
 
         Args:
-            loads: loads that may still write to their blocks. The sources share this record.
             attempts: maximum number of attempts to load one request's prefix.
-            sources: all sources of KV, in the order in which they are asked. Of equally good offers, that of
-            the first
-                source is taken.
+            sources: all sources of KV. Of equally good offers, that of the first source is taken.
             prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-            state; None
-                if the engine can use its own prefix without a load.
+                state; None if the engine can use its own prefix without a load.
         """
         self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
-        self._parts, self._clock = parts, clock
-        self._phases = RequestPhases(chooser, headroom, clock)
-        self._attempts = attempts
-        self._running = RunningLoads(groups, book=loads, timeout_seconds=timeout_seconds, clock=clock)
-        self._sources, self._chooser = tuple(sources), chooser
-        self._events = AdmissionEvents(events, chooser.policy, clock)
+        self._parts, self._headroom, self._events, self._clock = parts, headroom, events, clock
+        self._sources, self._chooser, self._attempts = tuple(sources), chooser, attempts
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in groups)
-        self._known: dict[str, _RequestState] = {}
+        self._states: dict[str, _RequestState] = {}
+        # Requests whose loads have succeeded, until the engine computes tokens of them.
+        self._loaded: dict[str, _RequestState] = {}
+        # Requests for which no source loads KV, until the engine computes them. Until then another connector
+        # of the engine may still load tokens of them, which their event counts.
+        self._unserved: dict[str, Request] = {}
+        self._late_blocks = 0
 
     def __len__(self) -> int:
-        """Return the number of unfinished requests whose KV at least one source may be able to load."""
-        return len(self._known)
+        return len(self._states)
 
     def on_new_request(self, request: Request) -> None:
-        """Ask every source whether it may be able to load KV of a new request, and remember the answers."""
-        bidding = Bidding(self._attempts)
-        sources = tuple(source for source in self._sources if source.arrived(request, bidding))
-        self._events.arrived(request, sources, [one for one in self._sources if one not in sources])
+        excluded = dict[str, str]()
+        sources, others = list[Source](), list[Source]()
+        for source in self._sources:
+            (sources if source.arrived(request, excluded) else others).append(source)
+        self._tell_arrived(request, sources, others)
         if sources:
-            self._known[request.request_id] = _RequestState(bidding=bidding, sources=sources)
+            self._states[request.request_id] = _RequestState(
+                attempts=self._attempts, excluded=excluded, sources=tuple(sources)
+            )
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
         """Return the number of tokens to load for a request that the engine wants to admit; 0 for no load.
@@ -124,109 +171,174 @@ class Admission:
         """
         if self._parts.evict():
             return None  # the prefix that the engine has just found for this request may contain these blocks
-        known = self._known.get(request.request_id)
-        action = AdmitAction.KEEP_LOADING if known is None else self._phases.next_action(known)
-        if known is None or action is AdmitAction.KEEP_LOADING:
+        if (state := self._states.get(request.request_id)) is None:
             return 0
-        if action is AdmitAction.SET_ASIDE:
-            return None
-        if action is AdmitAction.COMPUTE:
-            self._events.no_room(request.request_id, local_tokens)
+        phase = state.begin_admission()
+        if phase is RequestPhase.LOADING:
             return 0
-        prefix = LocalPrefix.of(self._prefix_cache, request, local_tokens)
-        if (why := must_compute(request, prefix.resumable_tokens)) is not None:
-            known.taken = None
-            self._events.not_asked(request, known.sources, prefix.resumable_tokens, *why)
+        if phase is RequestPhase.FAILED:
+            return None  # other requests go first
+        if phase is RequestPhase.RETRYING and state.proposed is not None:
+            self._tell_no_room(request.request_id, state, local_tokens)
             return 0
-        return self._best(known, request, prefix)
+        return self._choose(request, state, LocalPrefix.of(self._prefix_cache, request, local_tokens))
 
     def awaited(self, request_id: str) -> Bid | None:
-        """Return the bid that a request waits for; None if `matched` has not put it off for a bid.
+        """Return the bid that a request waits for; None if `matched` has not put it off for a bid."""
+        state = self._states.get(request_id)
+        return None if state is None else state.awaited
 
-        Its source is still looking up its KV, or too few blocks are free.
+    def _choose(self, request: Request, state: _RequestState, prefix: LocalPrefix) -> int | None:
+        """Ask the sources, and choose the best plan. Return the result of `matched`.
+
+        If no source can extend the engine's own prefix, which needs a load, ask for loads of a shorter one.
         """
-        known = self._known.get(request_id)
-        return None if known is None else known.awaited
+        if (why := must_compute(request, prefix.resumable_tokens)) is not None:
+            state.proposed = None
+            self._tell_not_asked(request, state, prefix.resumable_tokens, *why)
+            return 0
+        asked = self._ask(request, state, prefix, prefix.tokens)
+        unanswered = asked.choice.unanswered
+        if asked.choice.bid is None and prefix.needs_load and not state.shortened:
+            asked = self._ask(request, state, prefix, prefix.resumable_tokens)
+            unanswered |= asked.choice.unanswered
+        now = self._clock()
+        state.end_wait(unanswered, self._chooser.speeds, now)
+        self._tell_asked(request, state, prefix, asked)
+        bid, local_tokens, crowded = asked.choice.bid, asked.local_tokens, False
+        if bid is not None and not bid.looking:
+            if local_tokens < prefix.tokens:
+                # A load up to the bid's end brings at least a token. The evicted block enters the prefix
+                # cache again when the request has loaded or computed its tokens.
+                assert self._prefix_cache is not None
+                end = local_tokens + bid.tokens
+                self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
+                state.shortened, state.proposed = True, None
+                return None
+            state.plan = next(plan for plan in asked.plans if plan.bid is bid)
+            crowded = not self._has_room(state.plan, request, local_tokens)
+        return state.propose(
+            bid, local_tokens, now, crowded=crowded, patience_seconds=self._chooser.patience_seconds
+        )
+
+    def _ask(self, request: Request, state: _RequestState, prefix: LocalPrefix, local_tokens: int) -> _Asked:
+        """Ask all sources for tokens after the first `local_tokens` tokens of a request, and choose.
+
+        If `local_tokens` is less than all tokens of `prefix`, leave out plans for a longer prefix than that.
+        """
+        tokens, answers = request.num_tokens, [(one, one.ask(request, local_tokens)) for one in state.sources]
+        plans = load_plans(answers, local_tokens, self._alignment_tokens)
+        if self._parts.refused:
+            plans = [plan for plan in plans if not self._fills_block_partly(plan, request, local_tokens)]
+        if local_tokens < prefix.tokens:
+            plans = [plan for plan in plans if local_tokens + plan.bid.tokens <= prefix.tokens]
+        choice = self._chooser.choose(
+            state,
+            [(plan.last.name, plan.bid) for plan in plans],
+            tokens - local_tokens,
+            tokens - prefix.resumable_tokens,
+            self._clock(),
+        )
+        return _Asked(local_tokens, answers, plans, choice)
+
+    def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
+        # While a source is still looking up its KV, the alignment is not known yet.
+        span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
+        alignments = plan.last.alignments(request.request_id)
+        return not plan.bid.looking and self._parts.would_fill_partly(span, alignments)
+
+    def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
+        tokens, load_tokens = request.num_tokens, plan.bid.tokens
+        if not self._headroom.fits(request.request_id, local_tokens + load_tokens, tokens):
+            return False
+        for source, bid, span in plan.parts(local_tokens, load_tokens, tokens):
+            if not source.has_room(bid, self.loads.max_written_blocks(span)):
+                return False
+        return True
 
     def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
         Args:
             blocks: all blocks of the request. The loads write into them.
-            load_tokens: number of tokens to load, as `matched` returned it last; 0 for no load.
+            load_tokens: number of tokens to load, as `matched` returned it last.
         """
         self.admitted += 1
-        known = self._known.get(request.request_id)
-        if known is None:
-            self._events.unserved(request)
+        name = request.request_id
+        if (state := self._states.get(name)) is None:
+            self._unserved[name] = request
             return
-        if known.phase is RequestPhase.SERVED:
-            self._parts.on_resumed(request.request_id)
-        if known.phase is not RequestPhase.OPEN:
+        if state.phase is RequestPhase.SERVED:
+            self._parts.on_resumed(name)
+        if state.phase not in {RequestPhase.OPEN, RequestPhase.RETRYING}:
             return
-        self._parts.forget(request.request_id)  # left from an earlier admission
-        proposed, known.shortened = known.taken, False
-        taken = self._phases.admit(known, load_tokens)
-        if taken is None:
-            if proposed is not None and known.crowded:
-                self._events.no_room(request.request_id, proposed[1])
-            self._settle(request.request_id, known)
-            self._events.unserved(request)
+        self._parts.forget(name)  # left from an earlier admission
+        crowded, state.shortened = state.proposed is not None and state.crowded, False
+        if state.admit(load_tokens, self._chooser.speeds, self._clock()) is None:
+            if crowded:
+                self._tell_no_room(name, state, state.local_tokens)
+            self._settle(name, state)
+            self._unserved[name] = request
             return
-        plan, local_tokens = taken
-        known.loaded, known.broken = [], False
-        self._phases.wait(known, request, local_tokens + load_tokens)
-        parts = plan.parts(local_tokens, load_tokens, request.num_tokens)
-        known.loads += (begun := self._running.begin(request, blocks, parts))
+        assert state.plan is not None
+        self._headroom.on_load_begun(name, state.local_tokens + load_tokens, request.num_tokens)
+        parts = state.plan.parts(state.local_tokens, load_tokens, request.num_tokens)
+        state.loaded, state.broken = [], False
+        state.loads += (begun := self.loads.begin_all(request, blocks, parts))
+        self._unserved.pop(name, None)
         for one in begun:
-            self._events.began(one)
+            self._events.emit(one.began)
         last = begun[-1]
-        self._parts.begin(
-            request, last.load.tables, last.load.span, last.source.alignments(request.request_id)
-        )
+        self._parts.begin(request, last.load.tables, last.load.span, last.source.alignments(name))
 
     def origins(self, request_id: str) -> Counter[str]:
         """Return the number of tokens that are being loaded for a request, by `Feed.origin`."""
         found = Counter[str]()
-        for one in self._known[request_id].loads:
+        for one in self._states[request_id].loads:
             found[one.feed.origin] += one.load.span.ends - one.load.span.begins
         return found
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. The blocks that its loads may still write to stay pinned."""
-        self._phases.forget(request_id)
-        known = self._known.pop(request_id, None)
-        if known is None:
-            self._events.finished(request_id)
-            return
-        for one in known.loads:
-            one.late = True
-            one.feed.drop()
-        self._settle(request_id, known)
-        for source in known.sources:
-            source.finished(request_id)
-        self._events.finished(request_id)
-        self._events.late(self.loads.late_blocks())
+        self._headroom.forget(request_id)
+        self._loaded.pop(request_id, None)
+        self._unserved.pop(request_id, None)
+        if (state := self._states.pop(request_id, None)) is not None:
+            for one in state.loads:
+                one.late = True
+                one.feed.drop()
+            self._settle(request_id, state)
+            for source in state.sources:
+                source.finished(request_id)
+        self._events.emit(Finished(request_id, self._clock()))
+        if state is not None:
+            self._tell_late_blocks()
 
     @property
     def agenda(self) -> tuple[Sized, ...]:
         """Containers that are all empty if a step needs no calls of `scheduled` and `hand_over`."""
         return (
-            *self._running.agenda,
-            *self._phases.agenda,
-            *self._events.agenda,
+            *self.loads.agenda,
+            self._loaded,
+            self._headroom,
+            self._unserved,
             *self._parts.agenda,
         )
 
     def scheduled(self, requests: Container[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads."""
-        self._phases.scheduled(requests)
-        self._events.scheduled(requests)
+        self._headroom.on_resumed(requests)
+        for name in list(self._loaded):
+            if name in requests:
+                self._loaded.pop(name).on_computed()
+        for name in list(self._unserved):
+            if name in requests:
+                self._tell_scheduled(self._unserved.pop(name))
 
     def hand_over(self, orders: StepOrders) -> None:
         """Add to `orders` what the workers do for loads in the coming step, and which loads to give up."""
         self._parts.end_pass()
-        self._running.take_orders(orders)
+        self.loads.take_orders(orders)
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
@@ -244,121 +356,158 @@ class Admission:
             if not one.given_up:
                 self._drop_sibling_loads(one)
         self.loads.release(reports)
-        self._events.late(self.loads.late_blocks())
+        self._tell_late_blocks()
 
     def _ended(self, one: RunningLoad) -> None:
-        """Take in the end of a load that all workers have reported."""
         assert one.report is not None
-        load, merged = one.load, one.report
-        self._running.ended(one)
-        known = self._known.get(load.request_id)
-        wanted = known is not None and one in known.loads
-        in_vain = one.given_up and merged.failure is not None
-        unwanted = None if wanted and not in_vain else OTHER_PART if one.given_up else ""
-        self._events.ended(one, merged, unwanted=unwanted)
-        one.feed.ended(merged, wanted=wanted and not in_vain)
-        if known is None or not wanted:
+        load, merged, name = one.load, one.report, one.load.request_id
+        state = self._states.get(name)
+        waiting = state is not None and one in state.loads
+        wanted = waiting and not (one.given_up and merged.failure is not None)
+        self._tell_ended(one, None if wanted else _OTHER_PART if one.given_up else "")
+        one.feed.ended(merged, wanted=wanted)
+        if state is None or not waiting:
             return
-        known.loads.remove(one)
+        state.loads.remove(one)
         if merged.failure is None:
-            known.loaded.append(one)
+            state.loaded.append(one)
         else:
-            known.broken = True
-            self._parts.forget(load.request_id)
+            state.broken = True
+            self._parts.forget(name)
         # A late load takes at least this long. A part is not timed: windows and states dominate its time.
         if load.loads == 1 and not load.bid.growing and (merged.failure is None or merged.late):
             self._chooser.speeds.record_load(load.bid.parts, self._clock() - load.began)
-        if known.loads:
+        if state.loads:
             return
-        self._phases.ended(known, load.request_id, failed=known.broken)
-        if known.broken:
+        if state.broken:
+            state.on_failed()
+            self._headroom.forget(name)
             return
-        self._settle(load.request_id, known)
-        self._events.settled(load.request_id, load.span.total, load.span.prompt, known.loaded)
+        state.on_loaded()
+        self._loaded[name] = state
+        self._settle(name, state)
+        # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
+        cached, began = min(load.span.total, load.span.prompt - 1), tuple([one.began for one in state.loaded])
+        self._events.emit(Scheduled(name, self._clock(), cached, load.span.prompt, loads=began))
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
-        """Drop the loads of the other parts of a prefix after the load of one part has failed.
-
-        Their sources are not excluded, because these loads have not failed.
-        """
-        known = self._known.get(failed.load.request_id)
-        for one in known.loads if known is not None else ():
+        """Drop the loads of the other parts of a prefix. Their sources are not excluded."""
+        state = self._states.get(failed.load.request_id)
+        for one in state.loads if state is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
-                self._running.give_up(one, OTHER_PART)
+                self.loads.give_up(one, _OTHER_PART)
                 one.feed.drop()
 
-    def _best(self, known: _RequestState, request: Request, prefix: LocalPrefix) -> int | None:
-        """Choose the best plan for a request; return the number of tokens to load, 0 to compute the prompt.
-
-        Return None while the request waits for free blocks, or for a source that is still looking up its KV.
-        Also return None if the engine must look its own prefix up again, because it was shortened.
-        """
-        local_tokens = prefix.tokens
-        answers, plans, best = self._ask(known, request, prefix, local_tokens)
-        if best is None and prefix.needs_load and not known.shortened:
-            local_tokens = prefix.resumable_tokens
-            answers, plans, best = self._ask(known, request, prefix, local_tokens)
-        self._events.asked(
-            request,
-            answers,
-            bidding=known.bidding,
-            prefix=prefix,
-            local_tokens=local_tokens,
-            offers=[(plan.last, plan.bid) for plan in plans],
-            best=None if best is None else best.bid,
-        )
-        if best is not None and local_tokens < prefix.tokens and not best.bid.looking:
-            self._shorten(known, request, local_tokens + best.bid.tokens)
-            return None
-        return self._phases.propose(
-            known, best, local_tokens, lambda plan: self._has_room(plan, request, local_tokens)
-        )
-
-    def _ask(
-        self, known: _RequestState, request: Request, prefix: LocalPrefix, local_tokens: int
-    ) -> tuple[list[tuple[Source, Answer]], list[LoadPlan], LoadPlan | None]:
-        """Ask all sources for tokens after the first `local_tokens` tokens of a request.
-
-        Return the answers, all plans to load such tokens, and the best plan; None if the engine computes the
-        prompt. If `local_tokens` is less than all tokens of `prefix`, leave out plans for a longer prefix
-        than `prefix`.
-        """
-        answers = [(source, source.ask(request, local_tokens)) for source in known.sources]
-        found = load_plans(answers, local_tokens, self._alignment_tokens)
-        plans = [plan for plan in found if not self._fills_block_partly(plan, request, local_tokens)]
-        if local_tokens < prefix.tokens:
-            plans = [plan for plan in plans if local_tokens + plan.bid.tokens <= prefix.tokens]
-        best = self._phases.best(
-            known, plans, request, local_tokens, resumable_tokens=prefix.resumable_tokens
-        )
-        return answers, plans, best
-
-    def _shorten(self, known: _RequestState, request: Request, end: int) -> None:
-        """Shorten the engine's own prefix of a request, so that a load up to `end` brings at least a token.
-
-        The evicted block enters the prefix cache again when the request has loaded or computed its tokens.
-        """
-        assert self._prefix_cache is not None
-        self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
-        known.shortened, known.taken = True, None
-
-    def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether there are enough blocks to begin the loads of a plan now."""
-        tokens, total = request.num_tokens, local_tokens + plan.bid.tokens
-        return self._phases.headroom.fits(request.request_id, total, tokens) and all(
-            source.has_room(bid, self._running.max_written_blocks(span))
-            for source, bid, span in plan.parts(local_tokens, plan.bid.tokens, tokens)
-        )
-
-    def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        """Return whether a plan must be refused because it would fill a block only in part (`whole_blocks`).
-
-        Return False while a source of the plan is still looking up its KV, because the answer is not known
-        yet.
-        """
-        span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
-        return not plan.bid.looking and self._parts.refuses(span, plan.last.alignments(request.request_id))
-
-    def _settle(self, request_id: str, known: _RequestState) -> None:
-        for source in known.sources:
+    def _settle(self, request_id: str, state: _RequestState) -> None:
+        for source in state.sources:
             source.settled(request_id)
+
+    # -- Events. An error while an event is made is logged and affects no decision. -------------------------
+
+    @log_errors
+    def _tell_arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
+        # W3C: a tracestate of 512 characters must be passed on, a longer one need not.
+        headers = [item for item in request.trace_headers.items() if len(item[1]) <= _LONGEST_HEADER]
+        self._events.emit(
+            Arrived(
+                request.request_id,
+                self._clock(),
+                tokens=int(request.num_tokens),
+                sources=tuple([source.name for source in sources]),
+                declined=tuple(miss for one in others if (miss := one.declined(request)) is not None),
+                ticket=has_offer(request.kv_transfer_params),
+                trace_headers=tuple(headers),
+            )
+        )
+
+    @log_errors
+    def _tell_asked(self, request: Request, state: _RequestState, prefix: LocalPrefix, asked: _Asked) -> None:
+        # A choice that shows what the last one did is no event.
+        choice, offered = asked.choice, [plan.bid for plan in asked.plans]
+        shown = prefix, asked.local_tokens, offered, choice.bid, state.attempts <= 0
+        if state.shown == shown:
+            return
+        offering = {id(plan.last) for plan in asked.plans}
+        event = SourcesAsked(
+            request.request_id,
+            self._clock(),
+            local_tokens=prefix.tokens,
+            resumable_tokens=prefix.resumable_tokens,
+            bids=choice.bids,
+            compute_value=choice.compute_value,
+            misses=tuple([answer.why_none() for one, answer in asked.answers if id(one) not in offering]),
+            chosen=choice.bid,
+            why=choice.why,
+        )
+        state.event, state.shown = event, shown
+        self._events.emit(event)
+
+    @log_errors
+    def _tell_not_asked(
+        self, request: Request, state: _RequestState, local_tokens: int, miss: MissReason, detail: str
+    ) -> None:
+        """Emit a `SourcesAsked` event that says why no source was asked, unless the last one did."""
+        if state.shown == (local_tokens, miss):
+            return
+        event = SourcesAsked(
+            request.request_id,
+            self._clock(),
+            local_tokens=local_tokens,
+            resumable_tokens=local_tokens,
+            bids=(),
+            compute_value=self._chooser.value(None, request.num_tokens - local_tokens),
+            misses=tuple([SourceMiss(source.name, miss, detail=detail) for source in state.sources]),
+            chosen=None,
+            why=DecisionReason.SKIPPED if miss is MissReason.SKIPPED else DecisionReason.NOTHING,
+        )
+        state.event, state.shown = event, (local_tokens, miss)
+        self._events.emit(event)
+
+    def _tell_no_room(self, request_id: str, state: _RequestState, local_tokens: int) -> None:
+        """Emit a `SourcesAsked` event: a prompt is computed because too few blocks are free to load it."""
+        if (last := state.event) is None:
+            return
+        state.shown = None
+        state.event = replace(
+            last,
+            at=self._clock(),
+            local_tokens=local_tokens,
+            resumable_tokens=min(local_tokens, last.resumable_tokens),
+            chosen=None,
+            why=DecisionReason.NO_ROOM,
+        )
+        self._events.emit(state.event)
+
+    @log_errors
+    def _tell_ended(self, one: RunningLoad, unwanted: str | None) -> None:
+        """Emit a `LoadEnded` event. `unwanted` says why no request waits for the load; None if one does."""
+        assert one.report is not None
+        report, failed = one.report, one.report.failure is not None
+        moved = one.feed.moved(report)
+        self._events.emit(
+            LoadEnded(
+                one.load.request_id,
+                self._clock(),
+                began=one.began,
+                outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
+                miss=one.feed.miss(report) if failed and unwanted is None else None,
+                failure=(report.failure or "") if unwanted is None else unwanted,
+                moved=() if failed else moved,
+                figures=report.figures,
+            )
+        )
+
+    @log_errors
+    def _tell_scheduled(self, request: Request) -> None:
+        """Emit a `Scheduled` event for a request for which no source has loaded KV."""
+        name, own, available = request.request_id, request.own_hit, request.num_computed_tokens
+        if own is None:
+            state = self._states.get(name)
+            own = available if state is None or state.event is None else state.event.local_tokens
+        others = max(0, available - own)
+        self._events.emit(Scheduled(name, self._clock(), available, request.num_tokens, others))
+
+    def _tell_late_blocks(self) -> None:
+        if (blocks := self.loads.late_blocks()) != self._late_blocks:
+            self._late_blocks = blocks
+            self._events.emit(LateBlocks(self._clock(), blocks))

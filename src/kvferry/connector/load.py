@@ -35,18 +35,17 @@ def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, 
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """A source's offer to load KV for a request: the KV of tokens that the engine does not have.
+    """A source's offer to load KV of tokens that the engine does not have.
 
     Attributes:
         source: a peer's name, or ``tiers``.
         parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
             upper bounds.
-        promised: True if the source is still looking, but the request came with a peer's ticket for the
-            tokens. The numbers in `parts` are then what the ticket says.
-        head: bid of another source for the start of the prefix, if two sources load one prefix together.
-            `parts` begins with the parts of that bid. None if `source` loads everything.
-        tail: bid of `source` for the rest of the prefix, if there is a `head`; else None.
+        promised: True if the source is still looking, but the request came with a peer's ticket, which says
+            the numbers in `parts`.
+        head, tail: bids for the start and the rest of the prefix, if two sources load one prefix together:
+            another source and `source`. None if `source` loads everything.
         growing: True if the place still computes some of the tokens. The time of the load then tells nothing
             about the speed of the place.
     """
@@ -61,7 +60,7 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Return one bid that combines the bids of two sources for the two parts of a prefix."""
+        """Combine the bids of two sources for the two parts of a prefix."""
         looking = [bid for bid in (head, tail) if bid.looking]
         return cls(
             tail.source,
@@ -74,16 +73,14 @@ class Bid:
 
     @property
     def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
+        tokens = 0
+        for part in self.parts:
+            tokens += part.tokens
+        return tokens
 
     @property
     def places(self) -> frozenset[str]:
         return frozenset(part.place for part in self.parts)
-
-    @property
-    def parts_by_source(self) -> tuple[tuple[PlaceTokens, ...], ...]:
-        """The parts of each source, the source that loads the start of the prompt first."""
-        return (self.parts,) if self.head is None else (self.head.parts, self.parts[len(self.head.parts) :])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -111,73 +108,18 @@ def saves_computation(missing_tokens: int) -> bool:
     return missing_tokens > 1
 
 
-class Bidding:
-    """The excluded sources of one request, and its remaining attempts to load KV."""
-
-    def __init__(self, attempts: int) -> None:
-        self._left = attempts
-        self._excluded: dict[str, str] = {}
-        self._succeeded = 0
-
-    def eligible_bids(self, bids: Iterable[Bid], missing_tokens: int) -> list[Bid]:
-        """Return the bids that may be taken: none if no attempt is left, and none of excluded sources.
-
-        Args:
-            missing_tokens: number of the request's tokens that are not in the engine's prefix cache.
-        """
-        if self._left <= 0 or not saves_computation(missing_tokens):
-            return []
-        return [bid for bid in bids if bid.tokens > 0 and self._excluded.keys().isdisjoint(bid.sources)]
-
-    @property
-    def spent(self) -> bool:
-        """Whether no attempt to load the request's KV is left."""
-        return self._left <= 0
-
-    def use_attempt(self) -> int:
-        """Use up one attempt to load the request's KV; return the number of attempts left."""
-        self._left -= 1
-        return self._left
-
-    def on_succeeded(self) -> None:
-        # Given back only by `on_computed`: a load after which nothing is computed could repeat without end.
-        self._succeeded += 1
-
-    def on_computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
-        # A request that is preempted later may have to load its KV again, and needs attempts for that.
-        self._left, self._succeeded = self._left + self._succeeded, 0
-
-    def exclude(self, source: str, reason: str) -> bool:
-        """Exclude a source for this request; return False if it was excluded before."""
-        if source in self._excluded:
-            return False
-        self._excluded[source] = reason
-        return True
-
-    def exclusion_reason(self, source: str) -> str | None:
-        """Return why a source was excluded for this request; None if it was not."""
-        return self._excluded.get(source)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
     """A load of the KV of a prompt prefix, or of a part of a prefix, from one source.
 
-    Two loads are equal only if they are the same object.
-
     Attributes:
         key: name of the load, unique in this engine.
-        request_id: id of the request that waits for the load.
-        attempt: name of the attempt to serve the request. Two loads that each load a part of one prefix have
-            the same attempt.
-        loads: number of loads of the attempt, 1 or 2.
-        bid: the source's offer that was chosen.
-        span: range of prompt tokens to load.
+        attempt: name of the attempt to load the prefix, which has one load, or two that each load a part.
+        loads: number of loads of the attempt.
         tables: destination block table of each KV cache group, int64, indexed by block position. The table of
             a recurrent state group has one entry, the block that receives the state snapshot.
         timeout_seconds: seconds from the time when a worker begins the load to its deadline.
-        began: time at which the load began, monotonic seconds in the scheduler's process.
+        began: monotonic seconds in the scheduler's process.
     """
 
     key: str
@@ -197,15 +139,11 @@ class Load:
 
 
 class LoadOutcome(StrEnum):
-    """The outcome of a load.
-
-    READY: the load succeeded. FAILED: the load failed. EXPIRED: the load was reported as failed while it was
-    still in flight, usually because its deadline passed. DROPPED: the request no longer waits for the load.
-    """
+    """The outcome of a load."""
 
     READY = "ready"
     FAILED = "failed"
-    EXPIRED = "expired"  # its deadline passed; late writes may still land in its blocks
+    EXPIRED = "expired"  # failed in flight, mostly at its deadline; late writes may still land in its blocks
     DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
 
 
@@ -216,7 +154,7 @@ class GroupBytes:
     Attributes:
         group: number and kind of the group, such as ``0 full_attention``.
         strategy: name of the transfer strategy; ``copied`` for a load from tiers.
-        size: number of bytes.
+        size: bytes.
     """
 
     group: str

@@ -11,7 +11,8 @@ from typing import Any
 from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.blocks import Headroom, PartBlocks
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig, read_tiers
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
@@ -25,13 +26,10 @@ from kvferry.connector.engine import (
 )
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.peers.peering import Peering
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Source
-from kvferry.connector.speeds import AnswerTimes, Speeds, StepTimes
+from kvferry.connector.source import RunningLoads, Source
+from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.connector.transfer import RunningLoad, TransferBook
 from kvferry.connector.worker.loads import CHANGED, MOVED
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id
@@ -107,7 +105,13 @@ class SchedulerHalf:
         # What the sources of KV and the admission share.
         speeds = Speeds(clock)
         self._steps = StepTimes(speeds, clock)
-        loads = TransferBook[RunningLoad](len(workers), pool)
+        loads = RunningLoads(
+            engine.groups,
+            workers=len(workers),
+            pool=pool,
+            timeout_seconds=config.load_timeout_seconds,
+            clock=clock,
+        )
         self.parts = PartBlocks(ranks[0].groups, pool, config.whole_blocks)
 
         # The sources. Of equally good offers, that of the first one is taken.
@@ -151,16 +155,14 @@ class SchedulerHalf:
         self.chunking = None if self._tiering is None else self._tiering.chunking
 
         # The choice between them.
-        policy = policy_named(config.source_policy, weights, speeds)
         self.admission = Admission(
             engine.groups,
             loads=loads,
             parts=self.parts,
             headroom=Headroom.of(engine.groups, engine.step_tokens, pool),
             attempts=config.attempts,
-            timeout_seconds=config.load_timeout_seconds,
             sources=sources,
-            chooser=BidChooser(policy, speeds, config.patience_seconds, AnswerTimes(clock)),
+            chooser=BidChooser(config.source_policy, speeds, config.patience_seconds, weights),
             events=events,
             prefix_cache=prefix_cache,
             clock=clock,

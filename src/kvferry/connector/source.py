@@ -1,22 +1,28 @@
-"""The interface between admission and the sources of KV: peers and tiers.
+"""The sources of KV, peers and tiers: what they answer, the plans made of it, and their loads under way.
 
-A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid and has its source load it.
-The source answers with a *feed*, which brings the KV to the workers in parts as it becomes available.
+A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid, or those of two sources
+for the start and the rest of the prefix, and has the sources load them. A source answers with a *feed*, which
+brings the KV to the workers in parts as it becomes available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
-from kvferry.connector.engine import Request
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Bid, Bidding, GroupBytes, Load
-from kvferry.connector.messages import LoadPart, Report
+import numpy as np
+
+from kvferry.common.text import shown
+from kvferry.connector.blocks import Transfer, TransferBook
+from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.events import LoadBegan, MissReason, SourceMiss, short_id
+from kvferry.connector.load import Bid, GroupBytes, Load, trim_parts
+from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.geometry import GroupKind
-from kvferry.planning.select import LoadSpan, attends_to_all
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan, attends_to_all, max_writable_blocks, writable_blocks
 
 
 def _no_part(_: int) -> None:
@@ -28,14 +34,12 @@ class Answer:
     """The answer of a source that was asked for a request. It is of use until the source is asked again.
 
     Attributes:
-        bids: the source's offers; empty if it has none.
-        why_none: function that returns why there are no bids. It may be slow, so it is called only if the
-            reason is told.
-        head: function that returns an offer to load only the start of the prefix, if another source loads the
-            rest; None if there is none. The offer covers only layers that attend to all tokens, and ends at a
-            multiple of the function's argument, counted in tokens from the start of the prompt.
-        tail: function that returns an offer to load the rest of the prefix, if another source loads its
-            start; None if there is none. Its argument is the position of the first token of the rest.
+        why_none: returns why there are no bids. It may be slow, so it is called only if the reason is told.
+        head: returns an offer to load only the start of the prefix, if another source loads the rest; None if
+            there is none. It covers only layers that attend to all tokens. The argument is the alignment of
+            its end, in tokens from the start of the prompt.
+        tail: returns an offer to load the rest of the prefix, if another source loads its start; None if
+            there is none. The argument is the position of the first token of the rest.
     """
 
     bids: Sequence[Bid]
@@ -52,7 +56,7 @@ class Feed(Protocol):
 
     @property
     def origin(self) -> str:
-        """The place that the KV comes from: ``peer``, or the name of the slowest tier that the load uses."""
+        """``peer``, or the name of the slowest tier that the load uses."""
 
     def next_parts(self) -> Sequence[LoadPart]:
         """Return what the workers do for the load in the coming step.
@@ -67,7 +71,7 @@ class Feed(Protocol):
         """
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return the number of bytes that the load has copied, per KV cache group."""
+        """Return what the load has copied, per KV cache group."""
 
     def miss(self, report: Report) -> MissReason:
         """Return why the load has failed."""
@@ -83,16 +87,16 @@ class Feed(Protocol):
 
 
 class Source(Protocol):
-    """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block.
+    """A source of KV for prompt prefixes. The engine's thread calls it, so no method may block."""
 
-    Attributes:
-        name: name in metrics.
-    """
+    name: str  # in metrics
 
-    name: str
+    def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
+        """Return whether this source may be able to load KV for a new request. If so, remember it.
 
-    def arrived(self, request: Request, bidding: Bidding) -> bool:
-        """Return whether this source may be able to load KV for a new request. If so, remember it."""
+        Args:
+            excluded: `RequestState.excluded` of the request, to which the source may add.
+        """
 
     def declined(self, request: Request) -> SourceMiss | None:
         """Return why `arrived` has refused a request; None if there is no reason to report."""
@@ -110,10 +114,7 @@ class Source(Protocol):
         """Begin to load KV from this source. Return what brings it to the workers, part by part."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
-        """Return the alignment of loaded KV in tokens, for each KV cache group.
-
-        The KV that is loaded for the request begins at a multiple of it, possibly in the middle of a block.
-        """
+        """Return the multiple of tokens at which loaded KV begins, for each KV cache group."""
 
     def settled(self, request_id: str) -> None:
         """Release the leases on peers' blocks of a request that needs no more loads."""
@@ -124,11 +125,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load the KV of a prompt prefix: one source loads all of it, or two sources load a part each.
+    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each.
 
     Attributes:
-        bid: offer to load the whole prefix, by one source or by two.
-        source_bids: source and bid of each part of the prefix, the start of the prompt first.
+        bid: offer to load the whole prefix.
+        source_bids: source and bid of each part, the start of the prompt first.
     """
 
     bid: Bid
@@ -145,18 +146,13 @@ class LoadPlan:
         Args:
             local_tokens: number of tokens of the prefix that the engine had when the plan was made.
             load_tokens: number of tokens of the prefix that the engine does not have now.
-            prompt: number of tokens of the prompt.
         """
-        total, last, found = (
-            local_tokens + self.bid.tokens,
-            local_tokens,
-            list[tuple[Source, Bid, LoadSpan]](),
-        )
+        total, last = local_tokens + self.bid.tokens, local_tokens
+        found = list[tuple[Source, Bid, LoadSpan]]()
         for source, bid in self.source_bids:
             first, last = last, last + bid.tokens
-            span = LoadSpan(
-                total - load_tokens, total, prompt, (first, last) if len(self.source_bids) > 1 else None
-            )
+            part = (first, last) if len(self.source_bids) > 1 else None
+            span = LoadSpan(total - load_tokens, total, prompt, part)
             if span.begins < span.ends:
                 found.append((source, bid, span))
         return found
@@ -165,14 +161,10 @@ class LoadPlan:
 def common_alignment(blocks: Iterable[tuple[GroupKind, int]]) -> int:
     """Return the alignment, in tokens, of the position where the parts of a prefix from two sources meet.
 
-    It is the least common multiple of the block sizes of the groups that attend to all tokens; 0 without such
-    a group.
+    It is the common multiple of the blocks of the groups that attend to all tokens; 0 without such a group.
 
     >>> common_alignment([(GroupKind.FULL, 48), (GroupKind.MLA, 32), (GroupKind.SLIDING, 7)])
     96
-
-    Args:
-        blocks: kind and block size in tokens of every KV cache group.
     """
     found = [tokens for kind, tokens in blocks if attends_to_all(kind)]
     return lcm(*found) if found else 0
@@ -183,23 +175,151 @@ def load_plans(
 ) -> list[LoadPlan]:
     """Return all plans to load the prefix of a request: those with one source first, then those with two.
 
-    Args:
-        local_tokens: number of the request's tokens in the engine's own prefix cache.
-        alignment_tokens: alignment of the position where two sources' parts may meet; 0 for one source only.
+    Two sources' parts meet at a multiple of `alignment_tokens`; 0 for one source only.
     """
-    found = [LoadPlan(bid, ((source, bid),)) for source, answer in answers for bid in answer.bids]
-    if len(answers) > 1 and alignment_tokens:
-        found += _composed(answers, local_tokens, alignment_tokens)
-    return found
-
-
-def _composed(
-    answers: Sequence[tuple[Source, Answer]], local_tokens: int, alignment_tokens: int
-) -> Iterator[LoadPlan]:
+    found = list[LoadPlan]()
+    for source, answer in answers:
+        found += [LoadPlan(bid, ((source, bid),)) for bid in answer.bids]
+    if len(answers) < 2 or not alignment_tokens:
+        return found
     for first, of_first in answers:
         if (head := of_first.head(alignment_tokens)) is None:
             continue
         for last, of_last in answers:
-            tail = of_last.tail(local_tokens + head.tokens) if last is not first else None
+            tail = None if last is first else of_last.tail(local_tokens + head.tokens)
             if tail is not None:
-                yield LoadPlan(Bid.composed(head, tail), ((first, head), (last, tail)))
+                found.append(LoadPlan(Bid.composed(head, tail), ((first, head), (last, tail))))
+    return found
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunningLoad(Transfer):
+    """A load that may still write to its blocks.
+
+    Attributes:
+        load: the load as sent to the workers.
+        told: True if the workers know of the load.
+        fed: True if no more parts come from the feed.
+        useless: reason to give the load up, which the workers are to be told; None if there is none.
+        given_up: True if this load was dropped because another load of the same attempt failed.
+    """
+
+    load: Load
+    source: Source
+    feed: Feed
+    began: LoadBegan
+    told: bool = False
+    fed: bool = False
+    useless: str | None = None
+    given_up: bool = False
+
+
+class RunningLoads(TransferBook[RunningLoad]):
+    """The loads that may still write to their blocks. Begins them, and tells the workers about them."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        workers: int,
+        pool: BlockPool,
+        timeout_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Begin without loads. `workers` is the number of workers, each of which reports every load."""
+        super().__init__(workers, pool)
+        self._groups, self._timeout, self._clock = tuple(groups), timeout_seconds, clock
+        # The loads about which the workers are to be told something, now or later.
+        self._agenda: dict[str, RunningLoad] = {}
+        self._attempts = 0
+
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        return (self._agenda,)
+
+    def begin_all(
+        self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]
+    ) -> list[RunningLoad]:
+        """Begin a load for each part of an attempt to load a prefix, and pin the blocks they write."""
+        self._attempts += 1
+        attempt = f"{shown(request.request_id)}#{self._attempts}"
+        found = []
+        for number, (source, bid, span) in enumerate(parts):
+            tables, written = list[Int64s](), list[Block]()
+            for group, ids, of_group in zip(self._groups, blocks.get_block_ids(), blocks.blocks, strict=True):
+                tables.append(np.array(group.table(ids, span.total), np.int64))
+                written += [block for block in of_group[writable_blocks(group, span)] if not block.is_null]
+            load = Load(
+                key=f"{attempt}.{number}",
+                request_id=request.request_id,
+                attempt=attempt,
+                loads=len(parts),
+                bid=bid,
+                span=span,
+                tables=tuple(tables),
+                timeout_seconds=self._timeout,
+                began=self._clock(),
+            )
+            one = RunningLoad(
+                key=load.key,
+                holder=bid.source,
+                blocks=written,
+                load=load,
+                source=source,
+                feed=source.begin(load, request),
+                began=_began(source, load),
+            )
+            self.begin(one)
+            self._agenda[load.key] = one
+            found.append(one)
+        return found
+
+    def give_up(self, one: RunningLoad, reason: str) -> None:
+        """Tell the workers not to go on with a load, for a reason that they report."""
+        one.given_up |= one.report is None or one.report.failure is None
+        one.useless = reason
+        self._agenda[one.key] = one
+
+    def take_orders(self, orders: StepOrders) -> None:
+        """Add to `orders` what the workers do for loads in the coming step, and which loads to give up."""
+        for one in list(self._agenda.values()):
+            if not one.told:
+                orders.loads.append(one.load)
+                one.told = True
+            if one.useless is not None:
+                orders.given_up[one.key], one.useless = one.useless, None
+            if not one.fed:
+                for part in one.feed.next_parts():
+                    orders.parts.append(part)
+                    one.fed |= part.ends
+            if one.fed:
+                del self._agenda[one.key]
+
+    def add_report(self, key: str, report: Report) -> RunningLoad | None:
+        if (one := super().add_report(key, report)) is not None:
+            one.fed = True
+            self._agenda.pop(key, None)
+        return one
+
+    def max_written_blocks(self, span: LoadSpan) -> int:
+        """Return the maximum number of blocks that a load of these tokens may write, over all groups."""
+        blocks = 0
+        for group in self._groups:
+            blocks += max_writable_blocks(group, span)
+        return blocks
+
+
+def _began(source: Source, load: Load) -> LoadBegan:
+    bid, span = load.bid, load.span
+    return LoadBegan(
+        short_id(load.request_id),  # the event of the load's end holds this one
+        load.began,
+        load=load.key,
+        source=source.name,
+        peer=bid.source,
+        # The engine may have found more tokens in its own cache than when the bid was made.
+        parts=trim_parts(bid.parts, span.ends - span.begins),
+        begin=span.begins,
+        end=span.ends,
+        attempt=load.attempt,
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connector.admission import Admission
-from kvferry.connector.choosing import BidChooser, FirstPolicy, WeightPolicy
+from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
     DecisionReason,
@@ -24,11 +24,8 @@ from kvferry.connector.events import (
 )
 from kvferry.connector.load import Bid, GroupBytes, Load, LoadOutcome, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
-from kvferry.connector.room import Headroom
-from kvferry.connector.source import Answer
-from kvferry.connector.speeds import AnswerTimes, Speeds
-from kvferry.connector.transfer import TransferBook
+from kvferry.connector.source import Answer, RunningLoads
+from kvferry.connector.speeds import Speeds
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
@@ -36,6 +33,7 @@ from kvferry.transport.read_plan import LoadFigures
 from support.block_pool import request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, counted, events_of
+from support.offers import first_policy, weight_policy
 
 BLOCK, PROMPT = 4, 40
 CACHE_GROUPS = (
@@ -65,8 +63,8 @@ class Stand:
     heard: list = field(default_factory=list)
     forgotten: list = field(default_factory=list)
 
-    def arrived(self, request, bidding):
-        self.bidding = bidding
+    def arrived(self, request, excluded):
+        self.excluded = excluded
         return self.serves
 
     def declined(self, request):
@@ -142,7 +140,7 @@ class StandFeed:
         if wanted:
             self.source.heard.append(("ended", report.failure))
             if report.failure is not None and self.source.strikes:
-                self.source.bidding.exclude(self.source.name, report.failure)
+                self.source.excluded.setdefault(self.source.name, report.failure)
 
 
 def engine_with(
@@ -157,17 +155,18 @@ def engine_with(
 ):
     """An engine with these sources behind admission."""
     engine = FakeEngine(CACHE_GROUPS, blocks=64, workers=workers)
-    engine.chooser = BidChooser(
-        policy or WeightPolicy({}), Speeds(engine.clock), patience, AnswerTimes(engine.clock)
+    engine.chooser = replace(
+        policy or weight_policy({}), speeds=Speeds(engine.clock), patience_seconds=patience
     )
     parts = PartBlocks(GROUPS, engine.pool, whole)
     admission = Admission(
         CACHE_GROUPS,
-        loads=TransferBook(workers, engine.pool),
+        loads=RunningLoads(
+            CACHE_GROUPS, workers=workers, pool=engine.pool, timeout_seconds=30.0, clock=engine.clock
+        ),
         parts=parts,
         headroom=Headroom(windows, 8, engine.pool),
         attempts=attempts,
-        timeout_seconds=30.0,
         sources=sources,
         chooser=engine.chooser,
         events=engine.events,
@@ -265,20 +264,22 @@ def test_a_request_waits_no_longer_than_its_prompt_takes_to_compute():
 def test_the_time_until_an_answer_is_measured():
     source = Stand("peer", 16, looking=True)
     engine = engine_with(source, patience=5.0)
-    times = engine.chooser.answer_times
+    speeds = engine.chooser.speeds
     one = arrive(engine)
     for _ in range(3):
         assert engine.admit(one) is None
         engine.clock.now += 1.0
     source.looking = False
     assert engine.admit(one) == 16
-    assert times.seconds("peer") == 3.0
+    assert speeds.answer_seconds("peer") == 3.0
     source.looking = True
     other = arrive(engine, "b")
     assert engine.admit(other) is None
     engine.clock.now += 13.0
     assert engine.admit(other) == 0
-    assert times.seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), "it had not answered by then"
+    assert speeds.answer_seconds("peer") == pytest.approx(0.7 * 3.0 + 0.3 * 13.0), (
+        "it had not answered by then"
+    )
 
 
 def test_a_load_waits_a_while_for_requests_that_need_the_free_blocks():
@@ -320,13 +321,13 @@ def test_a_failed_or_aborted_load_keeps_no_blocks_free(ends):
 
 def test_weights_decide_which_source_serves():
     far, near = Stand("far", 24), Stand("near", 16)
-    engine = engine_with(far, near, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(far, near, policy=weight_policy({"near": 2.0}))
     assert engine.admit(arrive(engine)) == 16
     assert near.heard == [("begin", 0, 16)]
 
 
 def test_the_policy_first_takes_the_first_source():
-    engine = engine_with(Stand("few", 8), Stand("many", 24), policy=FirstPolicy())
+    engine = engine_with(Stand("few", 8), Stand("many", 24), policy=first_policy())
     assert engine.admit(arrive(engine)) == 8
 
 
@@ -730,7 +731,7 @@ def test_freed_blocks_of_a_preempted_request_are_not_evicted():
 
 def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
     near, far = Stand("near", 0, head_until=18), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}))
     one = arrive(engine)
     assert engine.admit(one, local_tokens=4) == 35
     assert (near.heard, far.heard) == ([("begin", 4, 16)], [("begin", 16, 39)]), "16: where a block ends"
@@ -749,7 +750,7 @@ def test_the_beginning_comes_from_one_source_and_the_rest_from_another():
 
 def composed(**options):
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}), **options)
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}), **options)
     one = arrive(engine)
     assert engine.admit(one) == 39
     return engine, one, near, far
@@ -891,7 +892,7 @@ def test_a_request_aborted_while_two_parts_are_loading_holds_blocks_until_both_h
 
 def test_an_engine_that_takes_less_may_need_the_second_part_alone():
     near, far = Stand("near", 0, head_until=16), Stand("far", 39)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0}))
     one = arrive(engine)
     assert engine.admission.matched(one, 0) == 39
     engine.allocate(one, 19)
@@ -922,7 +923,7 @@ def test_a_request_waits_for_a_promised_tail():
 @pytest.mark.parametrize("total", [16, 12])
 def test_a_head_is_combined_only_with_a_longer_tail(total):
     near, far = Stand("near", 8, head_until=16), Stand("far", total)
-    engine = engine_with(near, far, policy=WeightPolicy({"near": 2.0, "far": 0.1}))
+    engine = engine_with(near, far, policy=weight_policy({"near": 2.0, "far": 0.1}))
     assert engine.admit(arrive(engine)) == 8
     assert (near.load.span, far.heard) == (LoadSpan(0, 8, PROMPT), [])
 
@@ -1206,8 +1207,8 @@ def test_errors_of_events_are_logged_once_and_change_nothing(caplog, monkeypatch
         engine.admission.finished(name)
     assert len(source.forgotten) == 2
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
-        "AdmissionEvents.asked",
-        "AdmissionEvents.ended",
+        "Admission._tell_asked",
+        "Admission._tell_ended",
     ]
 
 
@@ -1223,7 +1224,7 @@ class Counting(RuleBasedStateMachine):
             for name, number in zip(("peer", "tiers"), tokens, strict=True)
         ]
         sources[1].head_until = head * BLOCK
-        self.engine = engine_with(*sources, workers=1, policy=WeightPolicy({"tiers": 2.0}))
+        self.engine = engine_with(*sources, workers=1, policy=weight_policy({"tiers": 2.0}))
         self.whole, self.count = MetricsDelta(), 0
         self.waiting, self.loading, self.running, self.late = [], {}, [], []
         self.served, self.settled, self.failed = 0, set(), set()
@@ -1400,6 +1401,24 @@ def test_the_engines_prefix_is_kept_while_a_source_is_looking():
     source.looking = False
     assert engine.admission.matched(one, 16) is None
     assert cache.shortened == [12]
+
+
+@pytest.mark.parametrize("looking_at", [16, 4])
+def test_an_answer_that_only_one_of_two_questions_lacks_is_missing(looking_at):
+    """An admission may ask again for a shorter prefix, and only then has the peer anything to say."""
+
+    class Slow(Stand):
+        def bids(self, request, local_tokens):
+            return super().bids(request, local_tokens) if local_tokens == looking_at else []
+
+    source = Slow("one", looking_at + 8, looking=True)
+    engine = engine_with(source, prefix_cache=HalfPrefix(4), patience=0.0)
+    one = arrive(engine)
+    for _ in range(2):
+        assert engine.admission.matched(one, 16) == 0
+        engine.clock.now += 2.0
+    engine.allocate(one, 0)
+    assert engine.chooser.speeds.answer_seconds("one") == 4.0
 
 
 class FromTheStart(Stand):

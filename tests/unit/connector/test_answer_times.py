@@ -1,89 +1,96 @@
-"""The time until sources answer, and the answers that a request waits for."""
+"""The time until sources answer, the answers that a request waits for, and how long it has waited."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.speeds import LATELY_SECONDS, AnswerTimes, AwaitedAnswers
+from kvferry.connector.choosing import RequestState
+from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
+from support.offers import bid
 
 
 def test_an_answer_that_was_never_measured_is_expected_at_once():
-    assert AnswerTimes(Clock()).seconds("peer") == 0.0
+    assert Speeds(Clock()).answer_seconds("peer") == 0.0
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
 def test_the_expected_time_lies_between_those_measured_and_nearer_to_the_newest(measured):
-    times = AnswerTimes(Clock())
+    speeds = Speeds(Clock())
     for seconds in measured:
-        before = times.seconds("peer")
-        times.record("peer", seconds)
-    assert min(measured) - 1e-9 <= times.seconds("peer") <= max(measured) + 1e-9
+        before = speeds.answer_seconds("peer")
+        speeds.record_answer("peer", seconds)
+    assert min(measured) - 1e-9 <= speeds.answer_seconds("peer") <= max(measured) + 1e-9
     if len(measured) > 1:
-        assert abs(times.seconds("peer") - seconds) <= abs(before - seconds) + 1e-9
+        assert abs(speeds.answer_seconds("peer") - seconds) <= abs(before - seconds) + 1e-9
 
 
 def test_each_answer_has_a_time_of_its_own():
-    times = AnswerTimes(Clock())
-    times.record("peer", 1.0)
-    times.record("disk", 3.0)
-    assert (times.seconds("peer"), times.seconds("disk")) == (1.0, 3.0)
+    speeds = Speeds(Clock())
+    speeds.record_answer("peer", 1.0)
+    speeds.record_answer("disk", 3.0)
+    assert (speeds.answer_seconds("peer"), speeds.answer_seconds("disk")) == (1.0, 3.0)
 
 
 @given(st.floats(0, 100), st.floats(0, 100))
 def test_a_wait_in_vain_raises_the_expected_time_and_never_lowers_it(measured, waited):
-    times = AnswerTimes(Clock())
-    times.record("peer", measured)
-    times.record_unanswered("peer", waited)
-    assert (times.seconds("peer") > measured) == (waited > measured)
-    assert times.seconds("peer") >= measured
-    assert times.seconds("peer") <= max(measured, waited) + 1e-9
+    speeds = Speeds(Clock())
+    speeds.record_answer("peer", measured)
+    speeds.record_unanswered("peer", waited)
+    assert (speeds.answer_seconds("peer") > measured) == (waited > measured)
+    assert speeds.answer_seconds("peer") >= measured
+    assert speeds.answer_seconds("peer") <= max(measured, waited) + 1e-9
 
 
 def test_old_measurements_are_forgotten():
     clock = Clock()
-    times = AnswerTimes(clock)
+    speeds = Speeds(clock)
     for number in range(5):
-        times.record(f"peer {number}", 2.0)
+        speeds.record_answer(f"peer {number}", 2.0)
     clock.now += LATELY_SECONDS + 1
-    assert times.seconds("peer 0") == 0.0
+    assert speeds.answer_seconds("peer 0") == 0.0
     for _ in range(5):
-        times.record("other", 1.0)
-    assert len(times) == 1, "peers that are gone must not pile up"
+        speeds.record_answer("other", 1.0)
+    assert len(speeds._answers) == 1, "peers that are gone must not pile up"
 
 
 def test_an_answer_is_timed_from_the_first_question():
-    times, awaited = AnswerTimes(Clock()), AwaitedAnswers()
+    speeds, state = Speeds(Clock()), RequestState(attempts=1)
     for now in (10.0, 11.0, 12.0):
-        awaited.note(["peer"])
-        awaited.settle(times, now)
-    assert times.seconds("peer") == 0.0
-    awaited.settle(times, 13.0)
-    assert times.seconds("peer") == 3.0
-    awaited.settle(times, 99.0)
-    awaited.give_up(times, 99.0)
-    assert times.seconds("peer") == 3.0, "it has answered, and is timed once"
-
-
-def test_an_answer_that_only_one_of_two_questions_lacks_is_missing():
-    """An admission may ask again for a shorter prefix, and only then has the peer anything to say."""
-    times, awaited = AnswerTimes(Clock()), AwaitedAnswers()
-    for now in (10.0, 11.0):
-        awaited.note([])
-        awaited.note(["peer"])
-        awaited.settle(times, now)
-    assert times.seconds("peer") == 0.0
+        state.end_wait({"peer"}, speeds, now)
+    assert speeds.answer_seconds("peer") == 0.0
+    state.end_wait(set(), speeds, 13.0)
+    assert speeds.answer_seconds("peer") == 3.0
+    state.end_wait(set(), speeds, 99.0)
+    state.admit(0, speeds, 99.0)
+    assert speeds.answer_seconds("peer") == 3.0, "it has answered, and is timed once"
 
 
 @pytest.mark.parametrize(("known", "expected"), [(0.0, 4.0), (9.0, 9.0)])
 def test_a_request_that_goes_on_records_the_time_without_an_answer(known, expected):
-    times, awaited = AnswerTimes(Clock()), AwaitedAnswers()
+    speeds, state = Speeds(Clock()), RequestState(attempts=1)
     if known:
-        times.record("peer", known)
-    awaited.note(["peer"])
-    awaited.settle(times, 10.0)
-    awaited.give_up(times, 14.0)
-    assert times.seconds("peer") == expected
-    awaited.give_up(times, 50.0)
-    assert times.seconds("peer") == expected, "it waits no more"
+        speeds.record_answer("peer", known)
+    state.end_wait({"peer"}, speeds, 10.0)
+    state.admit(0, speeds, 14.0)
+    assert speeds.answer_seconds("peer") == expected
+    state.admit(0, speeds, 50.0)
+    assert speeds.answer_seconds("peer") == expected, "it waits no more"
+
+
+def test_the_time_between_two_waits_does_not_count():
+    speeds, state = Speeds(Clock()), RequestState(attempts=1)
+    looking = bid(looking=True, peer=16)
+
+    def wait(now):
+        assert state.propose(looking, 0, now, crowded=False, patience_seconds=10.0) is None
+
+    assert state.waited_seconds(10.0) == 0.0
+    wait(10.0)
+    assert state.waited_seconds(13.0) == 3.0
+    state.end_wait(set(), speeds, 13.0)
+    assert state.waited_seconds(99.0) == 3.0, "it was not told to wait: the engine had no blocks for it"
+    wait(99.0)
+    wait(100.0)
+    assert state.waited_seconds(101.0) == 4.0

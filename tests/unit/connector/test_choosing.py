@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from kvferry.connector.choosing import BidChooser, CostPolicy, FirstPolicy, WeightPolicy, choose, policy_named
+from kvferry.connector.choosing import BidChooser, RequestState
+from kvferry.connector.events import DecisionReason
 from kvferry.connector.load import Bid
-from kvferry.connector.speeds import AnswerTimes, Speeds
-from support.clock import Clock
+from kvferry.connector.speeds import Speeds
 from support.examples import examples
-from support.offers import PARTS, PROMPT, RATES, WEIGHTS, bid, speeds
+from support.offers import PARTS, PROMPT, RATES, WEIGHTS, best, bid, choose, speeds
 
 NAMES = "abc"
 SINGLE = st.builds(
@@ -28,17 +28,17 @@ ANSWERS = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 100))
 
 
 def chooser(name, weights, rates, patience=10.0, answers=None):
-    measured, times = speeds(rates), AnswerTimes(Clock())
+    measured = speeds(rates)
     for answer, seconds in (answers or {}).items():
-        times.record(answer, seconds)
-    return BidChooser(policy_named(name, weights, measured), measured, patience, times)
+        measured.record_answer(answer, seconds)
+    return BidChooser(name, measured, patience, weights)
 
 
 def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
     """Ask again and again although no source answers; how long the request waits, and what it then takes."""
     waited = 0.0
     while True:
-        found = ours.choose(bids, missing, waited=waited, before=None, computed_tokens=computed)
+        found = choose(ours, bids, missing, waited=waited, computed=computed).bid
         if found is None or not found.looking:
             return waited, found
         waited += step
@@ -63,14 +63,88 @@ def test_no_wait_is_longer_than_patience_or_computing(named, bids, patience, ans
     assert waited < limit + step, "the last question that is answered with a wait comes before the limit"
 
 
+def seconds_to_first_token(speeds, one, missing):
+    parts = () if one is None else one.parts
+    loading = max((speeds.load_seconds(part.place, part.tokens) for part in parts), default=0.0)
+    return loading + speeds.compute_seconds(missing - sum(part.tokens for part in parts))
+
+
+def expected(ours, bids, excluded, waited, missing, computed):
+    """The bid and the reason by the rules of `choosing`, each bid alone against all others."""
+    speeds, computing = ours.speeds, ours.value(None, computed)
+    allowed = [one for one in bids if missing > 1 and one.tokens and not excluded & {*one.sources}]
+    values = {id(one): ours.value(one, missing) for one in bids}
+
+    def first_of_best(some):
+        some = [one for one in some if values[id(one)] > computing]
+        for one in some:
+            if all(values[id(one)] >= values[id(other)] for other in some):
+                return one
+        return None
+
+    def waits(one, answered):
+        limit = ours.patience_seconds
+        if one.promised:
+            return waited < limit and (answered is None or one.tokens > answered.tokens)
+        if ours.policy == "cost":
+            other = seconds_to_first_token(speeds, answered, computed if answered is None else missing)
+            saved = other - seconds_to_first_token(speeds, one, missing)
+            slowest = max(speeds.answer_seconds(name) for name in one.unanswered)
+            return slowest < saved and waited < min(saved, limit)
+        if speeds.computing_is_known:
+            limit = min(limit, speeds.compute_seconds(computed))
+        return answered is None and waited < limit
+
+    answered = first_of_best([one for one in allowed if not one.looking])
+    found = first_of_best(
+        [one for one in allowed if one is answered or (one.looking and waits(one, answered))]
+    )
+    open_bids = [one for one in bids if not excluded & {*one.sources}]
+    least = computing if found is None else values[id(found)]
+    missed = any(one.looking and values[id(one)] > least for one in open_bids)
+    if found is not None:
+        ready = DecisionReason.ANSWERED if missed else DecisionReason.BEST
+        return found, DecisionReason.LOOKING if found.looking else ready
+    if any(not one.looking for one in open_bids):
+        return None, DecisionReason.COMPUTING
+    return None, DecisionReason.UNANSWERED if missed else DecisionReason.NOTHING
+
+
+@examples(60)
+@given(
+    named=NAMED,
+    bids=BIDS,
+    excluded=st.sets(st.sampled_from(NAMES), max_size=2),
+    waited=st.sampled_from([0.0, 0.5, 2.0, 11.0]) | st.floats(0, 5),
+    answers=ANSWERS,
+    missing=st.sampled_from([1, 2, PROMPT]),
+    more=st.integers(0, 100),
+)
+def test_the_choice_is_the_best_bid_that_may_be_taken(named, bids, excluded, waited, answers, missing, more):
+    ours = chooser(*named, answers=answers)
+    state = RequestState(attempts=1, excluded=dict.fromkeys(excluded, "it failed"))
+    found = choose(ours, bids, missing, waited=waited, computed=missing + more, state=state)
+    bid, why = expected(ours, bids, excluded, waited, missing, missing + more)
+    assert found.bid is bid
+    assert found.why is why
+    assert [one.bid for one in found.bids] == bids
+    for one in found.bids:
+        value = 0.0 if one.excluded else ours.value(one.bid, missing)
+        assert (one.value, bool(one.excluded)) == (value, bool(excluded & {*one.bid.sources}))
+    state.attempts = 0
+    spent = choose(ours, bids, missing, waited=waited, computed=missing + more, state=state)
+    assert spent.bid is None
+    assert (spent.why is DecisionReason.ATTEMPTS) == bool(bids)
+
+
 @examples(30)
 @given(named=NAMED, bids=BIDS, waited=st.floats(0, 5), answers=ANSWERS)
 def test_policies_weight_and_first_use_an_answered_source_at_once(named, bids, waited, answers):
     assume(named[0] != "cost")
     ours = chooser(*named, answers=answers)
     bids = [replace(one, promised=False) for one in bids]
-    answered = choose(ours.policy, [one for one in bids if not one.looking], PROMPT)
-    found = ours.choose(bids, PROMPT, waited=waited, before=None)
+    answered = best(ours, [one for one in bids if not one.looking])
+    found = choose(ours, bids, waited=waited).bid
     assert found is answered or (answered is None and found.looking)
 
 
@@ -81,10 +155,10 @@ def test_a_request_without_an_answer_waits_as_long_as_computing_takes(named, bid
     assume(name != "cost")
     ours = chooser(*named, answers=answers)
     bids = [replace(one, looking=True, promised=False) for one in bids]
-    assume(choose(ours.policy, bids, PROMPT) is not None)
+    assume(best(ours, [replace(one, looking=False) for one in bids]) is not None)
     limit = min(10.0, PROMPT / rates["computed"]) if "computed" in rates else 10.0
-    assert ours.choose(bids, PROMPT, waited=limit * 0.99, before=None) is not None
-    assert ours.choose(bids, PROMPT, waited=limit * 1.01, before=None) is None
+    assert choose(ours, bids, waited=limit * 0.99).bid is not None
+    assert choose(ours, bids, waited=limit * 1.01).bid is None
 
 
 @examples(30)
@@ -100,19 +174,19 @@ def test_the_cost_policy_waits_only_if_it_saves_time(named, bids, waited, answer
         loading = max((measured.load_seconds(p.place, p.tokens) for p in one.parts), default=0.0)
         return loading + measured.compute_seconds(PROMPT - one.tokens)
 
-    best = min([measured.compute_seconds(PROMPT), *(seconds(one) for one in bids if not one.looking)])
+    soonest = min([measured.compute_seconds(PROMPT), *(seconds(one) for one in bids if not one.looking)])
 
     def pays(one):
         names = {part.source for part in (one.head, one.tail) if part and part.looking} or {one.source}
         expected = max(answers.get(name, 0.0) for name in names)
-        return max(waited, expected) < best - seconds(one)
+        return max(waited, expected) < soonest - seconds(one)
 
-    found = ours.choose(bids, PROMPT, waited=waited, before=None)
+    found = choose(ours, bids, waited=waited).bid
     if found is not None and found.looking:
         assert pays(found)
         assert seconds(found) <= min(seconds(one) for one in bids if one.looking and pays(one)) + 1e-9
     else:
-        assert not any(pays(one) and best - seconds(one) > 1e-6 for one in bids if one.looking)
+        assert not any(pays(one) and soonest - seconds(one) > 1e-6 for one in bids if one.looking)
 
 
 TOKENS, COMPUTING = 10_000, {"computed": 5_000.0, "tiers": 1e6, "peer": 1e6}
@@ -189,16 +263,16 @@ def test_the_rest_of_a_prefix_that_a_ticket_promises_is_waited_for_like_the_tick
     assert (both.looking, both.promised) == (True, True)
     assert not Bid.composed(bid("tiers", looking=True, tiers=5_000), tail).promised
     ours = chooser("weight", {}, COMPUTING)
-    assert ours.choose([head, both], TOKENS, waited=9.9, before=None) is both
-    assert ours.choose([head, both], TOKENS, waited=10.1, before=None) is head
+    assert choose(ours, [head, both], TOKENS, waited=9.9).bid is both
+    assert choose(ours, [head, both], TOKENS, waited=10.1).bid is head
 
 
 def test_a_choice_that_waits_for_blocks_is_left_for_a_ticket_that_is_better_by_the_margin():
     measured = speeds(COMPUTING)
-    ours = BidChooser(WeightPolicy({}), measured, 10.0)
+    ours = BidChooser("weight", measured, 10.0)
     ready = bid("tiers", tiers=9_500)
-    assert ours.choose([TICKET, ready], TOKENS, waited=0.0, before=None) is TICKET
-    assert ours.choose([TICKET, ready], TOKENS, waited=0.0, before=ready) is ready
+    assert choose(ours, [TICKET, ready], TOKENS).bid is TICKET
+    assert choose(ours, [TICKET, ready], TOKENS, before=ready).bid is ready
 
 
 def test_answer_times_of_computing_peers_are_kept_apart():
@@ -213,6 +287,6 @@ def test_answer_times_of_computing_peers_are_kept_apart():
     assert bid("host", host=5).unanswered == frozenset()
 
 
-@pytest.mark.parametrize("policy", [FirstPolicy(), WeightPolicy({}), CostPolicy(Speeds())])
+@pytest.mark.parametrize("policy", ["first", "weight", "cost"])
 def test_no_source_is_chosen_without_a_bid(policy):
-    assert BidChooser(policy, Speeds(), 10.0).choose([], PROMPT, waited=0.0, before=None) is None
+    assert choose(BidChooser(policy, Speeds(), 10.0), []).bid is None

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.connector.blocks import Headroom
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.room import Headroom
 from kvferry.geometry import GroupKind
 
 BLOCK, STEP = 64, 256

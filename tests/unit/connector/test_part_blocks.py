@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.blocks import PartBlocks
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from support.block_pool import BlockPool, request

@@ -5,12 +5,23 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.connector.choosing import MARGIN, CostPolicy, FirstPolicy, WeightPolicy, choose, policy_named
+from kvferry.connector.choosing import MARGIN, BidChooser
 from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 from support.examples import examples
-from support.offers import PARTS, POLICIES, PROMPT, WEIGHTS, bid, speeds
+from support.offers import (
+    PARTS,
+    POLICIES,
+    PROMPT,
+    WEIGHTS,
+    best,
+    bid,
+    cost_policy,
+    first_policy,
+    speeds,
+    weight_policy,
+)
 
 BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS), max_size=5)
 
@@ -18,7 +29,7 @@ BIDS = st.lists(st.builds(Bid, st.sampled_from("abc"), PARTS), max_size=5)
 @examples(40)
 @given(policy=POLICIES, bids=BIDS, before=st.none() | st.builds(Bid, st.sampled_from("abc"), PARTS))
 def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
-    found = choose(policy, bids, PROMPT, before=before)
+    found = best(policy, bids, PROMPT, before=before)
     values = [policy.value(one, PROMPT) for one in bids]
     computing = policy.value(None, PROMPT)
     if found is None:
@@ -33,27 +44,27 @@ def test_no_other_bid_is_better_by_the_margin(policy, bids, before):
 @examples(40)
 @given(bids=BIDS, weights=WEIGHTS, more=st.integers(1, 50))
 def test_more_tokens_from_the_same_places_are_preferred(bids, weights, more):
-    for policy in (WeightPolicy(weights), CostPolicy(speeds({"computed": 10.0}))):
-        found = choose(policy, bids, PROMPT)
+    for policy in (weight_policy(weights), cost_policy(speeds({"computed": 10.0}))):
+        found = best(policy, bids, PROMPT)
         if found is None:
             continue
         parts = (PlaceTokens(found.parts[0].place, found.parts[0].tokens + more), *found.parts[1:])
         better = Bid("better", parts)
         if policy.value(better, PROMPT) > policy.value(found, PROMPT):
-            assert choose(policy, [*bids, better], PROMPT) is better
+            assert best(policy, [*bids, better], PROMPT) is better
 
 
 def test_the_first_source_that_has_anything_wins_under_first():
-    assert choose(FirstPolicy(), [bid("a", file=1), bid("b", host=300)], PROMPT).source == "a"
-    assert choose(FirstPolicy(), [], PROMPT) is None
+    assert best(first_policy(), [bid("a", file=1), bid("b", host=300)], PROMPT).source == "a"
+    assert best(first_policy(), [], PROMPT) is None
 
 
 def test_weights_decide_between_much_from_afar_and_less_from_near():
     peer, host = bid("peer", peer=300), bid("tiers", host=200)
-    assert choose(WeightPolicy({}), [peer, host], PROMPT) is peer
-    assert choose(WeightPolicy({"host": 2.0}), [peer, host], PROMPT) is host
-    assert choose(WeightPolicy({"peer": 0.0}), [peer], PROMPT) is None, "a weight of 0 is never taken"
-    assert choose(WeightPolicy({}), [host, bid("other", file=200)], PROMPT) is host, "the first of equals"
+    assert best(weight_policy({}), [peer, host], PROMPT) is peer
+    assert best(weight_policy({"host": 2.0}), [peer, host], PROMPT) is host
+    assert best(weight_policy({"peer": 0.0}), [peer], PROMPT) is None, "a weight of 0 is never taken"
+    assert best(weight_policy({}), [host, bid("other", file=200)], PROMPT) is host, "the first of equals"
 
 
 @pytest.mark.parametrize(
@@ -75,15 +86,15 @@ def test_weights_decide_between_much_from_afar_and_less_from_near():
 )
 def test_cost_takes_what_brings_the_first_token_soonest(rates, chosen):
     bids = [bid(host=300, file=90), bid(host=300)]
-    found = choose(CostPolicy(speeds(rates)), bids, PROMPT)
+    found = best(cost_policy(speeds(rates)), bids, PROMPT)
     assert (found and found.tokens) == chosen
 
 
 def test_the_chosen_bid_stays_until_another_is_better_by_a_margin():
     one, other = bid("a", host=100), bid("b", file=105)
-    assert choose(WeightPolicy({}), [one, other], PROMPT) is other
-    assert choose(WeightPolicy({}), [one, other], PROMPT, before=one) is one
-    assert choose(WeightPolicy({}), [one, bid("b", file=120)], PROMPT, before=one).source == "b"
+    assert best(weight_policy({}), [one, other], PROMPT) is other
+    assert best(weight_policy({}), [one, other], PROMPT, before=one) is one
+    assert best(weight_policy({}), [one, bid("b", file=120)], PROMPT, before=one).source == "b"
 
 
 # -- speeds
@@ -108,9 +119,9 @@ def test_a_small_load_says_little_of_a_large_one():
     found = Speeds(Clock())
     found.record_computation(1000, 0.25)
     found.record_load((PlaceTokens("file", 64),), 0.02)
-    assert choose(CostPolicy(found), [bid(file=64)], PROMPT) is None, "64 tokens are computed in 16 ms"
+    assert best(cost_policy(found), [bid(file=64)], PROMPT) is None, "64 tokens are computed in 16 ms"
     large = bid(file=350)
-    assert choose(CostPolicy(found), [large], PROMPT) is large
+    assert best(cost_policy(found), [large], PROMPT) is large
     found.record_load((PlaceTokens("file", 1000),), 0.04)
     assert found.load_seconds("file", 532) == pytest.approx(0.03)
     assert found.load_seconds("file", 2000) == pytest.approx(0.0614, rel=1e-2)
@@ -162,14 +173,15 @@ def test_a_place_without_recent_measurements_is_tried_again():
 def test_a_source_of_weight_0_is_no_part_of_a_plan():
     near, far = bid("near", host=16), bid("far", peer=23)
     both, own = Bid.composed(near, far), bid("near", host=8)
-    assert choose(WeightPolicy({"peer": 0}), [own, both], PROMPT) is own
-    assert choose(WeightPolicy({"peer": 0.1}), [own, both], PROMPT) is both
+    assert best(weight_policy({"peer": 0}), [own, both], PROMPT) is own
+    assert best(weight_policy({"peer": 0.1}), [own, both], PROMPT) is both
     tiers = bid("tiers", host=16, object=8)
-    assert choose(WeightPolicy({"object": 0}), [own, tiers], PROMPT) is tiers
+    assert best(weight_policy({"object": 0}), [own, tiers], PROMPT) is tiers
 
 
 @pytest.mark.parametrize(("name", "taken"), [("weight", "many"), ("cost", "fast"), ("first", "first")])
 def test_each_configured_name_is_a_policy_of_its_own(name, taken):
-    policy = policy_named(name, {"host": 3.0}, speeds({"peer": 10.0, "host": 10.0, "computed": 20.0}))
+    measured = speeds({"peer": 10.0, "host": 10.0, "computed": 20.0})
+    policy = BidChooser(name, measured, 10.0, {"host": 3.0})
     bids = [bid("first", peer=100), bid("many", host=60), bid("fast", file=150)]
-    assert choose(policy, bids, PROMPT).source == taken
+    assert best(policy, bids, PROMPT).source == taken

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
+from kvferry.connector.blocks import Transfer
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.transfer import Transfer
 from unit.connector.test_calm_steps import started
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.connector.blocks import Transfer, TransferBook, may_hold
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.transfer import Transfer, TransferBook, may_hold
 from support.block_pool import BlockPool
 from support.examples import examples
 

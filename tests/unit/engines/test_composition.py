@@ -19,7 +19,6 @@ from hypothesis import event, given, strategies as st
 
 from kvferry.connector.content import Adapters
 from kvferry.connector.events import EventStream
-from kvferry.connector.load import Bidding
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import common_alignment, load_plans
@@ -247,9 +246,9 @@ class TwoSources:
         self.one.kv_transfer_params = write_offer(
             Offer("engine", "127.0.0.1", 5600, ticket("theirs").hex(), case.offered, 0)
         )
-        bidding = Bidding(2)
-        assert self.tiers.arrived(self.one, bidding)
-        assert self.peer.arrived(self.one, bidding)
+        excluded = {}
+        assert self.tiers.arrived(self.one, excluded)
+        assert self.peer.arrived(self.one, excluded)
         self.sources = [self.peer, self.tiers] if case.peer_first else [self.tiers, self.peer]
         self.alignment_tokens = common_alignment((one.kind, one.block_tokens) for one in case.rank.groups)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from kvferry.connector.room import Headroom
+from kvferry.connector.blocks import Headroom
 from support.examples import examples
 from support.vllm_cache import STEP, VllmCache, chunked, full, window
 

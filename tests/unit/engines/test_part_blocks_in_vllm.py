@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvferry.connector.part_blocks import PartBlocks
+from kvferry.connector.blocks import PartBlocks
 from kvferry.geometry import Attention, Group, GroupKind
 from kvferry.planning.select import LoadSpan, first_attended, needed_tokens
 from support.vllm_cache import STEP, VllmCache, full, window

@@ -284,9 +284,9 @@ def test_only_state_may_be_missing(kinds, completes) -> None:
 def test_computing_is_valued_from_the_state_that_the_engine_has(monkeypatch) -> None:
     engine, prompt = two_turns()
     asked: list[tuple[bool, int]] = []
-    value = engine.connector.admission._chooser.policy.value
+    value = engine.connector.admission._chooser.value
     monkeypatch.setattr(
-        type(engine.connector.admission._chooser.policy),
+        type(engine.connector.admission._chooser),
         "value",
         lambda self, bid, missing: asked.append((bid is None, missing)) or value(bid, missing),
     )

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.connector import admission, load as bids
+from kvferry.connector import admission, choosing
 from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -173,7 +173,7 @@ class Serving(RuleBasedStateMachine):
         for _ in range(3):
             self.step(1)
         assert len(self.engine.connector.book) == len(self.engine.connector.admission) == 0
-        assert not self.engine.connector.admission._phases._loaded, "attempts of a request that has ended"
+        assert not self.engine.connector.admission._loaded, "attempts of a request that has ended"
         assert not self.engine.connector.leases
         producer = self.engine.connector.producer
         assert (producer._offered, producer._leaving) == ({}, {})
@@ -236,7 +236,7 @@ def test_a_prompt_of_which_sources_have_all_is_loaded_once_whatever_its_length(k
 def test_vllm_asks_again_for_a_prompt_of_one_token_that_was_loaded(monkeypatch) -> None:
     """When this fails vLLM has mended it, and a load may bring the only token of a prompt."""
     monkeypatch.setattr(admission, "must_compute", lambda *_: None)
-    monkeypatch.setattr(bids, "saves_computation", lambda _: True)
+    monkeypatch.setattr(choosing, "saves_computation", lambda _: True)
     engine = VllmScheduler(clock=CLOCK)
     one = engine.ask([7], tiers=1)
     for _ in range(ATTEMPTS):

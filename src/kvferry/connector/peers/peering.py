@@ -10,6 +10,7 @@ from msgspec import structs
 
 from kvferry.common.errors import Incompatible
 from kvferry.common.units import counted
+from kvferry.connector.blocks import TransferBook
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
@@ -18,7 +19,7 @@ from kvferry.connector.messages import StepOrders, WorkerInfo
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.transfer import RunningLoad, TransferBook
+from kvferry.connector.source import RunningLoad
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient

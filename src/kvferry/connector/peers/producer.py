@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.connector.blocks import BlocksWanted, choose_leases_to_end
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
@@ -49,7 +50,6 @@ from kvferry.connector.peers.offer import (
     write_offer,
 )
 from kvferry.connector.peers.turns import TurnKeeper
-from kvferry.connector.room import BlocksWanted, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK, attends_to_all
 from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import Address

@@ -24,15 +24,15 @@ from functools import partial
 
 from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
+from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.turns import TurnFinder, TurnSearch
-from kvferry.connector.source import Answer, common_alignment
-from kvferry.connector.transfer import RunningLoad, TransferBook, may_hold
+from kvferry.connector.source import Answer, RunningLoad, common_alignment
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.select import block_alignments, next_part
 from kvferry.tiers.names import PEER, TIERS
@@ -68,7 +68,7 @@ class _Pull:
     Attributes:
         peer: name of the peer (`peer_name`), with the run of its engine once that is known.
         tokens: number of offered tokens, from the start of the prompt.
-        bidding: excluded sources of the request, and its remaining attempts to load KV.
+        excluded: `RequestState.excluded` of the request.
         began: monotonic seconds at which the request arrived, or at which its ticket was sent.
         cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
             until that is known, and for a turn.
@@ -89,7 +89,7 @@ class _Pull:
     engine_id: str
     ticket: bytes
     tokens: int
-    bidding: Bidding
+    excluded: dict[str, str]
     began: float
     cached_tokens: int | None = None
     foreseen: bool = False
@@ -157,7 +157,7 @@ class PeerSource:
         # The engine computes the last token of a prompt even if all of it is loaded. Attention writes the
         # same KV again, but recurrent state would have seen the token twice.
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
-        self._turns, self._asking = turns, dict[str, tuple[Bidding, TurnSearch]]()
+        self._turns, self._asking = turns, dict[str, tuple[dict[str, str], TurnSearch]]()
         self._pulls: dict[str, _Pull] = {}
         self._idle, self._waits = idle, list[float]()  # seconds of this step's waits for answers
         self._meets, self._met = tuple(meets), dict[Address, int]()
@@ -170,7 +170,7 @@ class PeerSource:
         """Return the number of unfinished requests for which a peer may hold KV."""
         return len(self._pulls)
 
-    def arrived(self, request: Request, bidding: Bidding) -> bool:
+    def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         """Redeem the request's ticket; without one, ask the peers that keep turns of conversations."""
         name = request.request_id
         try:
@@ -181,7 +181,7 @@ class PeerSource:
         if offer is None:
             if self._stopped or (search := self._turns.ask(request)) is None:
                 return False
-            self._asking[name] = bidding, search
+            self._asking[name] = excluded, search
             return True
         if request.was_rejected:
             return False  # its prompt is unknown here, so the ticket cannot be redeemed; the lease expires
@@ -196,7 +196,7 @@ class PeerSource:
             engine_id=offer.remote_engine_id,
             ticket=bytes.fromhex(offer.remote_request_id),
             tokens=tokens,
-            bidding=bidding,
+            excluded=excluded,
             began=self._clock(),
             cached_tokens=offer.remote_prefill_cached_tokens,
             foreseen=offer.remote_num_tokens is None,
@@ -234,7 +234,7 @@ class PeerSource:
         pull = self._pulls.get(request_id)
         if pull is None:
             return SourceMiss(PEER, MissReason.NOT_STORED, detail="no peer keeps an earlier turn of it")
-        if (why := pull.bidding.exclusion_reason(pull.peer)) is not None:
+        if (why := pull.excluded.get(pull.peer)) is not None:
             return SourceMiss(PEER, MissReason.GONE if pull.gone else MissReason.REFUSED, detail=why)
         return SourceMiss(
             PEER, MissReason.LOCAL, detail=f"{counted(pull.tokens, 'token')} offered, {local_tokens} here"
@@ -381,7 +381,7 @@ class PeerSource:
         name, most = request.request_id, request.num_tokens - 1 - local_tokens
         if most <= 0:
             return None
-        bidding, search = self._asking[name]
+        excluded, search = self._asking[name]
         found = self._turns.found(request, search)
         if isinstance(found, Pending):
             return _shorter(_LOOKING, most)
@@ -395,7 +395,7 @@ class PeerSource:
                 engine_id=kept.engine_id,
                 ticket=kept.ticket,
                 tokens=tokens,
-                bidding=bidding,
+                excluded=excluded,
                 began=self._clock(),
                 granted=Redeemed(0, kept.incarnation, kept.grant, tokens),
             )
@@ -463,7 +463,7 @@ class PeerSource:
         while the producer computes the prompt. Mutates `pull`.
         """
         if pull.settled:
-            why = pull.bidding.exclusion_reason(pull.peer) or "the claim on its lease has ended"
+            why = pull.excluded.get(pull.peer) or "the claim on its lease has ended"
             return Unusable(why, pull.gone)
         before = pull.granted
         if pull.redemption is None or (before is not None and before.tokens >= pull.tokens):
@@ -499,7 +499,8 @@ class PeerSource:
         self._exclude(pull, report.failure or "")
 
     def _exclude(self, pull: _Pull, reason: str) -> None:
-        if pull.bidding.exclude(pull.peer, reason):
+        if pull.peer not in pull.excluded:
+            pull.excluded[pull.peer] = reason
             self._events.refuse(pull.request.request_id, pull.peer, reason)
         pull.bid = None
         self.settled(pull.request.request_id)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.common.errors import TransferError
+from kvferry.connector.blocks import BlocksWanted, Transfer, TransferBook, choose_leases_to_end
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
 from kvferry.connector.events import LeaseGranted
-from kvferry.connector.room import BlocksWanted, choose_leases_to_end
-from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.control_client import ControlClient

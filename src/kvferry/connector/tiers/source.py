@@ -17,7 +17,7 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.units import counted
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, Bidding, GroupBytes, Load, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
 from kvferry.connector.messages import LoadOrder, LoadPart, Piece, Report, StepReports
 from kvferry.connector.source import Answer
 from kvferry.connector.tiers.prompts import Prompts
@@ -201,7 +201,7 @@ class TierSource:
         """True while a load is under way, or ranks still copy chunks out of host memory."""
         return any(feed.busy for feed in self._feeds)
 
-    def arrived(self, request: Request, bidding: Bidding) -> bool:
+    def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
         self._requests[request.request_id] = _TierRequest()

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.common.limited_log import LimitedLog
+from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.engine import BlockPool
 from kvferry.connector.events import EventStream, StoreBegan, StoreEnded, short_id
 from kvferry.connector.messages import Piece, StepReports, StoreOrder
-from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.select import NULL_BLOCK
 from kvferry.tiers.host.tier import Slot

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import BegunChunk, PromptChunks
+from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.engine import BlockIds, Request, Step
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import ChunkToStore, StoreOrders

@@ -15,12 +15,12 @@ from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
+from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource

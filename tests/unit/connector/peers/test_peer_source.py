@@ -9,9 +9,10 @@ import pytest
 from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Bid, Bidding, GroupBytes, PlaceTokens
+from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import (
@@ -20,7 +21,6 @@ from kvferry.connector.peers.source import (
     UNUSED_SECONDS,
     PeerSource,
 )
-from kvferry.connector.transfer import Transfer, TransferBook
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
@@ -243,7 +243,7 @@ def test_state_that_has_seen_the_whole_prompt_is_not_read(kind):
     of_state = kind is GroupKind.STATE
     assert bool(engine.source.ask(whole, 0).bids) != of_state
     assert [text[:40] for text in refused(engine)] == ["40 tokens offered for a prompt of 40, wh"] * of_state
-    engine.half.bidding = Bidding(2)
+    engine.half.excluded = {}
     assert engine.source.ask(engine.arrive(longer), 0).bids
 
 
@@ -442,7 +442,7 @@ def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew
     load = engine.begin_load(one)
     engine.end_load(load, Report("the lease was broken", **how))
     assert (engine.client.forgotten, engine.client.released) == ([ADDRESS] * anew, ["theirs"])
-    assert engine.half.bidding.exclusion_reason(PEER) == "the lease was broken"
+    assert engine.half.excluded[PEER] == "the lease was broken"
     assert not engine.source.ask(one, 0).bids
     assert engine.source.ask(one, 0).why_none() == SourceMiss(
         "peer", MissReason.REFUSED, detail="the lease was broken"
@@ -508,7 +508,7 @@ def test_a_request_that_was_rejected_ends_no_lease():
     for name, of in (("b", "theirs"), ("c", "another")):
         one = request(name, [0], abort_immediately=True)
         one.kv_transfer_params = offered(of=of).kv_transfer_params
-        assert not engine.source.arrived(one, engine.half.bidding)
+        assert not engine.source.arrived(one, engine.half.excluded)
         engine.source.finished(name)
     assert refused(engine) == [], "nothing is wrong with its offer"
     assert (engine.client.claimed, engine.client.released) == (["theirs"], [])
@@ -521,7 +521,7 @@ def test_a_request_that_was_rejected_ends_no_lease():
 def test_a_request_without_an_offer_that_can_be_read_is_not_served(params, count):
     engine = with_peer()
     one = request("a", TOKENS, kv_transfer_params=params)
-    assert not engine.source.arrived(one, engine.half.bidding)
+    assert not engine.source.arrived(one, engine.half.excluded)
     assert (len(refused(engine)), engine.client.claimed, len(engine.source)) == (count, [], 0)
 
 
@@ -674,14 +674,14 @@ def test_an_engine_that_stopped_reading_takes_no_offer_and_asks_for_no_turn():
     engine.source.stop_reading("weights have changed")
     assert not engine.source.ask(before, 0).bids
     after = offered("b", "after")
-    assert engine.source.arrived(after, Bidding(2))
+    assert engine.source.arrived(after, {})
     assert not engine.source.ask(after, 0).bids
     assert engine.source.ask(after, 0).why_none() == SourceMiss(
         "peer", MissReason.REFUSED, detail="weights have changed"
     )
     assert refused(engine) == ["the cache was reset", "weights have changed"]
     assert engine.client.claimed == engine.client.released == ["before", "after"], "no lease waits to run out"
-    assert not engine.source.arrived(request("c", [*TOKENS, 99]), Bidding(2))
+    assert not engine.source.arrived(request("c", [*TOKENS, 99]), {})
     assert not engine.turns.asked
 
 
@@ -691,7 +691,7 @@ def test_no_request_waits_for_peers_if_only_the_last_token_is_missing():
 
 
 def test_a_request_without_an_offer_is_declined_if_no_peer_keeps_turns():
-    assert not with_peer().source.arrived(request("a", [*TOKENS, 99]), Bidding(2))
+    assert not with_peer().source.arrived(request("a", [*TOKENS, 99]), {})
 
 
 def test_a_ticket_is_redeemed_once_the_adapter_of_its_prompt_was_read(tmp_path):
@@ -749,7 +749,7 @@ def test_an_offer_without_a_number_of_tokens_is_of_all_but_the_last():
     assert engine.source.ask(one, 0).bids == (Bid(PEER, (PlaceTokens("peer", 40),)),)
     short = request("b", [1])
     short.kv_transfer_params = offered(remote_num_tokens=None).kv_transfer_params
-    assert not engine.source.arrived(short, Bidding(2)), "nothing of it can be loaded"
+    assert not engine.source.arrived(short, {}), "nothing of it can be loaded"
 
 
 def test_a_load_is_read_as_its_peer_computes_it():

@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.part_blocks import PartBlocks
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
 from kvferry.connector.tiers.storing import Storing

@@ -8,7 +8,7 @@ from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bidding, GroupBytes
+from kvferry.connector.load import GroupBytes
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
@@ -332,7 +332,7 @@ def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
     begin(engine)
     engine.source.finished("a")
     other = request("b", range(100, 100 + PROMPT))
-    assert engine.source.arrived(other, Bidding(2))
+    assert engine.source.arrived(other, {})
     assert engine.source.ask(other, 0).bids == []
     assert engine.source.ask(other, 0).why_none().reason is not MissReason.BUSY
 
@@ -340,7 +340,7 @@ def test_a_prompt_that_is_not_stored_is_not_reported_as_busy():
 @pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"prompt_token_ids": None}])
 def test_a_request_without_chunk_keys_is_not_served(more):
     engine = with_tiers()
-    assert not engine.source.arrived(request("b", range(PROMPT), **more), Bidding(2))
+    assert not engine.source.arrived(request("b", range(PROMPT), **more), {})
 
 
 def test_content_of_chunks_begins_where_their_writers_count_on_it():
@@ -465,7 +465,7 @@ def test_chunks_missing_after_the_engines_prefix_count_as_local():
 def test_a_prompt_shorter_than_a_chunk_is_reported_as_short():
     engine = with_tiers()
     engine.one = request("b", range(CHUNK - 1))
-    assert engine.source.arrived(engine.one, Bidding(2))
+    assert engine.source.arrived(engine.one, {})
     assert lack(engine).reason is MissReason.SHORT_PROMPT
 
 

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
-from kvferry.connector.choosing import BidChooser, CostPolicy, FirstPolicy, WeightPolicy
+from kvferry.connector.blocks import Headroom
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
 from support.clock import Clock
+from support.offers import cost_policy, first_policy, weight_policy
 
 PATIENCE, REST = 5.0, 1000
 
@@ -43,7 +44,7 @@ def admission_of(*answers: tuple[int | None, bool], policy=None, attempts: int =
     clock = Clock()
     children = [Child(answer) for answer in answers]
     names = [f"c{n}" for n in range(len(children))]
-    chooser = BidChooser(policy or WeightPolicy({}), Speeds(clock), PATIENCE)
+    chooser = replace(policy or weight_policy({}), speeds=Speeds(clock), patience_seconds=PATIENCE)
     return ChildAdmission(names, children, chooser, attempts, clock, **more), children, clock
 
 
@@ -73,9 +74,9 @@ def test_the_best_bid_is_loaded_and_other_children_learn_the_blocks() -> None:
 
 
 def test_weights_and_order_decide() -> None:
-    weighed, *_ = admission_of((100, True), (300, True), policy=WeightPolicy({"c0": 4.0}))
+    weighed, *_ = admission_of((100, True), (300, True), policy=weight_policy({"c0": 4.0}))
     assert weighed.matched(request(), 0) == (100, True)
-    first, *_ = admission_of((1, True), (300, True), policy=FirstPolicy())
+    first, *_ = admission_of((1, True), (300, True), policy=first_policy())
     assert first.matched(request(), 0) == (1, True)
     equal, *_ = admission_of((300, True), (300, False))
     assert equal.matched(request(), 0) == (300, True)
@@ -85,9 +86,7 @@ def test_by_cost_a_slow_child_is_left_for_a_faster_one() -> None:
     clock = Clock()
     speeds = Speeds(clock)
     children = [Child((900, True)), Child((500, True))]
-    ours = ChildAdmission(
-        ["slow", "fast"], children, BidChooser(CostPolicy(speeds), speeds, PATIENCE), 2, clock
-    )
+    ours = ChildAdmission(["slow", "fast"], children, BidChooser("cost", speeds, PATIENCE), 2, clock)
     speeds.record_computation(1000, 1.0)
     for name, seconds, tokens in (("a", 9.0, 900), ("b", 0.1, 500), ("c", 0.1, 500)):
         assert ours.matched(request(name), 0) == (tokens, True)
@@ -102,7 +101,7 @@ def test_by_cost_computing_begins_where_all_groups_can_continue() -> None:
     speeds = Speeds(clock)
     speeds.record_computation(1000, 1.0)
     children = [Child((199, True))]
-    ours = ChildAdmission(["one"], children, BidChooser(CostPolicy(speeds), speeds, PATIENCE), 2, clock)
+    ours = ChildAdmission(["one"], children, BidChooser("cost", speeds, PATIENCE), 2, clock)
     speeds.record_load((PlaceTokens("one", 199),), 0.3)
     assert ours.matched(request("a", 1000), 800) == (0, False), "the engine can compute the rest by itself"
     ours.prefix_cache = SimpleNamespace(resumable_tokens=lambda request: 0)
@@ -151,17 +150,17 @@ def test_a_load_between_steps_waits_for_those_that_it_would_leave_no_room() -> N
         CacheGroup(kind=GroupKind.FULL, attention_span=0, block_tokens=64),
         CacheGroup(kind=GroupKind.SLIDING, attention_span=64, block_tokens=64),
     ]
-    ours.phases.headroom = Headroom(groups, 256, pool)
+    ours.headroom = Headroom(groups, 256, pool)
     for name in "ab":
         assert ours.matched(request(name), 0) == (640, True), "11 blocks, and 6 and 4 are needed for the rest"
-        ours.phases.headroom.on_resumed({name})
+        ours.headroom.on_resumed({name})
     ours.allocated(request("a"), blocks(1), 640)
     pool.get_num_free_blocks = lambda: 20
     assert ours.matched(request("b"), 0) == (None, False)
     clock.now += PATIENCE
     assert ours.matched(request("b"), 0) == (0, False), "it is computed"
     ours.take_results({"a"}, {"a"}, set())
-    ours.phases.headroom.on_resumed({"a"})
+    ours.headroom.on_resumed({"a"})
     assert ours.matched(request("c"), 0) == (640, True), "nobody waits"
     ours.allocated(request("c"), blocks(1), 640)
     assert ours.matched(request("d"), 0) == (None, False)
@@ -228,7 +227,7 @@ def test_a_failure_before_the_last_load_withdraws_no_later_offer() -> None:
     assert [ours.matched(request(), 0) for _ in range(2)] == [(None, False), (100, True)]
     ours.allocated(request(), blocks(1), 100)
     ours.take_results({"r"}, set(), set())
-    ours.phases.scheduled({"r"})
+    ours.scheduled({"r"})
     assert [ours.matched(request(), 0) for _ in range(2)] == [(100, True)] * 2, "it was preempted"
 
 
@@ -248,7 +247,7 @@ def test_a_preempted_request_may_be_served_again() -> None:
         ours.allocated(request(), blocks(1), 300)
         ours.take_results({"r"}, set(), set())
         assert ours.matched(request(), 0) == (0, False), "nothing was computed since"
-        ours.phases.scheduled({"r"})
+        ours.scheduled({"r"})
     assert children[0].allocated == [300] * 3
 
 
@@ -277,9 +276,9 @@ def test_a_request_that_ends_right_after_its_load_is_forgotten() -> None:
     ours.matched(request(), 0)
     ours.allocated(request(), blocks(1), 300)
     ours.take_results({"r"}, set(), set())
-    assert ours.phases._loaded
+    assert ours._loaded
     ours.finished("r")
-    assert not ours.phases._loaded
+    assert not ours._loaded
 
 
 def test_a_synchronous_child_is_struck_out_by_the_blocks_that_did_not_load() -> None:
@@ -321,7 +320,7 @@ def test_every_request_ends_with_any_answers_of_children(data) -> None:
     count, attempts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     policy = data.draw(
         st.sampled_from(
-            [WeightPolicy({"c0": 0.5}), WeightPolicy({"c1": 0.0}), FirstPolicy(), CostPolicy(Speeds())]
+            [weight_policy({"c0": 0.5}), weight_policy({"c1": 0.0}), first_policy(), cost_policy(Speeds())]
         )
     )
     ours, children, clock = admission_of(*[(0, False)] * count, policy=policy, attempts=attempts)

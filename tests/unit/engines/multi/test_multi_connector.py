@@ -467,5 +467,5 @@ def test_only_kvferrys_own_children_tell_which_bid_they_wait_for() -> None:
     for name, tokens, promised in (("a", 70, True), ("b", 98, False)):
         asked = SimpleNamespace(request_id=name, num_tokens=100)
         assert ours.get_num_new_matched_tokens(asked, 1)[0] is None
-        plans = ours._admission._plans(asked, 1, [(None, False)] * 2)
-        assert [(plan.bid.tokens, plan.bid.promised) for plan in plans] == [(tokens, promised), (98, False)]
+        bids = ours._admission._bids(asked, 1, [(None, False)] * 2)
+        assert [(bid.tokens, bid.promised) for bid in bids] == [(tokens, promised), (98, False)]

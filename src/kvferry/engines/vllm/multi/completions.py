@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from kvferry.common.text import shown
 from kvferry.common.units import counted
+from kvferry.connector.blocks import Transfer, TransferBook, may_hold
 from kvferry.connector.engine import BlockPool
-from kvferry.connector.transfer import Transfer, TransferBook, may_hold
 from kvferry.engines.vllm.compat.connectors import KVConnectorTransferResults
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.choosing import BidChooser, policy_named
+from kvferry.connector.blocks import Headroom
+from kvferry.connector.choosing import BidChooser
 from kvferry.connector.load import Bid
-from kvferry.connector.room import Headroom
 from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.engines.vllm.compat.connectors import (
     KVConnectorBase_V1,
@@ -101,8 +101,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._speeds = Speeds()
         self._steps = StepTimes(self._speeds)
         weights = {child.name: child.load_weight for child in children}
-        policy = policy_named(settings.source_policy, weights, self._speeds)
-        chooser = BidChooser(policy, self._speeds, settings.patience_seconds)
+        chooser = BidChooser(settings.source_policy, self._speeds, settings.patience_seconds, weights)
         self._admission = ChildAdmission(
             self._names,
             self._connectors,
@@ -171,7 +170,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         groups = tuple(map(cache_group, self._kv_cache_config.kv_cache_groups))
-        self._admission.phases.headroom = Headroom.of(
+        self._admission.headroom = Headroom.of(
             groups, step_tokens(self._vllm_config), kv_cache_manager.block_pool
         )
         self._admission.late.start(kv_cache_manager.block_pool)
@@ -221,7 +220,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
-        self._admission.phases.scheduled(scheduler_output.num_scheduled_tokens)
+        self._admission.scheduled(scheduler_output.num_scheduled_tokens)
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         admission = self._admission
         return MultiMeta(
