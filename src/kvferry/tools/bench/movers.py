@@ -21,11 +21,7 @@ from kvferry.tools.measuring.simulated import SimulatedEngine
 
 
 class Mover(Protocol):
-    """A method of moving bytes whose time a benchmark measures, such as kvferry, raw NIXL or memcpy.
-
-    Attributes:
-        bytes: number of bytes that each move delivers. Bytes that it reads in excess are not counted.
-    """
+    """A method of moving bytes whose time a benchmark measures. `bytes` leaves out those read in excess."""
 
     name: str
     bytes: int

@@ -50,7 +50,6 @@ def dashboard() -> dict[str, Any]:
 
 
 def _panel(panel: Panel, number: int, place: int, top: int) -> dict[str, Any]:
-    """Return the JSON of the panel at a place of a row whose panels begin at height `top`."""
     x, y = place % _COLUMNS * _WIDTH, top + place // _COLUMNS * _HEIGHT
     stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
     custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": stacking, "showPoints": "never"}

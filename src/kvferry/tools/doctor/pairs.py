@@ -101,7 +101,6 @@ def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str
 
 
 def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> Iterator[Finding]:
-    """Yield findings on whether and how engine `here` can read KV from engine `there`."""
     different = differences(there, here)
     for text in different:
         yield bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE))
@@ -172,7 +171,6 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
-    """Yield a note if engine `there` lacks draft-model layers of engine `here`."""
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     # Loads set the KV of the missing layers to zero.
     if names := absent_layer_names(peer, ours):

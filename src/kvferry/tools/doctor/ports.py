@@ -32,8 +32,7 @@ class Port:
     """A listening TCP socket.
 
     Attributes:
-        process: id of a process that has the socket open.
-        address: IP address that the socket is bound to; ``0.0.0.0`` or ``::`` for all addresses.
+        address: IP address; ``0.0.0.0`` or ``::`` for all addresses.
     """
 
     process: int
@@ -130,7 +129,6 @@ def _sockets_at(process: int, port: int) -> dict[str, str]:
 
 
 def _engine_of_process(process: psutil.Process) -> dict[int, str]:
-    """Return the command lines of the processes of the engine that has a process, by process id."""
     with suppress(psutil.Error):  # a process has just ended
         while (parent := process.parent()) is not None and "vllm" in _command(parent).lower():
             process = parent

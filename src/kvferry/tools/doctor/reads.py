@@ -58,7 +58,6 @@ class ReadTimings:
         transports: UCX's names of the transports, for example ``cma/memory``.
         timed: (number of descriptors, total bytes, median seconds) of one READ per size of descriptors, the
             smallest size first.
-        machine: description of the machine (CPU and so on), by property.
         strategy: strategy by which kvferry then moved KV between the two processes.
         not_shared: why the processes cannot share host memory; empty if they can.
     """
@@ -228,11 +227,7 @@ def calibrate(
     progress: Callable[[str], None],
     measure: Callable[[Callable[[str], None]], CalibrationResult] = _measure,
 ) -> Iterable[Finding]:
-    """Measure the costs of transfers, write them to a file, and yield findings with the values.
-
-    Args:
-        path: costs file that the configuration names; None for the user's default file.
-    """
+    """Measure the costs of transfers, write them to a file, and yield findings with the values."""
     try:
         found = measure(progress)
         file = expanded(path) if path else default_costs_path()

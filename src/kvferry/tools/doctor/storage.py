@@ -84,11 +84,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
-    """Check that enough memory is available for the host tier.
-
-    Args:
-        room: returns (available bytes, text that names the limit), or None if that is unknown.
-    """
+    """Check that memory suffices for the host tier. `room` returns (available bytes, name of the limit)."""
     subject = "host memory"
     found = room()
     if found is None:
@@ -192,7 +188,6 @@ def _existing_parent(default: str) -> str:
 
 
 def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the disk has room for the capacity of a file tier."""
     ledger = probed.get("ledger")
     free, used = probed["free"], ledger[1] if ledger else 0
     if settings.capacity is not None:
@@ -243,11 +238,7 @@ _FINDINGS: Mapping[Verdict, Callable[[str, str], Finding]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The settings of kvferry's connectors in a configuration file.
-
-    Attributes:
-        configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
-    """
+    """The valid settings of each `KVFerryConnector` in a configuration file, and findings on all."""
 
     configs: tuple[ConnectorConfig, ...]
     findings: tuple[Finding, ...]

@@ -112,8 +112,7 @@ class CalibrationJob:
 
     Attributes:
         read_sizes: descriptor sizes in bytes. One READ is measured per size.
-        read_bytes: maximum number of bytes of a READ.
-        read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
+        read_bytes, read_descriptors: maximum of a READ. The latter limits READs with short descriptors.
         copy_bytes: bytes that one gather or scatter copies.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
         host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
@@ -148,8 +147,6 @@ class CalibrationResult:
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
     """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
-
-    Start a second process, read from its memory, and measure how fast it answers gather requests.
 
     Raises:
         ConfigError: memory cannot be allocated, NIXL cannot be used, or there is no such device.

@@ -103,7 +103,6 @@ class Reader:
 
         Args:
             peers: indices, in the producer process, of the engines to read from.
-            settings: transfer settings; their CURVE keys are replaced by the producer's.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._claims = 0, dict[str, Redemption]()
@@ -221,7 +220,7 @@ class Reader:
         return outcome.results[request.key], seconds
 
     def figures(self, source: SimulatedEngine, peer: int = 0) -> LoadFigures:
-        """Load a request's KV, and return how kvferry did it. Raises as `load`."""
+        """End the producer process, and kill it if it does not end in time."""
         return self.load(source, peer)[0].figures
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:
@@ -237,7 +236,6 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str) -> None:
-        """Tell an engine of the producer process that a lease is no longer needed."""
         self._client.end(self._claims.pop(key))
 
     def clear(self) -> None:
@@ -249,7 +247,6 @@ class Reader:
             self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Raise TransferError if the KV cache does not have the expected bytes after a read."""
         check_memory(self.cache, self._expected)
 
     def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:

@@ -63,7 +63,6 @@ class SimulatedEngine:
         )
 
     def allocated(self, rank: int) -> OwnedCache:
-        """Allocate the KV cache of one rank, filled with zeros."""
         try:
             return allocate(self.model, self.shape, rank, self.device)
         except (MemoryError, RuntimeError) as error:
@@ -101,11 +100,9 @@ def simulate_engine(
     order: str = "scattered",
     seed: int = 1,
 ) -> SimulatedEngine:
-    """Return an engine without a model, whose blocks hold one request. Allocates no memory yet.
+    """Return an engine whose blocks hold one request. Allocates no memory yet.
 
-    Args:
-        order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
-            in a new engine.
+    Block ids are "scattered", as in an engine that has run for a while, or "contiguous", as in a new engine.
     """
     made = shape(reading, side, 1)
     layers = reading.cache.layers
@@ -137,7 +134,6 @@ def block_ids(blocks: int, order: str, seed: int) -> Int64s:
 
 
 def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the range of positions in a group's block table at which a load needs blocks."""
     if cache.kind is GroupKind.STATE:
         return 0, 1
     low, high = needed_tokens(cache, span_of(tokens))
@@ -204,11 +200,7 @@ def _first_head(layer: Layer) -> int:
 
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
-    """Return the part of a page's test values that is the same for every block and layer.
-
-    Returns:
-        int64 of shape (heads, tokens, words).
-    """
+    """Return the test values that all blocks and layers share, int64 of shape (heads, tokens, words)."""
     head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
     return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
@@ -222,5 +214,5 @@ def _mix_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap(value: int) -> int:
-    """Return the signed 64-bit integer that equals `value` modulo 2**64."""
+    """Return `value` modulo 2**64 as a signed integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

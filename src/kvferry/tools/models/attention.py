@@ -49,9 +49,7 @@ _OVERLAPPING = 4
 class AttentionReader:
     """Derives the caches of attention layers from a model's configuration.
 
-    Attributes:
-        cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
-        model_dtype: element type that the model computes in, a key of `FLOATS`.
+    `cache_dtype` is one of `CACHE_DTYPES`, `model_dtype` a key of `FLOATS`.
     """
 
     config: ModelConfig
@@ -149,11 +147,7 @@ def query_heads(config: ModelConfig) -> int:
 
 
 def without_attention(config: ModelConfig) -> set[int]:
-    """Return the indices of the layers that have no attention, as in Nemotron-NAS.
-
-    Raises:
-        ConfigError: a layer has a kind of attention whose cache is unknown.
-    """
+    """Return the layers without attention, as in Nemotron-NAS. Raise ConfigError for an unknown attention."""
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
     for number, block in enumerate(blocks):

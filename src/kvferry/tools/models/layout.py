@@ -266,7 +266,6 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the size of a slot, which has room for a page of any group."""
     boxes = sorted({(i.heads, i.tokens, i.content) for i in interiors})
     if len(boxes) > 1 and not is_compact(engine.layout):
         raise GeometryError(

@@ -44,11 +44,7 @@ Requests: TypeAlias = Callable[[str], Iterable[TraceRequest]]
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The hit rate with one capacity.
-
-    Attributes:
-        hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
-    """
+    """The share of prompt tokens that the engine's prefix cache and host memory provide at one capacity."""
 
     capacity_bytes: int
     hit_rate: float

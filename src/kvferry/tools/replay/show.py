@@ -84,7 +84,6 @@ class Outcome:
 
     @cached_property
     def tiers(self) -> tuple[TierOutcome, ...]:
-        """Outcome of each kind of tier, host memory first."""
         return tuple(map(self._tier, range(len(self.simulation.tiers))))
 
     def _tier(self, number: int) -> TierOutcome:

@@ -109,12 +109,11 @@ class Supervisor:
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch the engines of a fleet, all of which are ready."""
         self._fleet, self._say, self._policy, self._clock = fleet, say, policy, clock
         self._restarts = {engine.spec.name: Restarts(policy) for engine in fleet.engines}
 
     def check(self) -> None:
-        """Look at every engine once. Report engines that have ended or are ready again, and start those due.
+        """Report engines that ended or are ready again, and start those due.
 
         Raises:
             FleetLost: no engine that decodes is left.
@@ -146,11 +145,7 @@ class Supervisor:
             self._on_ended(engine, restarts, str(error), 0.0)
 
     def _on_ended(self, engine: EngineProcess, restarts: Restarts, notice: str, ran_seconds: float) -> None:
-        """Say that an engine has ended, and plan its restart, or give it up.
-
-        Raises:
-            FleetLost: no engine that decodes is left.
-        """
+        """Plan the restart of an engine that has ended, or give it up. Raise FleetLost if none is left."""
         earlier = restarts.in_row
         wait = restarts.on_ended(self._clock(), ran_seconds)
         if wait is None:

@@ -54,7 +54,7 @@ class Parallel:
 
     @property
     def workers(self) -> int:
-        """Number of workers that the engine has on this machine. Each needs a device."""
+        """Number on this machine. Each needs a device."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
@@ -63,11 +63,7 @@ class Parallel:
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
-    """Return the parallel sizes of an engine, as read from its command-line arguments.
-
-    Raises:
-        ConfigError: a size is not a whole number of at least 1.
-    """
+    """Return an engine's parallel sizes from its arguments. Raise ConfigError unless whole and at least 1."""
     pipeline = _size(arguments, "--pipeline-parallel-size", "-pp")
     context = _size(arguments, "--prefill-context-parallel-size", "-pcp")
     data = _size(arguments, "--data-parallel-size", "-dp")
@@ -106,11 +102,6 @@ class EngineGroup:
 
     @property
     def parallel(self) -> Parallel:
-        """Parallel sizes of each engine.
-
-        Raises:
-            ConfigError: a size in the arguments is not a whole number of at least 1.
-        """
         return parallel_of(self.tensor_parallel, self.arguments)
 
 
@@ -217,11 +208,7 @@ def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[
 
 
 def split_arguments(option: str, text: str) -> list[str]:
-    """Split the value of an option that holds several arguments, as a shell does.
-
-    Raises:
-        ConfigError: a quotation mark is not closed.
-    """
+    """Split the value of an option as a shell does. Raise ConfigError if a quotation mark is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -114,7 +114,7 @@ class RecordedTrace(FileTrace):
                 yield self._request(number, record, arrivals.arrival(number, record.arrival))
 
     def _read_index(self, copy: IO[bytes] | None) -> _Index:
-        """Read all arrivals, and copy the decompressed trace to a temporary file if one is given."""
+        """Read all arrivals, and copy the decompressed trace to `copy` if it is given."""
         index = _Index()
         decoder = msgspec.json.Decoder(_Arrival)
         offset = 0

@@ -117,11 +117,7 @@ def _error_text(body: bytes) -> str:
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run the prefill/decode router in a thread until the ``with`` block ends, and yield its base URL.
-
-    Raises:
-        ConfigError: there is no decode engine, or an address is not a URL.
-    """
+    """Run the router in a thread while the block runs, and yield its URL. Raise ConfigError for a bad URL."""
     app = RouterApp(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)
     url = url_of(sock)

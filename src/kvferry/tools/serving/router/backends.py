@@ -114,11 +114,7 @@ class Waits:
 
     @asynccontextmanager
     async def wait(self) -> AsyncIterator[None]:
-        """Wait for the engine's next bytes in the ``with`` block.
-
-        Raises:
-            SilentEngine: the engine is silent.
-        """
+        """Wait for the engine's next bytes in the ``with`` block. Raise SilentEngine if it is silent."""
         wait = asyncio.timeout(None)
         self._begun[wait] = self._now
         try:

@@ -26,11 +26,7 @@ _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Return the folder for tiny checkpoints and their tokenizer, in the user's cache folder.
-
-    Raises:
-        ConfigError: the user has no cache folder.
-    """
+    """Return the cache folder of tiny checkpoints. Raise ConfigError if the user has no cache folder."""
     return user_cache() / "tiny"
 
 
