@@ -169,11 +169,7 @@ def start_recording(
         return None
     logger.info("record: requests are recorded in %s", opened)
     return RequestRecorder(
-        LineFile("record", opened, file),
-        header["unit_tokens"],
-        adapters,
-        clock=clock,
-        unix_clock=unix_clock,
+        LineFile("record", opened, file), header["unit_tokens"], adapters, clock=clock, unix_clock=unix_clock
     )
 
 

@@ -32,8 +32,7 @@ _BAD = 1
 _SECONDS = 15.0
 
 _Where = Annotated[
-    str,
-    typer.Argument(metavar="PATH|URL", help="Directory of a file tier, or URL of an object tier."),
+    str, typer.Argument(metavar="PATH|URL", help="Directory of a file tier, or URL of an object tier.")
 ]
 _Options = Annotated[
     list[str] | None,
@@ -69,9 +68,7 @@ _Tokens = Annotated[
 _Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
 
 app = typer.Typer(
-    cls=CommandGroup,
-    help="Inspect and clean stored KV, or that of a running engine.",
-    no_args_is_help=True,
+    cls=CommandGroup, help="Inspect and clean stored KV, or that of a running engine.", no_args_is_help=True
 )
 
 
@@ -161,8 +158,7 @@ def gc(
     capacity: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Capacity for this run, such as 10GiB; by default that of the directory.",
+            metavar="SIZE", help="Capacity for this run, such as 10GiB; by default that of the directory."
         ),
     ] = None,
     option: _Options = None,

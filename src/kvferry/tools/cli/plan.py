@@ -239,11 +239,7 @@ def _open(options: PlanOptions) -> Trace | None:
 
 
 def _curve(
-    trace: Trace,
-    reading: ModelReading,
-    side: EngineSide,
-    settings: KeptSettings,
-    kv_cache_memory: str | None,
+    trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings, kv_cache_memory: str | None
 ) -> _Curve:
     from kvferry.tools.replay.settings import served_model
 

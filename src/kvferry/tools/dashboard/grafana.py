@@ -66,12 +66,7 @@ def _panel(panel: Panel, number: int, place: int, top: int) -> dict[str, Any]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "targets": [
-            {
-                "refId": letter,
-                "datasource": _SOURCE,
-                "expr": query.expression,
-                "legendFormat": query.legend,
-            }
+            {"refId": letter, "datasource": _SOURCE, "expr": query.expression, "legendFormat": query.legend}
             for letter, query in zip(ascii_uppercase, panel.queries, strict=False)
         ],
     }

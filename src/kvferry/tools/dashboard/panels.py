@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.observe import (
-    COMMON,
-    CONNECTOR,
-    EXPOSED,
-    PREFIX,
-    ROUTER,
-    ROUTER_PREFIX,
-    SUFFIXES,
-    MetricKind,
-)
+from kvferry.observe import COMMON, CONNECTOR, EXPOSED, PREFIX, ROUTER, ROUTER_PREFIX, SUFFIXES, MetricKind
 
 INSTANCE = "instance"
 """Label that Prometheus adds to scraped series: the engine's address."""

@@ -95,8 +95,7 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
     # Asked first, because a CURVE client gets no answer at all from a server without encryption.
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
         raise IdentifyError(
-            f"it communicates without encryption ({mechanism}), which no kvferry engine does",
-            _SAME_VERSION,
+            f"it communicates without encryption ({mechanism}), which no kvferry engine does", _SAME_VERSION
         )
     if keys is None:
         raise IdentifyError("it asks for a key, but this user has none on this machine", _GIVE_KEY)

@@ -35,11 +35,7 @@ _TINY_ARGUMENTS = (
 _LENGTHS = (240, 1100, 2600, 6400)
 _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_QUESTIONS = (
-    "What is the capital of France?",
-    "How many days are there in a week?",
-    "What is 2 + 3?",
-)
+_QUESTIONS = ("What is the capital of France?", "How many days are there in a week?", "What is 2 + 3?")
 
 
 @dataclass(frozen=True, slots=True)
