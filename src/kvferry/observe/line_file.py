@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from io import FileIO
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import open_private
@@ -191,15 +190,11 @@ class TransferLog:
             "read_bytes_per_second": figures.read_bytes_per_second,
             "total_seconds": event.seconds,
         }
-        self._lines.add(partial(_encode, line), _LINE_BYTES)
+        self._lines.add(lambda: json.dumps(line).encode() + b"\n", _LINE_BYTES)
 
     def close(self) -> None:
         """Write the lines that wait, and close the file. Later loads are not logged."""
         self._lines.close()
-
-
-def _encode(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line).encode() + b"\n"
 
 
 def _full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache import Ended, TierQueue
+from kvferry.cache import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys import Namespace
@@ -194,7 +194,10 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
             begin(begun)
             begun += 1
         for done in queue.done():
-            _check(queue.name, done)
+            # A store that found the chunk there has not written it, and its time means nothing.
+            expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
+            if done.what is not expected:
+                raise TransferError(f"{queue.name} tier: a chunk is {done.what}, expected {expected}")
             ended += 1
         # A storage that hangs would make the benchmark wait for good.
         if queue.reads.stuck or queue.writes.stuck:
@@ -202,10 +205,3 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
         if ended < count:
             time.sleep(_POLL_SECONDS)
     return time.perf_counter() - started
-
-
-def _check(name: str, done: Ended) -> None:
-    # A store that found the chunk there has not written it, and its time means nothing.
-    expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
-    if done.what is not expected:
-        raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

@@ -120,7 +120,9 @@ def file(
         yield from_error(subject, error)
         return
     # The engine creates the default directory, but not one that is configured: its disk may not be mounted.
-    path = directory if settings.path else _existing_parent(directory)
+    path = directory
+    if not settings.path:
+        path = str(next(one for one in (Path(path), *Path(path).parents) if one.exists()))
     # In a process, because a dead network mount hangs whoever touches it, and cannot be interrupted.
     ended = probe(path)
     probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
@@ -182,11 +184,6 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
             )
 
 
-def _existing_parent(default: str) -> str:
-    path = Path(default)
-    return str(next(one for one in (path, *path.parents) if one.exists()))
-
-
 def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
     ledger = probed.get("ledger")
     free, used = probed["free"], ledger[1] if ledger else 0
@@ -208,7 +205,6 @@ def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, A
 
 
 def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
-    """Report the kind of file system that holds a file tier's directory, with its drawbacks."""
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
     for kinds, found, advice in _DRAWBACKS:
         if mount.kind in kinds or (kinds is _NETWORK and mount.kind.startswith("fuse")):

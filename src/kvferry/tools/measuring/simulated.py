@@ -79,12 +79,7 @@ def span_of(tokens: int) -> LoadSpan:
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """Return the description of a model's KV cache, read from the model's ``config.json``.
-
-    Args:
-        name: name or path of the model, in any form that `kvferry plan` accepts.
-        changes: fields of ``config.json`` to replace, with their new values.
-    """
+    """Return the reading of a ``config.json``, with `changes` of fields. `name` is as for `kvferry plan`."""
     found, config = find_config(name)
     if changes:
         found, config = f"{found}, changed", {**config, **changes}
@@ -177,7 +172,8 @@ def _fill_pages(pages: torch.Tensor, group: Group, layer: Layer, number: int, ta
     # Writing words is quicker than bytes. The largest that divides a head's bytes.
     word = gcd(8, content)
     words = pages.view(_WORDS[word])
-    base = _base(_first_head(layer), (heads, tokens, content // word))
+    axis = layer.page.fields[0].axis("head")
+    base = _base(axis.start if axis else 0, (heads, tokens, content // word))
     for position, block in enumerate(table):
         if block:
             first = position * group.block_tokens
@@ -191,11 +187,6 @@ def _fill_state(fields: dict[str, torch.Tensor], layer: Layer, number: int, bloc
         base = _base(axis.start if axis else 0, (heads, 1, prod(inner)))
         value = _mix_bits(base + _wrap(number * _LAYER + (index + 1) * _FIELD))
         elements[block].copy_(value.reshape(heads, *inner).to(elements.dtype))
-
-
-def _first_head(layer: Layer) -> int:
-    axis = layer.page.fields[0].axis("head")
-    return axis.start if axis else 0
 
 
 @cache

@@ -79,8 +79,6 @@ def parse_strategy(name: str) -> Strategy | None:
 class TransferEstimate:
     """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
 
-    One route after the other is added.
-
     Attributes:
         pages: number of pages that are written at the destination, over all ranks.
         descriptors: number of runs, after adjacent runs of consecutive cells are merged.
@@ -269,7 +267,8 @@ def _forecast_layers(
             group = dst.groups[route.dst_group]
             cells = setting.cells(route, group)
             # What the same layers would transfer without windows.
-            full = setting.cells(route, Attention(_without_window(group.kind)))
+            windowed = group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+            full = setting.cells(route, Attention(GroupKind.FULL if windowed else group.kind))
             estimates[setting.dst.kinds[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
     _compare_state(reading, dict(zip(setting.kinds, estimates, strict=True)), counts)
@@ -289,10 +288,6 @@ def _forecast_layers(
         )
         rows.append(row)
     return tuple(rows)
-
-
-def _without_window(kind: GroupKind) -> GroupKind:
-    return GroupKind.FULL if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else kind
 
 
 def _compare_state(

@@ -68,7 +68,10 @@ class _Sums:
 
     def add(self, place: int, number: int) -> None:
         while place + 1 >= len(self._tree):
-            self._grow()
+            # The new half begins with zeros, so its last node has the total.
+            size = len(self._tree) - 1
+            self._tree += [0] * size
+            self._tree[2 * size] = self.total
         self.total += number
         at = place + 1
         while at < len(self._tree):
@@ -81,12 +84,6 @@ class _Sums:
             before += self._tree[at]
             at -= at & -at
         return self.total - before
-
-    def _grow(self) -> None:
-        # The new half begins with zeros, so its last node has the total.
-        size = len(self._tree) - 1
-        self._tree += [0] * size
-        self._tree[2 * size] = self.total
 
 
 class StackDistances:
