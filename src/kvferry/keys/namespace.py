@@ -96,7 +96,6 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note of this namespace."""
         return _to_json({"facts": self.facts, "name": self.name})
 
     @property

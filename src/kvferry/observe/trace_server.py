@@ -62,8 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
-        remembered: number of requests that the engine remembers.
-        most: maximum number of requests that the engine remembers.
+        remembered, most: number of requests that the engine remembers, and its maximum.
         connector: name of the connector if the engine has several; empty otherwise.
     """
 

@@ -143,10 +143,9 @@ def _find_http_endpoint(one: Target) -> str | None:
 
 
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Return an engine's description of itself, and release the KV blocks of the test prompt.
+    """Return an engine's description of itself, and release the KV blocks of the test prompt, if any.
 
-        offered: KV of the test prompt; None if the engine was not asked for it. The blocks are not released
-            if `keys` is None.
+    Blocks are not released without `keys`.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.

@@ -88,10 +88,8 @@ def examine_url(
 ) -> None:
     """Examine the HTTP server at a URL, which may be an engine or a router.
 
-    If the server is an engine, it is asked to compute a prompt of four tokens and to offer the KV.
-
-    Args:
-        environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
+    An engine is asked to compute a prompt of four tokens and to offer the KV. The API key is the value of
+    ``VLLM_API_KEY`` in `environment`, if it is set.
     """
     key = environment.get("VLLM_API_KEY")
     anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {}, seen)
@@ -191,9 +189,6 @@ async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
     """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
     If the first rank fails or offers no KV, the other ranks are not asked.
-
-    Args:
-        engines: number of vLLM's engines behind the URL, one per data-parallel rank.
     """
     listed = await ask("/v1/models")
     try:
@@ -241,7 +236,6 @@ async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
 
 
 async def _has_tiers(ask: _Ask) -> bool:
-    """Return whether the metrics of an engine that has computed a prompt show tiers."""
     # The API server counts a step shortly after it has sent the answer.
     for _ in range(_TIER_POLLS):
         if _TIERS in (await ask("/metrics")).text:

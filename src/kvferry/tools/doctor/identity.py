@@ -69,14 +69,7 @@ class IdentifyError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """An engine's description of itself.
-
-    Attributes:
-        address: host and port of the engine's control channel.
-        facts: id, software and settings of the engine.
-        ranks: descriptions of the engine's workers; at least one.
-        round_trip_seconds: median round-trip time of a message on the control channel.
-    """
+    """An engine's description of itself: `ranks` are its workers, and the round-trip time is a median."""
 
     address: Address
     facts: Facts
@@ -115,9 +108,7 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
 def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence[int]) -> None:
     """Have an engine free the blocks that it keeps for a peer, without reading their KV.
 
-    Args:
-        tokens: token ids of the prompt whose KV the blocks hold. The prompt must have no images, LoRA
-            adapter or cache salt.
+    `tokens` are those of the prompt, which has no images, LoRA adapter or cache salt.
     """
     # An engine releases only what was redeemed.
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))

@@ -207,12 +207,7 @@ def check() -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted file system.
-
-    Attributes:
-        kind: type of the file system, as the kernel names it.
-        source: device or server that holds the files.
-    """
+    """A mounted file system: its type as the kernel names it, and the device or server with its files."""
 
     point: str
     kind: str

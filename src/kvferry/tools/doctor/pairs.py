@@ -137,7 +137,6 @@ def _fact_of(difference: str) -> str:
 
 
 def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report whether two engines are on one machine, and what was measured about their connection."""
     # In one order for both directions, so that their findings can be equal.
     times = sorted((there.round_trip_seconds, here.round_trip_seconds))
     took = " and ".join(map(format_seconds, times))
@@ -183,7 +182,6 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator
 
 
 def _check_windows(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
-    """Yield a note if loads may fill blocks of sliding-window layers only in part."""
     theirs, ours = _window_block_tokens(there), _window_block_tokens(here)
     if 0 < theirs < ours:
         yield note(

@@ -98,7 +98,6 @@ def engine_of(host: str, port: int, namespace_of: Callable[[int], str] = network
 
     Args:
         host: IP address, or a name that resolves to one.
-        namespace_of: function that returns the network namespace of a process, by its id.
 
     Returns:
         Command line of each process, by process id. Empty if no process that this user can inspect listens

@@ -353,12 +353,7 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Measure how much time is saved if a gather and a READ of `size` bytes run at the same time.
-
-    Returns:
-        The saved time as a share of the time of the shorter operation: 0 if the operations run one after the
-        other, 1 if the longer operation hides the shorter.
-    """
+    """Measure the saved share (0 to 1) of the shorter time if a gather and a READ of `size` bytes overlap."""
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         partial(channel.time, _LARGE),

@@ -113,7 +113,7 @@ class ProducerProcess:
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """Make the producer process end, wait until it has, and kill it if it does not in time."""
+        """End the producer process, and kill it if it does not end in time."""
         # The producer ends when the pipe does.
         self._pipe.close()
         self._process.join(_END_SECONDS)

@@ -220,7 +220,7 @@ class Reader:
         return outcome.results[request.key], seconds
 
     def figures(self, source: SimulatedEngine, peer: int = 0) -> LoadFigures:
-        """End the producer process, and kill it if it does not end in time."""
+        """Load a request's KV, and return how kvferry did it. Raises as `load`."""
         return self.load(source, peer)[0].figures
 
     def claim_lease(self, key: str, peer: int = 0) -> LeaseWord:

@@ -115,7 +115,6 @@ class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
     Attributes:
-        defaults: default values of the model family, by key.
         read_keys: every lookup adds the names of the keys that it has read.
     """
 

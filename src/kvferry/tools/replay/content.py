@@ -41,7 +41,6 @@ class RequestKeys:
         known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
             after the prompt are generated tokens.
         computed_tokens: number of these tokens whose KV the engine computes.
-        whole: keys of the whole chunks, one list per group.
     """
 
     def __init__(

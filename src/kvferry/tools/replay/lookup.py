@@ -57,7 +57,6 @@ class SimulatedTier:
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
-        counts: numbers of chunks of each KV cache group so far.
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
     """
 

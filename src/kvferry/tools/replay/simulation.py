@@ -131,7 +131,6 @@ class Results:
 
     Attributes:
         tier_tokens: tokens that each tier provided, host memory first.
-        tier_bytes: bytes that loads took from each tier.
         group_tokens: tokens of the longest prefix that each group alone could use.
         local_tokens: tokens that engines had in their own prefix caches.
         lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window

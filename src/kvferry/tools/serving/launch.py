@@ -68,7 +68,6 @@ class Fleet:
         log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
         startup_timeout_seconds: longest time from the start of an engine until it is ready.
         stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
-        clock: function that returns monotonic seconds, for the age of engines.
 
     Attributes:
         engines: started engines in the order of their specifications; empty before `start`.

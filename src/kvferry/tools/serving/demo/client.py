@@ -31,7 +31,6 @@ class StreamedAnswer:
         prompt, tokens: token ids of the prompt and of the answer.
         logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
             request does not ask for them.
-        first_token_seconds: time from sending the request to the first token.
     """
 
     request_id: str

@@ -44,7 +44,6 @@ class DemoModel:
 
     Attributes:
         path: path or id that vLLM can load.
-        arguments: additional arguments of vLLM's API server.
         questions: questions to ask in a chat; if there are none, the model continues passages of a text.
     """
 

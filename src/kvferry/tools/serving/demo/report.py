@@ -114,12 +114,7 @@ def read_transfer(log: Path, request_id: str) -> Transfer | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """The result of one request of the demo.
-
-    Attributes:
-        transfer: KV load of the request; None if nothing was loaded.
-        verdict: result of the comparison with a single engine.
-    """
+    """The result of one request of the demo. `transfer` is None if nothing was loaded."""
 
     prompt_tokens: int
     transfer: Transfer | None

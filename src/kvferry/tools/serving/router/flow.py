@@ -190,7 +190,6 @@ class CompletionFlow:
         return AloneReason.INVALID if self._refusals.includes(path, body) else None
 
     def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
-        """Record that a decode engine has begun to answer a request."""
         if status == LOOP_DETECTED:
             backend.mark_down(LOOP_REASON)
             return

@@ -147,8 +147,6 @@ class RouterMetrics:
 
 
 class _EngineCollector(Collector):
-    """Collector of the states of the router's engines at the time of a scrape."""
-
     def __init__(self, backends: Callable[[], Iterable[Backend]]) -> None:
         self._backends = backends
 
