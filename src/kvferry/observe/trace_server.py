@@ -106,7 +106,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Decode a trace, a line of JSON. Raise ProtocolError if the line is none."""
+    """Decode a trace, a line of JSON. Raise ProtocolError if the line is no trace."""
     try:
         plain = msgspec.json.decode(line, type=_Trace)
         told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)

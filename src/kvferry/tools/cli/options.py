@@ -117,7 +117,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace a file that an option names as a whole. Raise ConfigError if it cannot be written."""
+    """Write a file that an option names, as a whole. Raise ConfigError if it cannot be written."""
     with writing(path):
         replace_file(path, text)
 

@@ -101,7 +101,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart. `unit` is Grafana's name; `stacked` is useful if the sum of the values is meaningful."""
+    """A chart. `unit` is Grafana's name of it. Values are `stacked` if their sum is meaningful."""
 
     title: str
     description: str

@@ -134,7 +134,7 @@ def _connected(address: Address, keys: Keys, linger_milliseconds: int = 0) -> It
 
 
 def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: float) -> Any:
-    """Return the answer of class `kind`. Raise IdentifyError without it by `deadline` (monotonic seconds)."""
+    """Return the answer. Raise IdentifyError if no `kind` arrives until `deadline`, in monotonic seconds."""
     try:
         reply = channel.ask(message, deadline)
     except TimeoutError as error:

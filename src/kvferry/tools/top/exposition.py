@@ -164,7 +164,7 @@ def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The values and rates of one engine or of several, per second; no rates with only one reading."""
+    """The values and the rates per second of one engine or of several. One reading has no rates."""
 
     now: Values
     rates: Values | None

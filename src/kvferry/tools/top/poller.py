@@ -24,7 +24,7 @@ _SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The failure of an address since its first one after the last success, in seconds since 1970."""
+    """A failure: `since` is the first one after the last success, in seconds since 1970."""
 
     since: float
     why: str
@@ -136,7 +136,7 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
 
 
 def parse_address(text: str) -> str:
-    """Return the base URL of an engine or router, without ``/metrics``. Raise ConfigError if it is none."""
+    """Return the base URL of an engine or router, without ``/metrics``. Raise ConfigError for no URL."""
     if (found := server_url(text)) is None:
         raise ConfigError(
             f"{text!r} is no URL of an engine or a router; give one such as http://127.0.0.1:8000"
