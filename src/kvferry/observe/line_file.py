@@ -40,11 +40,7 @@ Line: TypeAlias = Callable[[], bytes]
 
 
 def open_line_file(setting: str, path: str) -> FileIO:
-    """Open a file for appending. A new file can be read only by its owner.
-
-    Raises:
-        ConfigError: the file cannot be opened.
-    """
+    """Open a file for appending, a new one for its owner alone. Raise ConfigError if that fails."""
     try:
         return open(path, "ab", buffering=0, opener=open_private)
     except (OSError, ValueError) as error:

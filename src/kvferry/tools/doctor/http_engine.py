@@ -41,11 +41,7 @@ _Ask: TypeAlias = Callable[..., Awaitable[HttpReply]]
 
 @dataclass(frozen=True, slots=True)
 class OfferedKv:
-    """The KV of a test prompt, as the engine that computed it offers it to other engines.
-
-    Attributes:
-        ticket: 16 bytes.
-    """
+    """The KV of a test prompt, as the engine that computed it offers it. `ticket` has 16 bytes."""
 
     address: Address
     engine_id: str

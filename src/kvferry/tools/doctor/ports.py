@@ -29,11 +29,7 @@ _SHUT = "let only peers reach it; docs/network.md has a firewall rule and a Netw
 
 @dataclass(frozen=True, slots=True, order=True)
 class Port:
-    """A listening TCP socket.
-
-    Attributes:
-        address: IP address; ``0.0.0.0`` or ``::`` for all addresses.
-    """
+    """A listening TCP socket. `address` is an IP address; ``0.0.0.0`` or ``::`` for all addresses."""
 
     process: int
     address: str

@@ -188,11 +188,7 @@ def block_pool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSetting:
-    """A tier of a replay.
-
-    Attributes:
-        capacity_bytes: maximum bytes of its chunks, for each engine or for all engines together.
-    """
+    """A tier of a replay. `capacity_bytes` limits its chunks, for each engine or for all together."""
 
     kind: str
     capacity_bytes: int
