@@ -58,10 +58,6 @@ class KVFerryMover:
 
     The measured time starts when the block ids are known. It ends when the request may use the blocks.
 
-    Args:
-        peer: index of the source engine in the producer process.
-        strategy: transfer strategy to use; None for the cheapest.
-
     Attributes:
         strategies: transfer strategy of each KV cache group in the last move; empty before the first.
         stages: seconds of planning, of reading, of the lease check and of the rest, one tuple per move. The

@@ -67,11 +67,8 @@ def curve_of_model(
 ) -> tuple[list[CurvePoint], str]:
     """Replay a trace on one engine with unlimited host memory, then compute the hit rate by capacity.
 
-    Args:
-        kv_cache_memory: memory of each rank for KV cache, such as ``40GiB``; None for a default.
-
-    Returns:
-        (points, about). `about` says in sentences what the curve was computed from.
+    `kv_cache_memory` is that of each rank, such as ``40GiB``; None for a default. The second result says in
+    sentences what the curve was computed from.
     """
     from kvferry.tools.replay.curve import hit_rate_curve
     from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier

@@ -37,10 +37,9 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def locked_memory(limit: int, rdma: list[str]) -> Finding:
-    """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
+    """Check whether a process can lock all its memory: RDMA devices access only locked memory.
 
-    Args:
-        limit: number of lockable bytes, negative for unlimited.
+    `limit` is in bytes, negative for none.
     """
     subject = "locked memory"
     may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"

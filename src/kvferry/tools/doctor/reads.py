@@ -90,8 +90,7 @@ class ReadTimings:
 def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
     """Return UCX's names of the transports that READs used, e.g. ``cma/memory``.
 
-    Args:
-        memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
+    `memory` is UCX's name of the kind that was read, e.g. ``cuda``; empty for any.
     """
     found: dict[str, None] = {}
     inside = False
@@ -109,8 +108,7 @@ def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
 def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
     """Time READs between two other processes, and return the result of the first.
 
-    Args:
-        transports: value of ``UCX_TLS``; None to leave the variable as it is.
+    `transports` is the value of ``UCX_TLS``; None leaves the variable as it is.
     """
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
@@ -138,11 +136,7 @@ def check(
     several_machines: bool = False,
     rdma_devices: Callable[[], list[str]] = devices,
 ) -> Iterator[Finding | ReadTimings]:
-    """Check that READs between two processes work, with all transports and without shared memory.
-
-    Yields:
-        Findings, and the times of READs with all transports.
-    """
+    """Check READs between two processes with all transports, which are timed, and without shared memory."""
     given = environment.get("UCX_TLS")
     shared = parse_timings(start(None))
     if isinstance(shared, str):

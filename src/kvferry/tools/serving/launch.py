@@ -66,7 +66,6 @@ class Fleet:
 
     Args:
         log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
-        startup_timeout_seconds: longest time from the start of an engine until it is ready.
         stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
 
     Attributes:

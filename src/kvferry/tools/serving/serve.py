@@ -185,7 +185,6 @@ def serve_fleet(
     Args:
         signals: the first signal stops the engines, and a second one kills them.
         announce: function that is called with one line when the endpoint can serve requests.
-        startup_timeout_seconds: longest time from the start of an engine until it is ready.
 
     Raises:
         LaunchError: an engine did not start.

@@ -119,14 +119,7 @@ def fleet_specs(
 ) -> tuple[EngineSpec, ...]:
     """Return the specifications of prefill engines and decode engines on this machine, in this order.
 
-    Args:
-        prefill_settings, decode_settings: connector settings, by their names in `ConnectorConfig`; None for
-            the default values.
-        arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
-        machine: devices that the engines share; None for the devices of this machine.
-
-    Raises:
-        ConfigError: `group_specs` refuses the engines.
+    Settings, arguments, devices and errors are as in `EngineGroup` and `group_specs`.
     """
     groups = (
         EngineGroup(Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings, arguments),
@@ -189,8 +182,7 @@ def group_specs(
 def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[str, Any]]:
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
-    Args:
-        ports: free port for the control channel of each engine.
+    `ports` are free ones for the control channels.
     """
     settings = [dict(group.settings or {}) for group in engines]
     named = any(own.get(name) is not None for own in settings for name in _ADDRESSES)

@@ -54,7 +54,6 @@ def ask(
         body: JSON fields of the request, with the prompt and ``max_tokens``. Fields are added so that the
             answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens. With ``ignore_eos``
             false it may be shorter.
-        on_text: function that is called with each piece of text as it arrives.
 
     Raises:
         CompletionError: the endpoint answers with a status other than 200 or an error event, or the stream

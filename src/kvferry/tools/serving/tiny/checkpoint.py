@@ -33,10 +33,7 @@ def cache_directory() -> Path:
 def tiny_checkpoint(name: str, directory: Path) -> Path:
     """Return the folder with the tiny checkpoint of a model family. It is written if it does not exist.
 
-    Several callers may call this at the same time.
-
-    Raises:
-        ConfigError: the family is unknown.
+    Several callers may call this at the same time. Raise ConfigError for an unknown family.
     """
     chosen = family(name)
     tokenizer = trained_tokenizer(directory)

@@ -41,7 +41,6 @@ class Family:
             transformers does not write them.
         scale: standard deviation of the random weight matrices, except for the embedding.
         embedding_scale: standard deviation of the embedding's random weights.
-        dtype: dtype in which an engine computes.
         engine: keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
     """
 
