@@ -113,7 +113,6 @@ class CalibrationJob:
     Attributes:
         read_sizes: descriptor sizes in bytes. One READ is measured per size.
         read_bytes, read_descriptors: maximum of a READ. The latter limits READs with short descriptors.
-        copy_bytes: bytes that one gather or scatter copies.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
         host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
     """

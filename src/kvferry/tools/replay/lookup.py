@@ -29,7 +29,6 @@ class TierCounts:
 
     Attributes:
         stored, read, evicted, dropped: numbers of chunks. A chunk is dropped if there is no room for it.
-        most_bytes: maximum of the bytes that the tier held in these chunks.
     """
 
     stored: int = 0

@@ -60,7 +60,6 @@ class Restarts:
         in_row: number of restarts since the engine last ran for the policy's `stable_seconds`.
         due: monotonic seconds of the next start; None if the engine runs, or is not started again.
         starting: True from a restart until the engine is ready.
-        given_up: True if the engine has used up its restarts.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:

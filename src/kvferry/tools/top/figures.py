@@ -57,7 +57,6 @@ class ConnectorFigures:
         queries: requests for which the connector was queried: the sum of `hits`, `passed_over` and `misses`.
         passed_over: requests for which the connector had tokens but was not chosen.
         misses: requests for which the connector had no tokens, or did not answer in time.
-        hit_tokens: tokens that the connector was chosen to load.
         loads: number of ended loads, by outcome.
     """
 
