@@ -151,9 +151,8 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     """Parse the setting ``peers``.
 
     Args:
-        entries: host names, IP addresses and IP networks. Hosts may have the port of an engine's control
-            channel. None if the setting is not set: then an engine that listens on loopback accepts loopback
-            addresses only, and any other engine accepts all.
+        entries: host names, with or without the port of a control channel, IP addresses and IP networks. None
+            allows loopback addresses only if the engine listens on loopback, else all addresses.
         host: address that the engine listens on.
         advertised: host under which peers reach this engine; None if not set.
     """

@@ -30,11 +30,7 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the file: `costs` by name, and the calibrated `machine` for information.
-
-    Attributes:
-        made: time of the calibration, ISO 8601.
-    """
+    """Content of the file: `costs` by name, the time when they were `made` (ISO 8601), and the `machine`."""
 
     version: int
     made: str
@@ -105,8 +101,7 @@ class TransferSettings:
 
     Attributes:
         strategy: None to choose the cheapest for each read, by `costs`.
-        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
-            measurement.
+        timed_read_bytes: size of the READs that measure the speed of a new peer; 0 for no measurement.
         staging_bytes: size of each of the three staging areas; 0 for none.
         host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
         ports: ports that the gather channel and UCX may listen on; None for any.

@@ -204,8 +204,7 @@ class GatherClient:
     """A connection to one rank of a peer, over which a lane asks the rank to gather.
 
     Attributes:
-        socket: underlying ZeroMQ socket, for use in a poller.
-        silent_until: time until which the lane sends no requests, by the lane's clock. The lane sets it when
+        silent_until: time, by the lane's clock, until which the lane sends no requests. The lane sets it when
             a request has timed out. Any reply of the rank resets it to 0.
     """
 
@@ -233,19 +232,11 @@ class GatherClient:
         self._answers: dict[int, Gathered | NotGathered] = {}
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the lane must send no requests at this time of its clock."""
         self._receive()  # a reply that has arrived ends the silence
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
-        """Ask the rank to pack cells, and return the id of the segment, for `answer` and `done`.
-
-        Args:
-            lease: word of the lease on the source blocks.
-            blocks: source block of each cell, int64 of shape (n,), in the order of tokens.
-            cell: index of the first cell within its block.
-            shared: True to pack the cells into the rank's memory file, which this worker has mapped.
-        """
+        """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
         segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
         self._wanted[segment] = self._introductions
         ids = blocks.astype(np.int32).tobytes()

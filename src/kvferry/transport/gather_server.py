@@ -130,9 +130,7 @@ class GatherServer:
         Args:
             words: words of the worker. Those before index `first_word` protect leased blocks. The others
                 protect the units of `area`, and then those of `shared`.
-            settings: host, ports, key and peers of the channel.
-            make_copies: prepares the copies of a route, with the arguments of `StagingCopies`.
-            shared: staging area in host memory that readers of the same machine map; None if there is none.
+            shared: staging area in host memory that readers of the same machine map.
         """
         self.area, self._shared = area, shared
         self._limits, self._make_copies = limits or GatherLimits(), make_copies
@@ -151,7 +149,6 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the thread. Wait at most `patience_seconds` for a copy in progress."""
         self._stop.set()
         self._listener.interrupt()
         self._thread.join(patience_seconds)

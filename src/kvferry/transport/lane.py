@@ -116,15 +116,7 @@ class Lane:
         on_result: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start the thread.
-
-        Args:
-            name: name of the NIXL agent, unique among all agents that ever communicate.
-            landing: staging area into which images are read; all lanes share it.
-            in_flight: maximum number of orders that are executed at the same time; further orders wait.
-            on_result: function that the thread calls when `results` has a new result.
-            clock: seconds, for timeouts, pauses and the speed of READs.
-        """
+        """Start the thread. The arguments are those of `Transfers`. `clock` is for timeouts and pauses."""
         self.ready: Future[None] = Future()
         self.results: deque[ReadResult] = deque()
         self._on_result, self._validator = on_result, validator
@@ -174,7 +166,6 @@ class Lane:
         self._wake.set()
 
     def join(self, patience_seconds: float) -> bool:
-        """Wait at most `patience_seconds` for the lane's thread to end; return whether it has ended."""
         self._thread.join(patience_seconds)
         return not self._thread.is_alive()
 
@@ -212,10 +203,7 @@ class Lane:
         self._shut()
 
     def _execute_queued(self) -> bool:
-        """Execute the queued commands and orders, oldest first. Return whether any was.
-
-        While the maximum number of reads is in progress, orders stay in the queue.
-        """
+        """Execute queued commands, and orders while there are not too many reads. Return whether any was."""
         busy = self._links.process_verdicts() | self._measure()
         if busy:
             # Held orders came before the queued ones, and go back in front of them in their order.

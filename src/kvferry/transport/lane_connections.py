@@ -62,18 +62,13 @@ class ReadPlan:
 class ConnectedPeer:
     """A connection of a lane to a peer engine, with all that is prepared to read the peer's KV cache.
 
-    Attributes:
-        sources: all ranks of the peer, also those without KV for this rank, in the order of its cards.
+    `sources` are all ranks of the peer, also those without KV for this rank, in the order of its cards.
     """
 
     def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
         """Load the peer's transport metadata, and prepare to read from its ranks.
 
-        Raises:
-            Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
-            TransferError: there are too many ranks or descriptors, the transport cannot reach the peer, or no
-                transfer method can read some part of the KV.
-            ProtocolError: the transport metadata of a rank is malformed.
+        Raise Incompatible, TransferError or ProtocolError if the peer's KV or metadata does not allow that.
         """
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
@@ -244,12 +239,7 @@ class LaneConnections:
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty collection.
-
-        Args:
-            make: connects to the ranks of a peer. It raises an exception if it cannot.
-            in_use: returns the connections that reads in progress use.
-        """
+        """Create an empty collection. `make` connects a peer or raises. `in_use` returns what reads use."""
         self._make, self._validate, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _Link] = {}
         # Those in state ASKED and UP, so that polls and reads do not search all peers.

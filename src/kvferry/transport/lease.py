@@ -103,9 +103,7 @@ class LeaseWords:
 class _HeldLease:
     """A lease that has not ended. Times are in seconds of the book's clock.
 
-    Attributes:
-        granted: time of the grant.
-        due: time of the lease's entry in the heap of `LeaseBook`, at most `expires`; infinite without one.
+    `due` is the time of its entry in the heap of `LeaseBook`, at most `expires`; infinite without one.
     """
 
     slot: int
@@ -119,10 +117,6 @@ class LeaseBook:
 
     A step asks which leases have expired, and which no consumer has claimed. The time for that grows with the
     number of leases that are found, not with that of all leases.
-
-    Attributes:
-        seconds: default duration of a lease.
-        expired: number of leases that have expired since the start.
     """
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
@@ -149,10 +143,7 @@ class LeaseBook:
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Grant a lease on the blocks of a request, for the default duration if `seconds` is None.
-
-        Raise TransferError if all slots are in use.
-        """
+        """Grant a lease, of the default duration without `seconds`; TransferError if all slots are in use."""
         if not self._free:
             raise TransferError(
                 f"all {len(self._generations)} lease slots are in use; lower lease_seconds "
@@ -210,7 +201,6 @@ class LeaseBook:
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """End all leases that have expired, as `end`."""
         now, late = self._clock(), []
         while self._due and self._due[0][0] <= now:
             due, _, name, held = heapq.heappop(self._due)

@@ -79,12 +79,7 @@ class _Segment:
 
 
 class PackedRead:
-    """A read of cells as images, used by the lane's thread.
-
-    Attributes:
-        rest: cells of the segments that have not begun, the next one last.
-        peer_lost: True if the transport failed.
-    """
+    """A read of cells as images. `rest` are the cells of segments that have not begun, the next one last."""
 
     def __init__(
         self,
@@ -95,11 +90,7 @@ class PackedRead:
         cells: Cells,
         lease: LeaseWord,
     ) -> None:
-        """Split the cells into segments. `advance` starts to read them from blocks under the lease.
-
-        Args:
-            method: a method of `route` with images.
-        """
+        """Split the cells into segments. `advance` reads them by a `method` of `route` with images."""
         self.failure: str | None = None
         self.peer_lost = False
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock

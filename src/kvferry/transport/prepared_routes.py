@@ -75,9 +75,7 @@ class _Descriptors:
 def _descriptors(runs: Iterable[tuple[Int64s, Int64s, Offsets]], stride: int, count: int) -> _Descriptors:
     """Return the descriptors of runs that are repeated in `count` blocks or images, every `stride` bytes.
 
-    Args:
-        runs: address and length of runs for the cell at offset 0 of block 0, int64 of shape (n,), and the
-            offset of each cell in its block.
+    `runs` are address and length, int64 of shape (n,), for the cell at offset 0, and all cells' offsets.
     """
     tables, cells = [np.empty((0, 4), np.int64)], 1
     for address, length, at in runs:
@@ -146,11 +144,7 @@ class PreparedMethod:
         return [cells[at : at + each] for at in range(0, len(cells), each)]
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the descriptors of these cells, as indices into the prepared lists.
-
-        Args:
-            outgoing, landing: index of the first image in each area; ignored if there is none.
-        """
+        """Return the cells' descriptors as indices. `outgoing` and `landing` are the first images there."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -184,7 +178,6 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The method that reads cells straight into blocks; None if the route has none."""
         first = self.methods[0]
         return first if first.method.strategy is Strategy.DIRECT else None
 
@@ -215,12 +208,7 @@ class SourceRank:
 
 
 class _RoutePreparation:
-    """Prepares the transfer of all routes from one rank of a peer to this rank.
-
-    Attributes:
-        src, dst: descriptor lists of the peer's rank and of this rank.
-        gathers: routes to announce to the peer's rank.
-    """
+    """Prepares the transfer of all routes from one rank of a peer to this rank. `gathers` are to announce."""
 
     def __init__(
         self,
@@ -232,14 +220,7 @@ class _RoutePreparation:
         max_strided_copies: int = MAX_STRIDED_COPIES,
         shared: SharedArea | None = None,
     ) -> None:
-        """Create empty lists.
-
-        Args:
-            landing: staging area into which images are read.
-            costs: decide whether neighbouring runs are read with one descriptor that also covers the gap.
-            max_strided_copies: maximum number of strided copies in the announced routes.
-            shared: outgoing file of the peer's rank, mapped here; None if it cannot be mapped.
-        """
+        """Create empty lists. `shared` is the outgoing file of the peer's rank, if it is mapped here."""
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
         self.src, self.dst = _DescriptorList(max_descriptors), _DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []

@@ -126,11 +126,10 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Create a grant from lists of block ids.
+        """Create a grant from the block ids of each KV cache group, in the order of the tokens.
 
-        Args:
-            tables: block ids of each KV cache group, in the order of the tokens. Id 0 marks a block that the
-                producer no longer holds. A group of recurrent state has one block: the state at the end.
+        Id 0 marks a block that the producer no longer holds. A group of recurrent state has one block: the
+        state at the end.
         """
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
@@ -139,7 +138,6 @@ class Grant(msgspec.Struct, frozen=True):
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word of the lease of an engine with this incarnation."""
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
@@ -258,7 +256,6 @@ class TicketBook:
         """Add a ticket, which consumers can redeem from now on.
 
         Args:
-            lease: name of the lease in this engine.
             tokens, content: number of tokens whose KV the leased blocks hold in the end, and digests of them.
             ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
             cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
@@ -271,12 +268,7 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def advance(self, lease: str, grant: Grant, ready: int) -> None:
-        """Record that the blocks of a lease hold the KV of more tokens. A lease without a ticket is ignored.
-
-        Args:
-            grant: block tables of all these tokens, and the same lease word as before.
-            ready: number of tokens from the start of the prompt.
-        """
+        """Record that blocks hold the KV of the first `ready` tokens. Ignore a lease without a ticket."""
         with self._lock:
             if (found := self._open.get(self._tickets.get(lease, b""))) is not None:
                 found.grant, found.ready = grant, ready

@@ -80,10 +80,7 @@ class PeerResolver:
         resolve: ResolveName | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the resolver. It resolves a host name when the name is first needed.
-
-        `on_answer` is called by a background thread when a look-up has ended.
-        """
+        """Create the resolver. A background thread calls `on_answer` when a look-up has ended."""
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
         self._lock = threading.Lock()
@@ -178,11 +175,7 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to look a name up, unless it is being looked up, or was a short time ago.
-
-        Args:
-            seconds: age up to which addresses count as recent.
-        """
+        """Start to look a name up, unless one is in progress, or was tried in the last `seconds`."""
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:

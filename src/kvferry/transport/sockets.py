@@ -91,9 +91,7 @@ class SocketPoller(Generic[Name]):
 class ControlSocket:
     """A socket that is connected to the control channel of one peer. Not thread-safe.
 
-    Attributes:
-        raw: underlying ZeroMQ socket, for use in a poller.
-        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `is_up`.
+    `events` is a ZeroMQ monitor socket. When it is readable, call `is_up`.
     """
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
@@ -132,11 +130,7 @@ class ControlSocket:
         return frames[-1]
 
     def ask(self, message: Request, deadline: float) -> Reply:
-        """Send a request, block until the reply arrives, and return it.
-
-        Args:
-            deadline: seconds of `time.monotonic`, after which TimeoutError is raised.
-        """
+        """Send a request, and block until the reply. TimeoutError after `deadline`, of `time.monotonic`."""
         self.send(message)
         if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise TimeoutError("the control channel does not answer")

@@ -163,10 +163,8 @@ class LaneResources:
     """The agent, memory and settings of a lane. Only the lane's thread uses them.
 
     Attributes:
-        geometry: KV cache of this rank.
         landing: staging area into which images are read. All lanes share it.
         words: memory into which words of peers are read, uint64 of shape (n,). The lane registers it.
-        context: ZeroMQ context of the gather channels.
         free_words: indices of the elements of `words` that packed reads may take. Mutated by them.
     """
 
