@@ -21,7 +21,6 @@ class DiskRoom:
 
     @classmethod
     def of(cls, path: str) -> DiskRoom:
-        """Return the free room of the file system that holds a path."""
         found = os.statvfs(path)
         return cls(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
@@ -29,9 +28,7 @@ class DiskRoom:
 def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:
     """Return what a full file system lacks, and advice for the operator.
 
-    Args:
-        error: error of a call that needed room there. Its errno is in `OUT_OF_ROOM`.
-        size: bytes that the call, or the file that it was for, needed.
+    `error` is of a call that needed room for `size` bytes. Its errno is in `OUT_OF_ROOM`.
     """
     try:
         room = DiskRoom.of(path)
