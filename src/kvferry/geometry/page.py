@@ -204,10 +204,8 @@ def opaque_page(
 ) -> PageFormat:
     """Return the format of a page whose inner structure is unknown.
 
-    Args:
-        run_bytes: bytes of one contiguous piece, which is the whole page if it has no `loops`.
-        rank, ranks: of those that hold different bytes; 0 and 1 if all ranks hold the same.
-        loops: (count, stride in bytes) of each nested loop over the pieces, outermost first.
+    `run_bytes` are those of one contiguous piece, the whole page without `loops`: (count, stride in bytes),
+    outermost first. `rank` and `ranks` count those with different bytes: 0 and 1 if all ranks hold the same.
     """
     # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
     # axis, it moves only between equal block sizes.

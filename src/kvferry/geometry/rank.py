@@ -154,7 +154,6 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group as text, e.g. ``0 full_attention``."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
@@ -212,7 +211,6 @@ class _Registered:
         self._farthest = list(accumulate((stop for _, stop in ordered), max))
 
     def holds(self, start: int, stop: int) -> bool:
-        """Return True if a single region contains all addresses ``[start, stop)``."""
         before = bisect_right(self._starts, start)
         return before > 0 and stop <= self._farthest[before - 1]
 

@@ -69,10 +69,8 @@ def copy_cells(
 ) -> None:
     """Copy cells of a block pool in host memory, as `PoolCells.copy` does, by one strided copy.
 
-    The native kernel writes `streamed_bytes` or more past the CPU's caches.
-
-    Raises:
-        TransferError: a cell is outside the block pool or `memory`. Nothing was copied.
+    The native kernel writes `streamed_bytes` or more past the CPU's caches. After TransferError, for a cell
+    outside the block pool or `memory`, nothing was copied.
     """
     if not len(places):
         return

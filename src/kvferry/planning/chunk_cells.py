@@ -124,11 +124,8 @@ def cells_to_load(
 ) -> list[Cells]:
     """Return the cells to copy from a buffer of loaded chunks into blocks, per range of consecutive chunks.
 
-    Raise TransferError as `select_cells`, for the whole load.
-
-    Args:
-        span: tokens of the whole load.
-        numbers: chunks in the buffer, ascending, maybe a part of those of the load; one for a snapshot.
+    `numbers` are the chunks in the buffer, ascending: those of the load of `span`, or a part of them; one for
+    a snapshot. Raise TransferError as `select_cells`, for the whole load.
     """
     if not route.cell_tokens:
         return [select_cells(route, group, span, np.ones(1, np.int64), table)]

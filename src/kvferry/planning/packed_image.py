@@ -47,7 +47,6 @@ class PackedImage:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest read."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 

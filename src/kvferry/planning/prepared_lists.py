@@ -60,8 +60,7 @@ class PreparedEntries:
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
-        Args:
-            ids, number: block id or index of the image, and index in the sequence, of each of n cells.
+        `ids` are of blocks or images, `number` the index in the sequence, of each of n cells.
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)

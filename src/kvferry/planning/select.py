@@ -154,8 +154,7 @@ def first_independent(group: GroupPattern, end: int) -> int:
 def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) -> int | None:
     """Return the position in the block table of a block whose start the load leaves unfilled; None for none.
 
-    Args:
-        alignment_tokens: loaded content begins at a multiple of this, at or before the first needed token.
+    Loaded content begins at a multiple of `alignment_tokens`, at or before the first needed token.
     """
     if not group.attention_span:
         return None
@@ -191,9 +190,8 @@ def select_cells(
 ) -> Cells:
     """Return the cells that a request transfers for the layers of `route`, in the destination's `group`.
 
-    Raises:
-        TransferError: a needed block is missing, null or not in the pool of its side; or the prefix that the
-            destination already has ends inside a cell; or a part of the loaded prefix ends inside a block.
+    Raise TransferError if a needed block is missing, null or not in its pool, the prefix that the destination
+    has ends inside a cell, or a part of the loaded prefix ends inside a block.
     """
     low, high = needed_tokens(group, span)
     if low >= high:

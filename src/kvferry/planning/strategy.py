@@ -127,7 +127,6 @@ class Work:
     shared: bool = False
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration of a transfer of `cells` cells."""
         c, total = costs, cells * self.bytes
         least = _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
@@ -191,12 +190,8 @@ def transfer_methods(
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route, without those with larger images.
 
-    Args:
-        region_starts: first address of each registered region of the source, which no read may cross.
-        shared: True if the destination has mapped host memory of the source.
-
-    Raises:
-        ConfigError: no method is left.
+    No read may cross a start in `region_starts`, addresses of the source. The destination has mapped the
+    source's host memory if `shared`. Raise ConfigError if no method is left.
     """
     found = []
     size = route.cell_bytes
@@ -257,7 +252,6 @@ def _read_count(image: PackedImage) -> int:
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return (number of calls of the copy operation, number of copied runs) per cell."""
     copies = [copy for part in parts for copy in part.nests]
     return len(copies), sum(copy.run_count for copy in copies)
 

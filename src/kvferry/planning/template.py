@@ -113,8 +113,8 @@ class Route:
 
     @property
     def run_count(self) -> int:
-        """Number of runs per cell, before runs are merged."""
         # `runs` lists them, which is slow if there are many. This number tells beforehand.
+        """Number of runs per cell, before runs are merged."""
         return sum(copy.run_count for copy in self.copies)
 
     @cached_property
@@ -160,10 +160,8 @@ _OTHER_SCALES = (
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
     """Compute the copies with which this rank reads from every rank of a peer, in the order of `srcs`.
 
-    Layers of a draft model that the peer cannot supply are left out.
-
-    Raises:
-        Incompatible: the peer cannot supply a layer of the model or a part of a layer.
+    Layers of a draft model that the peer cannot supply are left out. Raise Incompatible for any other layer,
+    or part of one, that it cannot supply.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -278,7 +276,6 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the ranks from which the destination's rank `reader` reads a layer, or raise Incompatible."""
     if not holders:
         raise Incompatible(["not in the peer's cache"])
     # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens

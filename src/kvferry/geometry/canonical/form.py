@@ -61,9 +61,8 @@ def unit_count(total: int) -> int:
 class SectionField:
     """One field of one layer in a section.
 
-    Attributes:
-        inner: (name, count) of all axes except the sharded axis and the token axis, innermost last.
-        scales: quantisation scales of the layer, each with a single factor for all heads.
+    `inner` has (name, count) of all axes but the sharded axis and the token axis, innermost last. `scales`
+    have those quantisation scales of the layer that have a single factor for all heads.
     """
 
     layer: str
@@ -119,7 +118,6 @@ class FormSection:
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Yield (name, fields) of every layer in the section, in memory order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
@@ -134,7 +132,6 @@ class CanonicalGroup:
 
     @property
     def label(self) -> str:
-        """The `Group.label` of the engine's groups whose layers belong to this group."""
         return group_label(self)
 
     @cached_property
@@ -261,7 +258,6 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Return the fields of a group's chunks by layer name."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start
