@@ -6,7 +6,7 @@ A list has one descriptor for every row (run of a cell) of a route, every cell o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,7 @@ from kvferry.planning.template import Route
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DescriptorIndices:
+class DescriptorIndices(NamedTuple):
     """The descriptors of a read, as indices into the lists prepared for both sides: int32 of shape (n,)."""
 
     src: Int32s

@@ -22,16 +22,16 @@ from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
 
 
-def same_scales(a: Layer, b: Layer) -> bool:
+def _same_scales(a: Layer, b: Layer) -> bool:
     """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
     ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))
     ...     return Layer("layers.0", 0, 2, PageFormat("fp8", 0, 2, (k,)), scales)
-    >>> same_scales(layer(0, Scale("k", (0.5,))), layer(2))  # scales of all heads: 0.5 and 1
+    >>> _same_scales(layer(0, Scale("k", (0.5,))), layer(2))  # scales of all heads: 0.5 and 1
     False
-    >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
+    >>> _same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
     """
     if not (a.scales or b.scales):
@@ -58,7 +58,7 @@ def same_scales(a: Layer, b: Layer) -> bool:
     return True
 
 
-class RunKind(NamedTuple):
+class _RunKind(NamedTuple):
     """Runs of equal length in one cell of a route.
 
     Attributes:
@@ -123,7 +123,7 @@ class Route:
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
     @cached_property
-    def run_kinds(self) -> tuple[RunKind, ...]:
+    def run_kinds(self) -> tuple[_RunKind, ...]:
         """The `runs`, counted by their length and by the offsets of their cells."""
         found = []
         for one in self.cell_copies:
@@ -136,7 +136,7 @@ class Route:
             lengths, numbers = np.unique(one.descriptors.length, return_counts=True)
             for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
                 touch = all(length in each for each in steps)
-                found.append(RunKind(length, number, offsets if touch else None))
+                found.append(_RunKind(length, number, offsets if touch else None))
         return tuple(found)
 
 
@@ -179,7 +179,7 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
                 except Incompatible as error:
                     chosen_for[choice_key] = (), error.differences
             chosen, reasons = chosen_for[choice_key]
-            if chosen and not all(same_scales(holder.layer, layer) for holder in holders):
+            if chosen and not all(_same_scales(holder.layer, layer) for holder in holders):
                 chosen, reasons = (), (_OTHER_SCALES,)
             # A peer without the draft model is still a good source; `absent_layers` reports the layers.
             for text in reasons if not layer.draft else ():

@@ -105,7 +105,7 @@ class TagRows:
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
         """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
-        first = (row_of(tag) & self.rows - 1) * _ROW
+        first = (_row_of(tag) & self.rows - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
@@ -156,7 +156,7 @@ class TagRows:
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
 
-def row_of(tag: int) -> int:
+def _row_of(tag: int) -> int:
     """Return a hash of a tag, which is in the row of this number modulo the row count."""
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
@@ -216,7 +216,7 @@ class KeyTable:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
             # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
-            if self._moved and row_of(tag) & self._rows.rows - 1 < self._moved:
+            if self._moved and _row_of(tag) & self._rows.rows - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
             # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
             # all rows to move.

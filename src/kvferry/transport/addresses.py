@@ -62,10 +62,10 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-def is_host_name(text: str) -> bool:
+def _is_host_name(text: str) -> bool:
     """Return whether a text has the form of a host name, and not of an IP address.
 
-    >>> [is_host_name(text) for text in ("node7", "kv.svc.", "10.0.0.7", "node7:5600", "http://node7", "")]
+    >>> [_is_host_name(text) for text in ("node7", "kv.svc.", "10.0.0.7", "node7:5600", "http://node7", "")]
     [True, True, False, False, False, False]
     """
     return _NAME.match(text) is not None
@@ -95,7 +95,7 @@ def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
 def check_host(name: str, host: str) -> None:
     """Raise ConfigError if a setting is neither a host name nor an IP address that one machine can have."""
     address = parse_ip(host)
-    if not is_host_name(host) if address is None else address.is_multicast:
+    if not _is_host_name(host) if address is None else address.is_multicast:
         raise ConfigError(
             f"{name} is {host!r}; it must be a host name or IP address, such as 10.0.0.7, without scheme, "
             "port or network length"
@@ -160,7 +160,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
         if is_loopback(host):
             return AllowedPeers(_LOOPBACK)
         # Other engines on this machine may be reached under the same name.
-        own = (normalize_name(advertised),) if advertised and is_host_name(advertised) else ()
+        own = (normalize_name(advertised),) if advertised and _is_host_name(advertised) else ()
         return AllowedPeers(None, own)
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ConfigError(
@@ -177,7 +177,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
             networks.append(network)
-        elif is_host_name(entry):
+        elif _is_host_name(entry):
             names.append(normalize_name(entry))
         else:
             pattern = "; a name stands for all its addresses, like that of a headless service"

@@ -367,7 +367,7 @@ class ControlClient:
 
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
-        data = peer.socket.receive()
+        data = peer.socket.raw.recv_multipart()[-1]
         answer = decode_numbered(data)
         if isinstance(answer, Turns):
             self._questions.handle_reply(address, answer)

@@ -123,7 +123,8 @@ class ConnectedPeer:
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if indices:
-                direct.append((source, _join_indices(indices)))
+                joined = map(np.concatenate, zip(*indices, strict=True))  # lazy: one route needs no copy
+                direct.append((source, indices[0] if len(indices) == 1 else DescriptorIndices(*joined)))
             if len(moved) > moved_before:
                 sources.append(source)
         return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
@@ -136,11 +137,12 @@ class ConnectedPeer:
     ) -> LoadFigures:
         """Return the figures of a plan: of (KV cache group, strategy, counts) for each route that is read."""
         sizes = [0] * len(self._lane.geometry.groups)
-        strategies: list[dict[str, None]] = [{} for _ in sizes]
+        strategies: list[tuple[str, ...]] = [()] * len(sizes)
         pages = descriptors = largest = 0
         for group, strategy, counts in moved:
             sizes[group] += counts.bytes
-            strategies[group][strategy] = None
+            if strategy not in strategies[group]:
+                strategies[group] += (strategy,)
             pages += counts.pages
             descriptors += counts.descriptors
             largest = max(largest, counts.largest_run)
@@ -150,7 +152,7 @@ class ConnectedPeer:
             not_shared = not_shared or source.not_shared
         return LoadFigures(
             bytes_by_group=tuple(sizes),
-            strategies_by_group=tuple(map(tuple, strategies)),
+            strategies_by_group=tuple(strategies),
             reads=1,
             pages=pages,
             descriptors=descriptors,
@@ -193,12 +195,6 @@ class ConnectedPeer:
             )
         if not 0 <= order.lease.slot < self._leases:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
-
-
-def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices:
-    if len(parts) == 1:
-        return parts[0]
-    return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
 
 
 def pause_seconds(failures: int) -> float:

@@ -20,7 +20,7 @@ transport metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, TypeAlias
 
@@ -239,11 +239,13 @@ Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | Unchanged | NotRedeem
 # Replies that repeat the number of their request. All other replies belong to a handshake.
 Numbered: TypeAlias = Redeemed | Unchanged | NotRedeemed | Turns
 
-_encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 _numbered = msgspec.msgpack.Decoder(Numbered)
 
+
+# Encodes a message of the control or gather channel as MessagePack.
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 
 # Text that is not UTF-8 raises a plain ValueError.
 _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
@@ -256,11 +258,6 @@ def as_protocol_error(what: str) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise ProtocolError(f"not {what}: {shown(str(error), 500)}") from error
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message of the control or gather channel as MessagePack."""
-    return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:

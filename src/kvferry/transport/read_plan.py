@@ -104,7 +104,7 @@ class LoadFigures:
         names = zip_longest(self.strategies_by_group, other.strategies_by_group, fillvalue=())
         speeds = self.read_bytes_per_second, other.read_bytes_per_second
         return LoadFigures(
-            bytes_by_group=tuple(a + b for a, b in sizes),
+            bytes_by_group=tuple(map(sum, sizes)),
             strategies_by_group=tuple(tuple(dict.fromkeys((*a, *b))) for a, b in names),
             reads=max(self.reads, other.reads),
             pages=self.pages + other.pages,

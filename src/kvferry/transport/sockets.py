@@ -125,16 +125,12 @@ class ControlSocket:
             return False
         return True
 
-    def receive(self) -> bytes:
-        frames: list[bytes] = self.raw.recv_multipart()
-        return frames[-1]
-
     def ask(self, message: Request, deadline: float) -> Reply:
         """Send a request, and block until the reply. TimeoutError after `deadline`, of `time.monotonic`."""
         self.send(message)
         if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise TimeoutError("the control channel does not answer")
-        return decode_reply(self.receive())
+        return decode_reply(self.raw.recv_multipart()[-1])
 
     def close(self, linger_milliseconds: int = 0) -> None:
         """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""
