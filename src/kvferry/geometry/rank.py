@@ -58,10 +58,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of memory that is registered with the transport.
-
-    `memory` is "DRAM" or "VRAM". `device` is the index of the GPU; 0 for host memory.
-    """
+    """Memory that is registered with the transport: "DRAM", or "VRAM" of the GPU with index `device`."""
 
     address: int
     length: int

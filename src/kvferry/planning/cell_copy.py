@@ -29,10 +29,7 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """The `copies` of the cell with offset 0 on both sides, and the offsets at which to repeat them.
-
-    The blocks of the two sides may have different numbers of cells.
-    """
+    """The `copies` of the cell with offset 0 on both sides, and the offsets at which to repeat them."""
 
     src_offsets: Offsets
     dst_offsets: Offsets

@@ -82,10 +82,7 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MissingChunk:
-    """The first chunk that a KV cache group lacks for a longer prefix, by its index in the prompt.
-
-    In a state group, the chunk at whose end no snapshot is stored.
-    """
+    """The first chunk, in a state group the first snapshot, that a group lacks for a longer prefix."""
 
     group: int
     chunk: int

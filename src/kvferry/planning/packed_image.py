@@ -85,9 +85,7 @@ def fetch_image(
 ) -> PackedImage | None:
     """Return the layout of images that the destination reads from the source and then unpacks.
 
-    Args:
-        gap_bytes: length of the longest gap between two runs that is read instead of skipped.
-        region_starts: first address of each registered region of the source. A READ across two would fail.
+    Gaps of up to `gap_bytes` are read. No read crosses a start of the source's regions: it would fail.
     """
     by_offsets = defaultdict[Offsets, list[tuple[Offsets, StridedCopy]]](list)
     for cell_copy in cell_copies:
@@ -152,10 +150,7 @@ def _merge_ranges(
 
 
 def _map_to_image(copy: StridedCopy, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Replace a copy's source addresses by offsets in an image.
-
-    The image has the ranges of memory from the addresses `at`, ascending, at the byte offsets `inside`.
-    """
+    """Replace source addresses by offsets `inside` an image of the memory ranges at `at`, ascending."""
     _, outer = _source_runs(copy)
     starts = loop_offsets(copy.src, outer)
     index = np.searchsorted(at, starts, "right") - 1

@@ -151,11 +151,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One method to transfer the cells of a route.
+    """One method to transfer the cells of a route, with an `image` unless it is direct.
 
-    Attributes:
-        image: layout of images; None for the direct strategy.
-        landing: copies by which the destination unpacks what the source has packed; None if it does not.
+    `landing` are copies by which the destination unpacks what the source has packed; None if it does not.
     """
 
     strategy: Strategy

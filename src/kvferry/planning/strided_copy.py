@@ -178,10 +178,7 @@ def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs of offsets into arithmetic progressions: (index of the first pair, loop over the pairs).
-
-    The loop is None for a single pair.
-    """
+    """Split pairs of offsets into arithmetic progressions: (first pair's index, loop; None for one pair)."""
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1

@@ -260,10 +260,7 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory and end the agent: no peer can read the memory any more. Idempotent.
-
-        No READ from or into this memory may be in flight.
-        """
+        """Deregister all memory and end the agent. No READ from or to it may be in flight. Idempotent."""
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

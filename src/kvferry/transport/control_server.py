@@ -145,10 +145,7 @@ class ControlServer:
         self._thread.start()
 
     def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
-        """Describe the ranks anew to peers, as if the engine had been started again.
-
-        Peers that know the engine repeat the handshake before they use a lease that is granted from now on.
-        """
+        """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
         self._card = PeerInfo(structs.replace(self._card.facts, incarnation=incarnation), ranks)
         self.tickets.renew(incarnation)
 

@@ -97,11 +97,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: the cells of a segment have been packed.
+    """Reply: the cells of a segment have been packed into images from index `position` of the area on.
 
-    Attributes:
-        position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word, generation: index of the word that changes before the images are overwritten, and its low half.
+    `word` is the index of the word that changes before the images are overwritten, `generation` its low half.
     """
 
     segment: Count = msgspec.field(name="chunk")

@@ -105,11 +105,9 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that packs cells into staging memory at the request of readers.
+    """A thread that packs cells into staging memory, `area`, at the request of readers.
 
-    Attributes:
-        area: staging area that readers read from. Each unit has a word, and that of an allocation's first
-            unit changes before the memory is used again.
+    Each unit has a word, and that of an allocation's first unit changes before the memory is used again.
     """
 
     def __init__(

@@ -153,10 +153,7 @@ class Lane:
         self._wake.set()
 
     def connect(self, peer: str, cards: tuple[RankCard, ...] | None) -> None:
-        """Connect a peer, or disconnect it if `cards` is None, after the orders submitted so far.
-
-        Orders that are submitted later wait until the peer is connected.
-        """
+        """Connect a peer, or disconnect it without `cards`, between the orders submitted before and after."""
         self._queue.append(_Connect(peer, cards))
         self._wake.set()
 

@@ -66,10 +66,7 @@ class ConnectedPeer:
     """
 
     def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
-        """Load the peer's transport metadata, and prepare to read from its ranks.
-
-        Raise Incompatible, TransferError or ProtocolError if the peer's KV or metadata does not allow that.
-        """
+        """Load the peer's transport metadata, and prepare to read from its ranks, or raise a KVFerryError."""
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
         self._lane = lane
@@ -85,10 +82,7 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan how to read the KV of one request from the peer.
-
-        Raise TransferError if tables, block ids or lease slot of the order do not fit the two engines.
-        """
+        """Plan the read of one request's KV. Raise TransferError if the order does not fit both engines."""
         started = time.perf_counter()
         self._check(order)
         settings, groups = self._lane.settings, self._lane.geometry.groups
@@ -289,7 +283,6 @@ class LaneConnections:
             self._mark_down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Record that a read from a peer has succeeded, which ends its failures in succession."""
         if (link := self._up.get(peer)) is not None:
             link.failures = 0
 

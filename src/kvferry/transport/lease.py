@@ -89,7 +89,6 @@ class LeaseWords:
         return first
 
     def invalidate_all(self) -> None:
-        """Set all words to 0, so that no present or future lease is valid."""
         self.array[:] = 0  # an incarnation is never 0
 
     def end(self, slots: Iterable[int]) -> None:
@@ -113,11 +112,10 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """A producer's leases, in its scheduler: at most `slots` at a time. Only the engine's thread may use it.
+    """A producer's leases, in its scheduler, `slots` at most. Only the engine's thread may use it."""
 
-    A step asks which leases have expired, and which no consumer has claimed. The time for that grows with the
-    number of leases that are found, not with that of all leases.
-    """
+    # A step asks which leases have expired, and which no consumer has claimed. The time for that grows with
+    # the number of leases that are found, not with that of all leases.
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
         self.seconds = seconds
@@ -187,8 +185,7 @@ class LeaseBook:
     def end(self, names: Iterable[str]) -> dict[str, int]:
         """End leases, and return the slot of each by name. Unknown and ended ones are ignored.
 
-        All workers must raise these words. Then the caller must call `ended` for each name, and keep the
-        blocks until then.
+        All workers must raise these words. Keep the blocks until then, and call `ended` for each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         for name in ending:

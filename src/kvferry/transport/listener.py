@@ -63,7 +63,6 @@ class _ConnectionLimiter:
     def __init__(
         self, listener: zmq.Socket[Any], max_connections: int | None, handshake_seconds: float
     ) -> None:
-        """Start to monitor a ZeroMQ socket that is not bound yet. The other arguments are `Listener`'s."""
         self.open, self.paused = 0, False
         self._listener, self._most = listener, max_connections or _default_limit()
         self._log = LimitedLog(logger)
@@ -294,7 +293,6 @@ class Listener:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the socket. Replies that have not been sent are dropped."""
         with self._lock:
             self._closed = True
             os.close(self._wake)

@@ -196,10 +196,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Request for the earlier turns that share the most leading chunks with a prompt.
-
-    `number` is repeated in the reply. `keys` are those of each whole chunk of the prompt, in order.
-    """
+    """Request for the turns that share most leading chunks with a prompt. `keys` are of its whole chunks."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]

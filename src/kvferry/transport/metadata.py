@@ -46,11 +46,9 @@ _AFTER_KEY = b"\xff" * 16
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Parsed transport metadata of a peer's NIXL agent.
+    """Parsed transport metadata of an agent, with the memory `regions` that it has registered.
 
-    Attributes:
-        regions: memory that the agent has registered.
-        sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
+    `sealed` is for NIXL to load: the received metadata with bytes appended to each address and key.
     """
 
     name: str
@@ -99,7 +97,6 @@ def check_metadata(card: RankCard) -> Metadata:
 
 
 def _section(items: _ItemReader) -> Iterator[Region]:
-    """Read the section of one kind of memory, and yield its registered regions."""
     items.expect_item(b"bknd", BACKEND)
     items.expect_item(b"nixlDList", b"nixlSDList")
     kind = items.number(b"t", 4)

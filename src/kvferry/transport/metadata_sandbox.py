@@ -211,10 +211,7 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child process: answer requests until the parent closes the connection.
-
-    The arguments are the connection's file descriptor, the parent's process id, and NIXL's package.
-    """
+    """Run the child process. Arguments: the connection's descriptor, parent's process id, NIXL's package."""
     die_with_parent()
     if os.getppid() != int(arguments[1]):  # the parent ended before
         return

@@ -88,8 +88,6 @@ def _descriptors(runs: Iterable[tuple[Int64s, Int64s, Offsets]], stride: int, co
 
 
 class _DescriptorList:
-    """A list of NIXL descriptors under construction."""
-
     def __init__(self, max_descriptors: int) -> None:
         self._tables, self._most = [np.empty((0, 4), np.int64)], max_descriptors
         self.entries = 0
@@ -262,7 +260,6 @@ class _RoutePreparation:
         return method.image.stride <= room and copies <= self._max_strided_copies and cells <= MAX_CELLS
 
     def _both_sides(self, route: Route, method: TransferMethod) -> tuple[_Descriptors, _Descriptors]:
-        """Return the method's descriptors in the source's memory and in this rank's memory."""
         src_blocks = route.src_stride, route.src_blocks
         dst_blocks = route.dst_stride, route.dst_blocks
         image = method.image
@@ -369,7 +366,6 @@ def _gathers(method: TransferMethod) -> bool:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return copies that zero those bytes of a block that a route writes."""
     written = [
         PoolCopies(cell_copy.dst_offsets, tuple(copy.at(-copy.src, 0) for copy in cell_copy.copies))
         for cell_copy in route.cell_copies

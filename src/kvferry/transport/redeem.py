@@ -194,11 +194,7 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
 
 @dataclass(slots=True)
 class _OpenTicket:
-    """A ticket whose lease has not ended. The first fields are the arguments of `TicketBook.publish`.
-
-    Attributes:
-        claimed, released: incarnations of consumers that have redeemed the ticket, or released it since.
-    """
+    """A ticket whose lease has not ended, with the incarnations that `claimed` it, or have `released` it."""
 
     lease: str
     tokens: int
@@ -210,7 +206,6 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return why a request is refused; None if it can be granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {counted(self.tokens, 'token')}, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:

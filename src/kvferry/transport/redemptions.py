@@ -114,8 +114,7 @@ class Redemptions:
     def end(self, one: Redemption) -> bool:
         """End a request's use of a ticket. After the last one, ignore later replies.
 
-        Return True if the ticket's lease must be released now: it has no other user, and the producer has
-        accepted it, or may have.
+        Return True if the lease must be released now: it was granted, or may have been.
         """
         one.users -= 1
         if one.users:

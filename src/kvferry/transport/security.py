@@ -229,10 +229,7 @@ def write_secret(path: Path) -> None:
 
 @contextmanager
 def _private_directory(folder: Path, *, make: bool) -> Iterator[int]:
-    """Open the directory of the machine's key, which only this user may use, and yield its descriptor.
-
-    Raise FileNotFoundError if it does not exist and is not to be made.
-    """
+    """Yield a descriptor of the folder of the machine's key. Raise FileNotFoundError without `make`."""
     require_posix(f"closing {folder} to other users")
     try:
         if make:

@@ -80,7 +80,6 @@ class SocketPoller(Generic[Name]):
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Free the descriptors. Sockets stay open."""
         self._epoll.close()
         os.close(self._wake)
 
@@ -110,10 +109,7 @@ class ControlSocket:
             raise
 
     def is_up(self) -> bool:
-        """Take the next connection event, and return whether the producer has accepted the connection.
-
-        False means that an attempt to connect has failed: nobody listens there, or the host is unreachable.
-        """
+        """Take a connection event. False if an attempt failed: nobody listens, or the host is unreachable."""
         # After either event, ZeroMQ goes on: it connects again, also after a connection has ended.
         return recv_monitor_message(self.events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 

@@ -26,10 +26,7 @@ class DiskRoom:
 
 
 def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:
-    """Return what a full file system lacks, and advice for the operator.
-
-    `error` is of a call that needed room for `size` bytes. Its errno is in `OUT_OF_ROOM`.
-    """
+    """Return what a full file system lacked for `size` bytes at an `OUT_OF_ROOM` error, and advice."""
     try:
         room = DiskRoom.of(path)
     except OSError:

@@ -134,7 +134,7 @@ class DirectorySpace:
     def commit(self, temporary: str, final: str, size: int) -> bool:
         """Rename a complete file, or remove it if `final` exists. Return whether it was renamed.
 
-        After LockTimeout or OSError the file still exists. `size` is what `reserve` has reserved.
+        After LockTimeout or OSError the file still exists.
         """
         with self._ledger.held() as held_ledger:
             if not is_regular(final):
@@ -177,10 +177,7 @@ class DirectorySpace:
         return goal >= 0
 
     def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
-        """Evict files after the file system refused one of `size` bytes. Return whether to try again.
-
-        `tries` is the number of times that storing this file has failed, at least 1.
-        """
+        """Evict files after `tries` refusals of a file by the file system. Return whether to try again."""
         paused = self._paused_at is not None and abs(self._clock() - self._paused_at) < _PAUSE_SECONDS
         if error.errno not in OUT_OF_ROOM or paused:
             return False

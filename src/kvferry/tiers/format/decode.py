@@ -190,10 +190,7 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Check units of a chunk against their digests. The error names the first damaged unit.
-
-    `data` are consecutive whole units from index `first` of the section with this index on.
-    """
+    """Check `data`, units of a section from index `first` on. The error names the first damaged unit."""
     one = header.chunk.sections[section]
     found = unit_digests(data, one.unit_bytes)
     before = UNIT_DIGEST_BYTES * (sum(one.units for one in header.chunk.sections[:section]) + first)
