@@ -81,21 +81,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pages of one layer on one rank.
-
-    Attributes:
-        address: of the page of block 0.
-        block_stride: bytes from one block's page to the next.
-        scales: those other than 1.
-        draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
-    """
+    """The pages of one layer on one rank."""
 
     name: str
-    address: int
-    block_stride: int
+    address: int  # of the page of block 0
+    block_stride: int  # bytes from one block's page to the next
     page: PageFormat
-    scales: tuple[Scale, ...] = ()
-    draft: str = ""
+    scales: tuple[Scale, ...] = ()  # those other than 1
+    draft: str = ""  # digest of the draft model that the layer belongs to; empty for the model's own layers
 
     @property
     def identity(self) -> str:
@@ -241,18 +234,12 @@ class PageMap:
     (64, 128, 32, 8, 1)
     >>> memory.page(1, 2) - 4096
     320
-
-    Attributes:
-        address: of the first byte of layer 0, block 0.
-        counts: layers, kernel blocks, heads, tokens and content bytes: of recurrent state, of a snapshot.
-        strides: bytes between neighbours along each of these axes.
-        kernels: number of consecutive kernel blocks per block.
     """
 
-    address: int
-    counts: tuple[int, int, int, int, int]
-    strides: tuple[int, int, int, int, int]
-    kernels: int = 1
+    address: int  # of the first byte of layer 0, block 0
+    counts: tuple[int, int, int, int, int]  # layers, kernel blocks, heads, tokens, bytes of content
+    strides: tuple[int, int, int, int, int]  # bytes between neighbours along each of these axes
+    kernels: int = 1  # consecutive kernel blocks per block
 
     @property
     def block_stride(self) -> int:
@@ -265,17 +252,11 @@ class PageMap:
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
+    """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages."""
 
-    Attributes:
-        slots: least number of slots per block, each with space for one layer's page.
-        slot_bytes: per kernel block, in layouts with contiguous pages; 0 for the size of the KV.
-        block_stride: bytes from one block to the next, in layouts with blocks outermost; 0 for side by side.
-    """
-
-    slots: int = 0
-    slot_bytes: int = 0
-    block_stride: int = 0
+    slots: int = 0  # least number per block, each with space for one layer's page
+    slot_bytes: int = 0  # per kernel block, in layouts with contiguous pages; 0 for the size of the KV
+    block_stride: int = 0  # bytes between blocks, in layouts with blocks outermost; 0 for side by side
 
 
 def page_map(

@@ -30,14 +30,12 @@ MAX_READS = 1 << 16
 class PackedImage:
     """The layout of images that each hold one packed cell.
 
-    Attributes:
-        stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
-        pool_copies: strided copies from the source's blocks to a gathered image, or from a fetched image to
-            the destination's blocks, at absolute addresses in block 0.
-        reads: from a gathered image to the destination, or from the source to a fetched image.
+    `pool_copies` go from the source's blocks to a gathered image, or from a fetched image to the
+    destination's blocks, at absolute addresses in block 0. `reads` go from a gathered image to the
+    destination, or from the source to a fetched image.
     """
 
-    stride: int
+    stride: int  # bytes from one image to the next, a multiple of `ALIGNMENT`
     pool_copies: tuple[PoolCopies, ...]
     reads: tuple[PoolDescriptors, ...]
 

@@ -41,17 +41,11 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The entries of one transfer method in the prepared descriptor list of one side.
+    """The entries of one transfer method in the prepared descriptor list of one side."""
 
-    Attributes:
-        base: index of the first entry. The others follow it.
-        blocks: number of blocks in the pool, or of images that fit into the staging area.
-        cells: number of cells per block; 1 for images.
-    """
-
-    base: int
-    blocks: int
-    cells: int = 1
+    base: int  # index of the first entry; the others follow it
+    blocks: int  # in the pool, or images that fit into the staging area
+    cells: int = 1  # per block; 1 for images
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
         """Return the indices ``base + (row * cells + number % cells) * blocks + id``, int32 of (rows · n,).

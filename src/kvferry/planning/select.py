@@ -31,17 +31,12 @@ class LoadSpan:
 
     Several sources may each load a part of a prefix. For layers that attend to all tokens, each part
     transfers its own tokens. Other layers need only the end of the prefix, which the last part transfers.
-
-    Attributes:
-        local_tokens, total: tokens that the destination has before the load, and after all parts of it.
-        prompt: length of the whole prompt in tokens.
-        part: token range ``[first, last)`` that this load transfers; None for the whole prefix.
     """
 
-    local_tokens: int
-    total: int
-    prompt: int
-    part: tuple[int, int] | None = None
+    local_tokens: int  # that the destination has before the load
+    total: int  # that it has after all parts of the load
+    prompt: int  # length of the whole prompt
+    part: tuple[int, int] | None = None  # token range ``[first, last)``; None for the whole prefix
 
     @property
     def next_token(self) -> int:

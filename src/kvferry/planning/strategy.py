@@ -111,10 +111,6 @@ class Work:
     """The work of transferring one cell by one method.
 
     The source gathers and the destination scatters: calls of the copy operation, and runs that it copies.
-
-    Attributes:
-        bytes: useful bytes of the cell. Each copy operation copies so many.
-        shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
     descriptors: float
@@ -123,8 +119,8 @@ class Work:
     gather_runs: float = 0
     scatter_calls: float = 0
     scatter_runs: float = 0
-    bytes: float = 0
-    shared: bool = False
+    bytes: float = 0  # useful ones of the cell; each copy operation copies so many
+    shared: bool = False  # the copies go to and from host memory, wherever the KV cache is
 
     def seconds(self, cells: int, costs: Costs) -> float:
         c, total = costs, cells * self.bytes

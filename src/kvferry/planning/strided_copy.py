@@ -32,18 +32,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """A copy of runs of equal length, described by nested loops with constant strides.
+    """A copy of runs of equal length, described by nested loops with constant strides."""
 
-    Attributes:
-        src, dst: byte offset or address of the first run on each side.
-        run: length of a run in bytes.
-        loops: loops over the runs, outermost first, by descending stride at the destination.
-    """
-
-    src: int
+    src: int  # byte offset or address of the first run
     dst: int
-    run: int
-    loops: tuple[Loop, ...] = ()
+    run: int  # bytes
+    loops: tuple[Loop, ...] = ()  # outermost first, by descending stride at the destination
 
     @property
     def run_count(self) -> int:

@@ -61,15 +61,12 @@ def _same_scales(a: Layer, b: Layer) -> bool:
 class _RunKind(NamedTuple):
     """Runs of equal length in one cell of a route.
 
-    Attributes:
-        length: bytes of each run.
-        number: number of such runs per cell.
-        offsets: byte offset of each cell in its block, at the source and at the destination, int64. None if
-            such runs of consecutive cells cannot be contiguous on both sides, whatever the block ids.
+    `offsets` are the byte offsets of each cell in its block, on each side, int64. None if such runs of
+    consecutive cells cannot be contiguous on both sides, whatever the block ids.
     """
 
-    length: int
-    number: int
+    length: int  # bytes of each run
+    number: int  # of such runs per cell
     offsets: tuple[Int64s, Int64s] | None
 
 
@@ -77,27 +74,21 @@ class _RunKind(NamedTuple):
 class Route:
     """A set of layers that are read together from one source rank.
 
-    Attributes:
-        src_group, dst_group: index of the layers' group, whose block table they use, on each side.
-        cell_tokens: tokens per cell; 0 for a snapshot.
-        src_cells, dst_cells: cells per block.
-        src_stride, dst_stride: bytes from one block to the next.
-        src_blocks, dst_blocks: blocks in the pool.
-        cell_copies: copies of a cell of block 0, at absolute addresses. If layers lie at equal distances, one
-            loop covers all of them, so a cross-layer cache needs only one strided copy.
+    If layers lie at equal distances, one loop of `cell_copies` covers all of them, so a cross-layer cache
+    needs only one strided copy.
     """
 
-    src_group: int
+    src_group: int  # index of the layers' group, whose block table they use, on each side
     dst_group: int
     layers: tuple[str, ...]
-    cell_tokens: int
-    src_cells: int
+    cell_tokens: int  # 0 for a snapshot
+    src_cells: int  # cells per block
     dst_cells: int
-    src_stride: int
+    src_stride: int  # bytes from one block to the next
     dst_stride: int
-    src_blocks: int
+    src_blocks: int  # in the pool
     dst_blocks: int
-    cell_copies: tuple[CellCopy, ...]
+    cell_copies: tuple[CellCopy, ...]  # of a cell of block 0, at absolute addresses
 
     @cached_property
     def cell_bytes(self) -> int:

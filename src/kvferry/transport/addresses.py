@@ -104,17 +104,11 @@ def check_host(name: str, host: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AllowedPeers:
-    """The machines that may be peers of this engine, from the setting ``peers``.
+    """The machines that may be peers of this engine, from the setting ``peers``."""
 
-    Attributes:
-        networks: None to allow all addresses.
-        names: host names that the engine may resolve, in lower case. Their addresses are allowed too.
-        engines: control channels to which the engine connects when it starts.
-    """
-
-    networks: tuple[Network, ...] | None = None
-    names: tuple[str, ...] = ()
-    engines: tuple[tuple[str, int], ...] = ()
+    networks: tuple[Network, ...] | None = None  # None to allow all addresses
+    names: tuple[str, ...] = ()  # lower case; may be resolved, and their addresses are allowed too
+    engines: tuple[tuple[str, int], ...] = ()  # connected at start
 
     def allows(self, address: IP) -> bool:
         """Return whether the allowed networks contain an address, which must be that of one machine.

@@ -61,16 +61,11 @@ _Command: TypeAlias = tuple[Address, Request | None]
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection to the control channel of one peer. Only the client's thread uses it.
-
-    Attributes:
-        held: tickets of the peer's leases that this engine keeps alive with heartbeats.
-        used: True if a message was sent since the last heartbeat, so that a reply may still come.
-    """
+    """A connection to the control channel of one peer. Only the client's thread uses it."""
 
     socket: ControlSocket
-    held: set[bytes] = field(default_factory=set)
-    used: bool = False
+    held: set[bytes] = field(default_factory=set)  # tickets of leases that heartbeats keep alive
+    used: bool = False  # a message was sent since the last heartbeat, so that a reply may still come
     connected: bool = False
 
 

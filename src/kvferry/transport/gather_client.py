@@ -41,16 +41,13 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     """How the source must pack the cells of one route into images.
 
-    Attributes:
-        src_stride, src_blocks: bytes from one block of the source's KV cache to the next, and their number.
-        image_stride: bytes from one image to the next.
-        parts: strided copies from a block to an image. In each, `nests` copy the cell at offset 0, and `at`
-            has the offset of each cell in its block, which is added to the source addresses.
+    In each part, `nests` copy the cell at offset 0, and `at` has the offset of each cell in its block, which
+    is added to the source addresses.
     """
 
-    src_stride: _Stride
+    src_stride: _Stride  # bytes from one block of the source's KV cache to the next
     src_blocks: Count
-    image_stride: _Stride
+    image_stride: _Stride  # bytes from one image to the next
     parts: tuple[PoolCopies, ...]
 
     @property
@@ -66,24 +63,15 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request to pack cells into staging memory.
+    """Request to pack cells into staging memory."""
 
-    Attributes:
-        segment: id of the request, repeated in the reply.
-        route: index in `AnnounceRoutes.routes`.
-        slot, generation: word of the lease on the blocks, and its low half while the lease is valid.
-        blocks: block of each cell, packed as int32 in native byte order, in the order of tokens.
-        cell: index of the first cell within its block.
-        shared: True to pack into the memory file that the reader has mapped.
-    """
-
-    segment: Count = msgspec.field(name="chunk")
-    route: Count
-    slot: Count
-    generation: HalfWord
-    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
-    cell: Count
-    shared: bool = False
+    segment: Count = msgspec.field(name="chunk")  # id of the request, repeated in the reply
+    route: Count  # index in `AnnounceRoutes.routes`
+    slot: Count  # word of the lease on the blocks
+    generation: HalfWord  # low half of the word while the lease is valid
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]  # int32 per cell, native byte order
+    cell: Count  # index of the first cell within its block
+    shared: bool = False  # pack into the memory file that the reader has mapped
 
     def ids(self) -> Int64s:
         """Return the block of each cell, int64 of shape (n,)."""

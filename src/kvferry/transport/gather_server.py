@@ -60,20 +60,13 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GatherLimits:
-    """Limits of the state that readers can make a `GatherServer` keep.
+    """Limits of the state that readers can make a `GatherServer` keep."""
 
-    Attributes:
-        readers, cells: maximum number of readers, and of cell offsets in their routes. Beyond it, the oldest
-            reader is forgotten.
-        waiting, waiting_of_reader: maximum number of waiting requests, of all and of one reader.
-        waiting_bytes: maximum size of the block ids of all waiting requests.
-    """
-
-    readers: int = 1024
-    cells: int = 1 << 22
-    waiting: int = 4096
+    readers: int = 1024  # beyond it, the oldest reader is forgotten
+    cells: int = 1 << 22  # cell offsets in readers' routes; likewise
+    waiting: int = 4096  # requests
     waiting_of_reader: int = 1024
-    waiting_bytes: int = 64 << 20
+    waiting_bytes: int = 64 << 20  # block ids of all waiting requests
 
 
 @dataclass(slots=True)

@@ -71,25 +71,17 @@ class _Connect(NamedTuple):
 
 @dataclass(slots=True)
 class _Read:
-    """A read order that a lane has started and not ended. Times are in seconds of `time.perf_counter`.
-
-    Attributes:
-        landing: index of the first of the `MAX_SOURCES` elements of `LaneResources.words` that belong to this
-            read, one for the lease word of each rank of the peer.
-        handles: READs in flight, without those of images: first of cells, later of lease words.
-        peer_lost: True if the transport failed.
-        data_done: time at which all KV had arrived, and the lease words began to be read; 0 before.
-    """
+    """A read order that a lane has started and not ended. Times are in seconds of `time.perf_counter`."""
 
     order: ReadOrder
     peer: ConnectedPeer
-    landing: int
+    landing: int  # index in `LaneResources.words` of the first of `MAX_SOURCES` for lease words, one per rank
     plan: ReadPlan
     started: float
-    handles: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)  # READs in flight, not of images: of cells, then words
     failure: str | None = None
-    peer_lost: bool = False
-    data_done: float = 0.0
+    peer_lost: bool = False  # the transport failed
+    data_done: float = 0.0  # when all KV had arrived, and the lease words began to be read; 0 before
 
 
 class Lane:

@@ -42,21 +42,13 @@ _LONGEST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The plan of a lane's share of an order.
+    """The plan of a lane's share of an order."""
 
-    Attributes:
-        sources: ranks of the peer that supply anything.
-        direct: pairs of a rank and the descriptors of the cells that go from there straight into blocks.
-        packed: reads of cells as images. The lane advances them, and removes those that have ended.
-        clears: pairs (copies, int64 ids of blocks) whose bytes are zeroed before the read.
-        figures: without the times of the transfer.
-    """
-
-    sources: list[SourceRank]
-    direct: list[tuple[SourceRank, DescriptorIndices]]
-    packed: list[PackedRead]
-    clears: list[tuple[StagingCopies, Int64s]]
-    figures: LoadFigures
+    sources: list[SourceRank]  # ranks that supply anything
+    direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
+    packed: list[PackedRead]  # reads of images; the lane removes those that have ended
+    clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
+    figures: LoadFigures  # without the times of the transfer
 
 
 class ConnectedPeer:
@@ -202,21 +194,15 @@ def pause_seconds(failures: int) -> float:
 
 @dataclass(slots=True)
 class _Link:
-    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is.
-
-    Attributes:
-        reason: why there is no connection; only used in state DOWN.
-        failures: number of consecutive failures to connect to the peer or to read from it.
-        retry_at: time before which the peer is not connected again.
-    """
+    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is."""
 
     name: str
     cards: tuple[RankCard, ...]
     peer: ConnectedPeer | None = None
     verdict: ValidationResult | None = None
-    reason: str = ""
-    failures: int = 0
-    retry_at: float = 0.0
+    reason: str = ""  # why there is no connection; only used in state DOWN
+    failures: int = 0  # to connect to the peer or to read from it, in succession
+    retry_at: float = 0.0  # time before which the peer is not connected again
 
 
 class LaneConnections:

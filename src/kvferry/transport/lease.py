@@ -36,17 +36,11 @@ _SPARE_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """Where the word of a lease is, and its value while the lease is valid.
+    """Where the word of a lease is, and its value while the lease is valid."""
 
-    Attributes:
-        slot: index of the word, the same on every worker.
-        generation: low half of the word on every worker.
-        incarnation: run of the engine that granted the lease.
-    """
-
-    slot: int
-    generation: int
-    incarnation: int
+    slot: int  # index of the word, the same on every worker
+    generation: int  # low half of the word on every worker
+    incarnation: int  # run of the engine that granted the lease
 
     def word(self, worker: int) -> int:
         """Return the word of a worker, given by its incarnation, while the lease is valid."""

@@ -48,20 +48,11 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Descriptors:
-    """All descriptors that a transfer method may need on one side: the source or this rank.
+    """Descriptors of a transfer method on one side: one per run (*row*) of each cell of a block or image."""
 
-    There is one for each contiguous run (*row*) of each cell of each block, or of each image.
-
-    Attributes:
-        table: a line per row and cell, for block 0, in the form of `Agent.prepare`: int64 of shape
-            (rows · cells, 4).
-        count: number of blocks or images.
-        cells: cells per block; 1 for images.
-    """
-
-    table: Int64s
-    count: int
-    cells: int
+    table: Int64s  # a line per row and cell of block 0, as for `Agent.prepare`: shape (rows · cells, 4)
+    count: int  # blocks or images
+    cells: int  # per block; 1 for images
 
     @property
     def rows(self) -> int:
@@ -107,23 +98,15 @@ class _DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A transfer method of a route, with the descriptors and copies that it needs.
-
-    Attributes:
-        rows: number of descriptors per cell.
-        src, dst: the method's entries in the prepared list of each side.
-        announced_route: index of the route in `AnnounceRoutes`; -1 if the source packs nothing.
-        scatter: copies that unpack images into blocks; None if this worker unpacks nothing.
-        shared: the source's outgoing file, from which images are unpacked; None if a READ takes the cells.
-    """
+    """A transfer method of a route, with the descriptors and copies that it needs."""
 
     method: TransferMethod
-    rows: int
-    src: PreparedEntries
+    rows: int  # descriptors per cell
+    src: PreparedEntries  # entries in the prepared list of each side
     dst: PreparedEntries
-    announced_route: int = -1
-    scatter: StagingCopies | None = None
-    shared: SharedArea | None = None
+    announced_route: int = -1  # index in `AnnounceRoutes`; -1 if the source packs nothing
+    scatter: StagingCopies | None = None  # None if this worker unpacks nothing
+    shared: SharedArea | None = None  # the source's outgoing file; None if a READ takes the cells
 
     @property
     def stride(self) -> int:
@@ -182,27 +165,18 @@ class PreparedRoute:
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A rank of a peer, with everything that is prepared to read from it.
-
-    Attributes:
-        agent: NIXL's name of the rank.
-        local, remote: NIXL's lists of this worker's and of the rank's memory: cells in blocks, and images in
-            the staging area. None if the rank supplies no KV.
-        local_words, remote_words: NIXL's lists of `LaneResources.words` and of the rank's words.
-        client: asks the rank to gather; None if no method needs it.
-        not_shared: why the rank's host memory is not mapped here; empty if it is.
-    """
+    """A rank of a peer, with everything that is prepared to read from it."""
 
     card: RankCard
-    agent: str
+    agent: str  # NIXL's name of the rank
     routes: tuple[PreparedRoute, ...]
-    local: Any
-    remote: Any
-    local_words: Any
+    local: Any  # NIXL's list of this worker's memory, cells and images; None if the rank supplies no KV
+    remote: Any  # of the rank's memory
+    local_words: Any  # of `LaneResources.words`
     remote_words: Any
-    client: GatherClient | None
+    client: GatherClient | None  # asks the rank to gather; None if no method needs it
     speed: ReadSpeed
-    not_shared: str
+    not_shared: str  # why the rank's host memory is not mapped here; empty if it is
 
 
 class _RoutePreparation:

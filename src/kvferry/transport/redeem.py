@@ -62,18 +62,12 @@ def new_ticket() -> bytes:
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of everything on which the KV of a prompt's prefix depends; empty for what the prompt has not.
-
-    Attributes:
-        items: images, videos and audio with their positions.
-        adapter: identifies the LoRA adapter by content.
-        salt: separates tenants.
-    """
+    """Digests of all that the KV of a prompt's prefix depends on; empty for what the prompt lacks."""
 
     tokens: _Digest
-    items: _Digest = ""
-    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER)] = ""
-    salt: _Digest = ""
+    items: _Digest = ""  # images, videos and audio with their positions
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER)] = ""  # identifies the LoRA by content
+    salt: _Digest = ""  # separates tenants
 
     def difference(self, offered: PromptContent) -> str | None:
         """Return why the blocks of a producer's prompt do not fit this prompt; None if they fit."""
@@ -142,38 +136,27 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Request: exchanges a ticket for a grant and a claim on the lease.
-
-    Attributes:
-        tokens, content: number of tokens whose KV was offered, and digests of as many of the consumer's
-            prompt.
-        known_tokens: number of tokens that the last reply covered; 0 in the first request.
-    """
+    """Request: exchanges a ticket for a grant and a claim on the lease."""
 
     number: _Number
     consumer: HalfWord
     ticket: Ticket
-    tokens: _Tokens
-    content: PromptContent
-    known_tokens: Count = 0
+    tokens: _Tokens  # whose KV was offered
+    content: PromptContent  # digests of as many tokens of the consumer's prompt
+    known_tokens: Count = 0  # that the last reply covered; 0 in the first request
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
     """Reply: the consumer has claimed the lease, and may read while it is valid.
 
-    Attributes:
-        grant: while the producer computes the prompt, the tables of groups that do not attend to all tokens
-            are empty.
-        tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
-        cached_tokens: number of prompt tokens that the producer's caches had. None if it does not know, or if
-            its offer says it.
+    While the producer computes the prompt, the tables of groups that do not attend to all tokens are empty.
     """
 
     number: _Number
     incarnation: HalfWord
     grant: Grant
-    tokens: _Tokens
-    cached_tokens: Count | None = None
+    tokens: _Tokens  # whose KV the blocks hold, from the start of the prompt
+    cached_tokens: Count | None = None  # in the producer's caches; None if unknown, or in its offer
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):

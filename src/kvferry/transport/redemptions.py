@@ -37,30 +37,20 @@ _PAUSE_SHARE = 0.125
 
 @dataclass(slots=True, eq=False)
 class Redemption:
-    """A request to redeem a ticket, until its last user ends it. Times are seconds of the client's clock.
-
-    Attributes:
-        foreseen: True if the producer may learn of the ticket later, from a request that arrives after this.
-        news: time of the last reply that covered more tokens; of the first request before that.
-        users: number of this engine's requests that use it.
-        asked: True while a reply to `message` is missing.
-        granted: True once the producer has accepted the ticket, even if it has ended the lease since.
-        again: time of the next request; infinite while a reply is missing, and if it is not growing.
-        answer: last reply that granted or refused.
-    """
+    """A request to redeem a ticket, until its last user ends it. Times are seconds of the client's clock."""
 
     address: Address
     message: Redeem
     deadline: float
-    foreseen: bool
-    news: float
-    users: int = 0
-    asked: bool = True
+    foreseen: bool  # the producer may learn of the ticket later, from a request that arrives after this
+    news: float  # time of the last reply that covered more tokens; of the first request before that
+    users: int = 0  # this engine's requests that use it
+    asked: bool = True  # a reply to `message` is missing
     sent: bool = False
-    granted: bool = False
-    again: float = math.inf
+    granted: bool = False  # the producer has accepted the ticket, even if it has ended the lease since
+    again: float = math.inf  # time of the next request; infinite while a reply is missing, and if not growing
     answered: threading.Event = field(default_factory=threading.Event)
-    answer: Redeemed | NotRedeemed | None = None
+    answer: Redeemed | NotRedeemed | None = None  # last one that granted or refused
 
 
 @dataclass(slots=True)

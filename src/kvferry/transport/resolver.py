@@ -54,20 +54,13 @@ class AddressNotAllowed(KVFerryError):
 
 @dataclass(slots=True)
 class _Name:
-    """The latest results of resolving a host name. Times are in seconds of the resolver's clock.
+    """The latest results of resolving a host name. Times are in seconds of the resolver's clock."""
 
-    Attributes:
-        addresses: empty if none were found or they are too old.
-        asked_at: start of the look-up in progress; None if none is in progress.
-        failed_at: time of the last look-up that found no address.
-        failure: error of the last look-up; empty if it found addresses.
-    """
-
-    addresses: tuple[IP, ...] = ()
+    addresses: tuple[IP, ...] = ()  # empty if none were found or they are too old
     found_at: float = -math.inf
-    asked_at: float | None = None
-    failed_at: float = -math.inf
-    failure: str = ""
+    asked_at: float | None = None  # start of the look-up in progress
+    failed_at: float = -math.inf  # time of the last look-up that found no address
+    failure: str = ""  # error of the last look-up; empty if it found addresses
 
 
 class PeerResolver:

@@ -151,20 +151,14 @@ def make_outgoing_file(size: int, like: Region) -> SharedArea | None:
 
 @dataclass(frozen=True, slots=True)
 class LaneResources:
-    """The agent, memory and settings of a lane. Only the lane's thread uses them.
-
-    Attributes:
-        landing: staging area into which images are read. All lanes share it.
-        words: memory into which words of peers are read, uint64 of shape (n,). The lane registers it.
-        free_words: indices of the elements of `words` that packed reads may take. Mutated by them.
-    """
+    """The agent, memory and settings of a lane. Only the lane's thread uses them."""
 
     agent: Agent
     geometry: RankGeometry
-    landing: StagingArea
-    words: npt.NDArray[np.uint64]
+    landing: StagingArea  # images are read into it; all lanes share it
+    words: npt.NDArray[np.uint64]  # words of peers are read into it; the lane registers it
     context: zmq.Context[Any]
-    free_words: list[int] = field(default_factory=list)
+    free_words: list[int] = field(default_factory=list)  # indices that packed reads take and return
     settings: TransferSettings = field(default_factory=TransferSettings)
     clock: Callable[[], float] = time.monotonic
 

@@ -59,17 +59,13 @@ def unit_count(total: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SectionField:
-    """One field of one layer in a section.
-
-    `inner` has (name, count) of all axes but the sharded axis and the token axis, innermost last. `scales`
-    have those quantisation scales of the layer that have a single factor for all heads.
-    """
+    """One field of one layer in a section."""
 
     layer: str
     field: str
     item_bytes: int
-    inner: tuple[tuple[str, int], ...]
-    scales: tuple[Scale, ...] = ()
+    inner: tuple[tuple[str, int], ...]  # (name, count) of all axes but the sharded one and tokens
+    scales: tuple[Scale, ...] = ()  # those with a single factor for all heads
 
     @property
     def element_bytes(self) -> int:
@@ -79,21 +75,13 @@ class SectionField:
 
 @dataclass(frozen=True, slots=True)
 class FormSection:
-    """A section of a chunk.
+    """A section of a chunk."""
 
-    Attributes:
-        axis: name of the sharded axis; "" for fields that every rank holds whole.
-        total: number of elements of the axis over all ranks; 1 without an axis.
-        tokens: number of tokens per chunk; 0 for a snapshot.
-        parts: in memory order: by layer, then by field.
-        element_tokens: number of tokens per element of the token axis, a divisor of `tokens`.
-    """
-
-    axis: str
-    total: int
-    tokens: int
-    parts: tuple[SectionField, ...]
-    element_tokens: int = 1
+    axis: str  # name of the sharded axis; "" for fields that every rank holds whole
+    total: int  # elements of the axis over all ranks; 1 without an axis
+    tokens: int  # per chunk; 0 for a snapshot
+    parts: tuple[SectionField, ...]  # in memory order: by layer, then by field
+    element_tokens: int = 1  # per element of the token axis, a divisor of `tokens`
 
     @property
     def elements(self) -> int:
