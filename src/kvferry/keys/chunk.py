@@ -192,8 +192,7 @@ def _encode_array(tokens: npt.NDArray[np.integer]) -> bytes:
 def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     """Return the digest of token ids and of other inputs that determine the KV: BLAKE2b, 32 hex digits.
 
-    Args:
-        extras: the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
+    `extras` are the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True

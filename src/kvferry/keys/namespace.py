@@ -61,7 +61,7 @@ class Namespace:
         form: Sequence[str],
         name: str,
     ) -> Namespace:
-        """Create the namespace of an engine.
+        """Create the namespace of an engine. Raise Unnameable if a fact is empty, or does not fit into JSON.
 
         Args:
             weights: digest of the content of the weights.
@@ -69,9 +69,6 @@ class Namespace:
             scales: scales of a quantised KV cache, by name; empty if there are none or if `form` has them.
                 Scales that an engine computes at run time give another namespace in each run.
             form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
-
-        Raises:
-            Unnameable: a required fact is empty, or JSON cannot hold a fact exactly.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,
