@@ -17,8 +17,7 @@ from vllm.v1.request import Request
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.load import Load
-from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.messages import Load, Report, StepReports, WorkerInfo
 from kvferry.connector.peers import peering
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.scheduler import SchedulerHalf

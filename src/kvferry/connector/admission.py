@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field, replace
 
+from kvferry.connector.bids import Bid
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import (
     BidChooser,
@@ -39,13 +40,13 @@ from kvferry.connector.events import (
     Finished,
     LateBlocks,
     LoadEnded,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourceMiss,
     SourcesAsked,
     log_errors,
 )
-from kvferry.connector.load import Bid, LoadOutcome
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.source import (
@@ -63,7 +64,6 @@ _OTHER_PART = "another part of the prefix has failed"
 """Reason for dropping a load when another load of the same attempt has failed."""
 _LONGEST_HEADER = 512
 """Maximum length of a trace header in characters. Longer headers are left out."""
-_OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -483,13 +483,17 @@ class Admission:
         """Emit a `LoadEnded` event. `unwanted` says why no request waits for the load; None if one does."""
         assert one.report is not None
         report, failed = one.report, one.report.failure is not None
-        moved = one.feed.moved(report)
+        moved, outcome = one.feed.moved(report), LoadOutcome.DROPPED
+        if unwanted is None:
+            outcome = LoadOutcome.READY
+            if failed:
+                outcome = LoadOutcome.EXPIRED if report.late else LoadOutcome.FAILED
         self._events.emit(
             LoadEnded(
                 one.load.request_id,
                 self._clock(),
                 began=one.began,
-                outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
+                outcome=outcome,
                 miss=one.feed.miss(report) if failed and unwanted is None else None,
                 failure=(report.failure or "") if unwanted is None else unwanted,
                 moved=() if failed else moved,

@@ -27,10 +27,9 @@ from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, Speeds
 from kvferry.connector.engine import PrefixCache, Request
 from kvferry.connector.events import DecisionReason, MissReason, ValuedBid
-from kvferry.connector.load import Bid, saves_computation
-from kvferry.connector.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,12 @@ def last_boundary_before(end: int, alignment_tokens: int) -> int:
     (384, 384, 512)
     """
     return (end - 1) // alignment_tokens * alignment_tokens
+
+
+def saves_computation(missing_tokens: int) -> bool:
+    """Return whether a load could save computing any of the tokens that are not in the prefix cache."""
+    # The engine always computes the last token, to sample from it.
+    return missing_tokens > 1
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:

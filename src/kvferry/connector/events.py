@@ -27,8 +27,8 @@ from typing import ParamSpec, TypeAlias
 
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import BlockRun
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,15 @@ class DecisionReason(StrEnum):
     ATTEMPTS = "no attempt is left"
 
 
+class LoadOutcome(StrEnum):
+    """The outcome of a load."""
+
+    READY = "ready"
+    FAILED = "failed"
+    EXPIRED = "expired"  # failed in flight, mostly at its deadline; late writes may still land in its blocks
+    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
+
+
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
     """The reason why a source offers a request no tokens."""
@@ -97,6 +106,21 @@ class ValuedBid:
     bid: Bid
     value: float
     excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """The bytes that a load moved for one KV cache group, summed over all ranks.
+
+    Attributes:
+        group: number and kind of the group, such as ``0 full_attention``.
+        strategy: name of the transfer strategy; ``copied`` for a load from tiers.
+        size: bytes.
+    """
+
+    group: str
+    strategy: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.connector.bids import Bid
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
-from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
 from kvferry.memory.shared_memory import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
@@ -80,6 +82,36 @@ class WorkerInfo:
     key: str | None = None
     machine: str = field(default_factory=boot_id)
     stale: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """A load of the KV of a prompt prefix, or of a part of a prefix, from one source.
+
+    Attributes:
+        key: name of the load, unique in this engine.
+        attempt: name of the attempt to load the prefix, which has one load, or two that each load a part.
+        loads: number of loads of the attempt.
+        tables: destination block table of each KV cache group, int64, indexed by block position. The table of
+            a recurrent state group has one entry, the block that receives the state snapshot.
+        timeout_seconds: seconds from the time when a worker begins the load to its deadline.
+        began: monotonic seconds in the scheduler's process.
+    """
+
+    key: str
+    request_id: str
+    attempt: str
+    loads: int
+    bid: Bid
+    span: LoadSpan
+    tables: tuple[Int64s, ...]
+    timeout_seconds: float
+    began: float
+
+    @property
+    def source(self) -> str:
+        """Name of the source: the peer's name, or ``tiers``."""
+        return self.bid.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +200,6 @@ class Report:
     peer_lost: bool = False  # the failure means that the peer is gone or was restarted
     figures: LoadFigures = NO_FIGURES
     workers: int = 1  # number of workers whose reports these are
-
-    @property
-    def outcome(self) -> str:
-        """``ready``, ``failed``, or ``expired`` if a load is late."""
-        return "ready" if self.failure is None else "expired" if self.late else "failed"
 
     def with_other(self, other: Report) -> Report:
         """Return the merged report of this and of other workers about the same work."""

@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Speeds, StepTimes
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig, read_tiers
@@ -28,7 +29,6 @@ from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import RunningLoads, Source
-from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
 from kvferry.connector.worker.loads import CHANGED, MOVED
 from kvferry.tiers.names import PEER

@@ -24,12 +24,12 @@ from functools import partial
 
 from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
-from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
-from kvferry.connector.messages import LoadPart, Report, StepOrders
+from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
+from kvferry.connector.messages import Load, LoadPart, Report, StepOrders
 from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.turns import TurnFinder, TurnSearch
 from kvferry.connector.source import Answer, RunningLoad, common_alignment

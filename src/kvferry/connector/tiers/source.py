@@ -15,10 +15,10 @@ import numpy as np
 from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import Request
-from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
-from kvferry.connector.messages import LoadOrder, LoadPart, Piece, Report, StepReports
+from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
+from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, Report, StepReports
 from kvferry.connector.source import Answer
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group

@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.connector.load import Load
-from kvferry.connector.messages import LoadPart, Report
+from kvferry.connector.messages import Load, LoadPart, Report
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadResult
 
 MOST_TIMEOUTS = 20

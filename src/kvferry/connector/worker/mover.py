@@ -21,8 +21,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.load import Load
-from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, Report, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, Report, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.memory.address_space import AddressSpace

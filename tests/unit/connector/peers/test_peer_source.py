@@ -9,10 +9,10 @@ import pytest
 from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
+from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import LoadPart, Report
 from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import (

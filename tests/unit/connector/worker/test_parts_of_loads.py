@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.load import Bid
+from kvferry.connector.bids import Bid
 from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker.half import WorkerHalf
 from kvferry.connector.worker.loads import MOST_TIMEOUTS

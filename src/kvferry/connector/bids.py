@@ -1,4 +1,4 @@
-"""Measured speeds: of loading tokens from each place, of computing them, and of sources' answers.
+"""Bids: what sources offer to load, and the measured speeds that tell how long a load takes.
 
 A *place* is where tokens come from: ``peer``, or a tier. Each load has a fixed cost (engine steps, round
 trips), which dominates a small load: 64 tokens may take as long as 600. So the time of a place is modelled as
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from kvferry.connector.load import PlaceTokens
 
 NEWEST = 0.3
 """Weight of the newest measurement. All earlier ones share the rest."""
@@ -25,6 +23,98 @@ _ALIKE = 0.1
 """If the relative standard deviation of the measured sizes is at most this, the slope is unknown."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTokens:
+    """The number of tokens that a source offers to load from one place: ``peer``, or a tier."""
+
+    place: str
+    tokens: int
+
+
+def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, ...]:
+    """Return the places of the first `tokens` tokens of an offer, at most the sum of its parts.
+
+    >>> trim_parts((PlaceTokens("host", 300), PlaceTokens("file", 200), PlaceTokens("object", 100)), 400)
+    (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
+    """
+    found = []
+    for part in parts:
+        taken = min(part.tokens, tokens)
+        if taken > 0:
+            found.append(PlaceTokens(part.place, taken))
+        tokens -= taken
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """A source's offer to load KV of tokens that the engine does not have.
+
+    Attributes:
+        source: a peer's name, or ``tiers``.
+        parts: number of offered tokens from each place, including the tokens of `head`.
+        looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
+            upper bounds.
+        promised: True if the source is still looking, but the request came with a peer's ticket, which says
+            the numbers in `parts`.
+        head, tail: bids for the start and the rest of the prefix, if two sources load one prefix together:
+            another source and `source`. None if `source` loads everything.
+        growing: True if the place still computes some of the tokens. The time of the load then tells nothing
+            about the speed of the place.
+    """
+
+    source: str
+    parts: tuple[PlaceTokens, ...]
+    looking: bool = False
+    promised: bool = False
+    head: Bid | None = None
+    tail: Bid | None = None
+    growing: bool = False
+
+    @classmethod
+    def composed(cls, head: Bid, tail: Bid) -> Bid:
+        """Combine the bids of two sources for the two parts of a prefix."""
+        looking = [bid for bid in (head, tail) if bid.looking]
+        return cls(
+            tail.source,
+            head.parts + tail.parts,
+            looking=bool(looking),
+            promised=bool(looking) and all(bid.promised for bid in looking),
+            head=head,
+            tail=tail,
+        )
+
+    @property
+    def tokens(self) -> int:
+        tokens = 0
+        for part in self.parts:
+            tokens += part.tokens
+        return tokens
+
+    @property
+    def places(self) -> frozenset[str]:
+        return frozenset(part.place for part in self.parts)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources that make this bid, that of the prompt's start first."""
+        return (self.source,) if self.head is None else (*self.head.sources, self.source)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Names of the answers that this bid waits for; empty if its sources have answered."""
+        if self.head is not None and self.tail is not None:
+            return self.head.unanswered | self.tail.unanswered
+        if not self.looking:
+            return frozenset()
+        # A peer that still computes the prompt answers much later, so its answers are timed apart.
+        return frozenset((f"{self.source}, computing" if self.growing else self.source,))
+
+    def has_same_sources(self, other: Bid | None) -> bool:
+        """Return whether a bid has the same sources and places; False for None."""
+        return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 @dataclass(slots=True)
