@@ -25,7 +25,6 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import EventStream
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import RunningLoads, Source
@@ -53,6 +52,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 

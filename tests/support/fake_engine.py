@@ -23,8 +23,7 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Feed, Source
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.store_orders import StoreOrders
-from kvferry.connector.tiers.storing import Storing
+from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan, first_attended

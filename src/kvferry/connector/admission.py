@@ -48,7 +48,6 @@ from kvferry.connector.events import (
     log_errors,
 )
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.source import (
     Answer,
     LoadPlan,
@@ -59,6 +58,7 @@ from kvferry.connector.source import (
     load_plans,
 )
 from kvferry.planning.select import LoadSpan
+from kvferry.transport.offer import has_offer
 
 _OTHER_PART = "another part of the prefix has failed"
 """Reason for dropping a load when another load of the same attempt has failed."""

@@ -34,13 +34,17 @@ from typing import Any, NamedTuple
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
-from kvferry.connector.blocks import BlocksWanted, choose_leases_to_end
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import (
+from kvferry.connector.peers.turns import BlocksWanted, TurnKeeper, choose_leases_to_end
+from kvferry.planning.select import NULL_BLOCK, attends_to_all
+from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.handshake import Address
+from kvferry.transport.lease import LeaseBook, LeaseWord
+from kvferry.transport.offer import (
     MAX_UNWANTED,
     Offer,
     read_wanted,
@@ -49,11 +53,6 @@ from kvferry.connector.peers.offer import (
     write_nothing,
     write_offer,
 )
-from kvferry.connector.peers.turns import TurnKeeper
-from kvferry.planning.select import NULL_BLOCK, attends_to_all
-from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
-from kvferry.transport.handshake import Address
-from kvferry.transport.lease import LeaseBook, LeaseWord
 from kvferry.transport.redeem import Grant, new_ticket
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.blocks import BlocksWanted, Transfer, TransferBook, choose_leases_to_end
+from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
+from kvferry.connector.engine import BlockIds, BlockPool, CacheGroup, EngineFacts, Request
 from kvferry.connector.events import LeaseGranted
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
@@ -32,6 +32,47 @@ from kvferry.transport.turns import TurnContent, TurnIndex, shared_tokens
 
 _FREE = 1 / 16
 """Share of free blocks in the pool below which kept turns are released."""
+
+
+class BlocksWanted:
+    """Computes how many KV blocks the largest waiting request needs."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
+        """Begin without requests, each of at most `tokens_in_flight` tokens scheduled but not computed."""
+        self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+
+    def blocks(self) -> int:
+        """Return the number of blocks that the largest waiting request needs; 0 if none waits for blocks."""
+        waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
+        tokens = max(waiting, default=0)
+        return sum(self._of_group(group, tokens) for group in self._groups) if tokens else 0
+
+    def _of_group(self, group: CacheGroup, tokens: int) -> int:
+        if not attends_to_all(group.kind):
+            tokens = min(tokens, group.attention_span + self._tokens_in_flight + group.block_tokens)
+        return 1 + -(-tokens // group.block_tokens)
+
+
+def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
+    """Return the first leases that together hold at least `lacking` blocks; all if they hold fewer.
+
+    >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
+    (['a', 'b'], [])
+    """
+    found = []
+    for name, blocks in held.items():
+        if lacking <= 0:
+            break
+        found.append(name)
+        lacking -= blocks
+    return found
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -24,8 +24,7 @@ from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.tiers.store_orders import StoreOrders
-from kvferry.connector.tiers.storing import Storing
+from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.connector.worker.mover import check_storable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
@@ -164,7 +163,7 @@ class Tiering:
             self._block_events,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)
-        self._events = TierEvents(self._cache, self._stores, events)
+        self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
             chunk_tokens, self._arena.region.length / 2**30,
