@@ -19,7 +19,7 @@ from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
 from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
-from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.mover import ChunkMover
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier

@@ -27,5 +27,5 @@ from kvferry.connector.messages import (
     Piece as Piece,
     StoreOrder as StoreOrder,
 )
-from kvferry.connector.worker.loads import Loads as Loads
-from kvferry.connector.worker.mover import ChunkRoutes as ChunkRoutes
+from kvferry.connector.mover import ChunkRoutes as ChunkRoutes
+from kvferry.connector.worker import Loads as Loads

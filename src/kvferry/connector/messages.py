@@ -19,6 +19,11 @@ from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
 
+# Reasons for which an engine exchanges no KV.
+CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -26,11 +26,10 @@ from kvferry.connector.engine import (
     Step,
 )
 from kvferry.connector.events import EventStream
-from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import CHANGED, MOVED, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import RunningLoads, Source
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.connector.worker.loads import CHANGED, MOVED
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.addresses import is_loopback

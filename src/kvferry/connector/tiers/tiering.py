@@ -21,11 +21,11 @@ from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.mover import check_storable
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.storing import StoreOrders, Storing
-from kvferry.connector.worker.mover import check_storable
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.derive import (

@@ -1,16 +1,29 @@
-"""The connector's half on each rank.
+"""The connector's half on each rank: the loads of the rank, and what the engine's hooks call in every step.
 
-The engine's hooks call it in every step. It exchanges values with the threads that read from peers (lanes)
-and with the thread that copies chunks. It never calls NIXL itself. It waits for these threads in one place,
-`ended`, and only in a step of an engine that computes nothing.
+It exchanges values with the threads that read from peers (lanes) and with the thread that copies chunks
+(`mover`). It never calls NIXL itself. It waits for these threads in one place, `WorkerHalf.ended`, and only
+in a step of an engine that computes nothing.
+
+A load is carried out in parts, as its KV becomes available. It ends twice: for its request and for its
+memory. When its deadline passes, it is reported as failed and the request goes on without it. But its KV
+blocks belong to the parts in flight, however long they take.
+
+    OPEN ─last part begun─▶ WHOLE ────┐
+      ├─a part fails, no more come─▶ FAILING ─no part in flight─▶ READY or FAILED  (reported; memory free)
+      └─any of them: deadline, or given up─▶ EXPIRED ─no part in flight─▶ RELEASED
+                                      (reported; memory still held)       (memory free)
+
+Only an OPEN load takes parts: blocks of the others may belong to other requests soon. A load is given up when
+it has become useless, for example because the load of another part of the same prefix has failed. Each load
+is reported exactly once, and released exactly once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -19,8 +32,12 @@ import numpy as np
 from kvferry.common.errors import ConfigError, KVFerryError
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import (
+    ASLEEP,
+    CHANGED,
+    MOVED,
     NOTHING_ENDED,
     EndedRequests,
+    Load,
     LoadOrder,
     LoadPart,
     Report,
@@ -28,9 +45,8 @@ from kvferry.connector.messages import (
     StepReports,
     WorkerInfo,
 )
+from kvferry.connector.mover import ChunkMover
 from kvferry.connector.peers.producer import LEASE_SLOTS
-from kvferry.connector.worker.loads import Loads, StaleEpochs
-from kvferry.connector.worker.mover import ChunkMover
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -39,9 +55,18 @@ from kvferry.planning.strategy import Strategy
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder, ReadResult
 from kvferry.transport.security import read_keys
 from kvferry.transport.transfers import Transfers
+
+MOST_TIMEOUTS = 20
+"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
+
+So a peer that computes without end does not hold a request for ever.
+"""
+
+LATE_SECONDS = 5.0
+"""A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
 
 IDLE_WAIT_SECONDS = 0.003
 """Maximum seconds that a step of an idle engine waits for a load under way to end.
@@ -56,7 +81,199 @@ Requests whose loads end in the same step are computed together, in about the ti
 """
 
 
-class CacheMirror(Protocol):
+@dataclass(frozen=True, slots=True)
+class _SettledLoad:
+    """A load whose result became known, or whose memory became free, since the last call of `Loads.settle`.
+
+    Attributes:
+        report: result of the load; None if it was reported before.
+        released: True if no part is in flight any more.
+        served: with the report of the last load of an attempt, whether all its loads have succeeded; else
+            None. The loads of an attempt each load a part of the same prefix.
+    """
+
+    load: Load
+    report: Report | None
+    released: bool
+    served: bool | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    """The state of a load that may still write to its blocks.
+
+    Attributes:
+        deadline: time at which the load is reported as failed, seconds of the clock.
+        latest: time beyond which the deadline is not moved.
+        in_flight: number of parts that have begun and not ended.
+        failure: reason why a part has failed, or why no more will come.
+        given_up: reason why the load is of no use any more.
+        void: reason why the load has failed even if all its parts arrive.
+    """
+
+    load: Load
+    deadline: float
+    latest: float
+    in_flight: int = 0
+    whole: bool = False
+    failure: str | None = None
+    given_up: str | None = None
+    void: str | None = None
+    reported: bool = False
+    peer_lost: bool = False
+    figures: LoadFigures = NO_FIGURES
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.whole or self.reported or self.failure or self.void)
+
+    @property
+    def has_landed(self) -> bool:
+        return not (self.in_flight or self.is_open)
+
+
+class Loads:
+    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._loads: dict[str, _Running] = {}
+        self._parts: dict[str, _Running] = {}
+        self._attempts: dict[str, list[bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def under_way(self) -> bool:
+        """True if the result of a load is still to come."""
+        return any(not (one.reported or one.has_landed) for one in self._loads.values())
+
+    def begin(self, load: Load) -> None:
+        """Add a load. It has no parts yet, and its timeout begins now."""
+        if load.key in self._loads:
+            raise ValueError(f"load {load.key!r} has begun already")
+        now = self._clock()
+        self._loads[load.key] = _Running(
+            load, now + load.timeout_seconds, now + MOST_TIMEOUTS * load.timeout_seconds
+        )
+
+    def add(self, part: LoadPart) -> Load | None:
+        """Add the next part of a load. Return the load if the part must be begun now; else None."""
+        one = self._loads.get(part.load)
+        # Blocks of a load that has ended may belong to another request soon, so it takes no more parts.
+        if one is None or not one.is_open:
+            return None
+        one.whole, one.failure = part.last, part.failure
+        # A part shows that the peer has computed more, so a slow prompt is no reason to give up. `latest` is
+        # the bound.
+        if one.load.bid.growing and part.failure is None:
+            one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
+        if part.work is None:
+            return None
+        one.in_flight += 1
+        self._parts[part.work.key] = one
+        return one.load
+
+    def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
+        """Record that nothing of a part, which may be none of a load, is in flight any more.
+
+        `read` is its result if it was read from a peer.
+        """
+        if (one := self._parts.pop(key, None)) is None:
+            return
+        one.in_flight -= 1
+        # The first failure is the cause. Later ones often follow from it.
+        one.failure = one.failure or failure
+        if read is not None:
+            one.peer_lost |= read.peer_lost
+            one.figures = one.figures.with_next(read.figures)
+
+    def give_up(self, key: str, why: str) -> None:
+        """Report a load as failed, because it is of no use any more, unless all its parts have arrived."""
+        if (one := self._loads.get(key)) is not None:
+            one.given_up = one.given_up or why
+
+    def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
+        """Report these loads, or all, as failed, because their KV must not be used even if it arrives."""
+        for key in self._loads if keys is None else keys:
+            if (one := self._loads.get(key)) is not None:
+                one.void = one.void or why
+
+    def settle(self) -> list[_SettledLoad]:
+        """Return the loads that have ended, been given up or passed their deadline since the last call."""
+        now, found = self._clock(), []
+        for one in list(self._loads.values()):
+            # Asked before the deadline: a load that has arrived in full is of use, however late this is
+            # noticed.
+            landed = one.has_landed
+            failure = one.void or (one.failure if landed else one.given_up)
+            if landed:
+                del self._loads[one.load.key]
+            elif failure is None and one.deadline <= now:
+                failure = _expired(now - one.deadline)
+            if one.reported:
+                if landed:
+                    found.append(_SettledLoad(one.load, None, released=True))
+            elif landed or failure is not None:
+                one.reported = True
+                # Parts of a late load are still in flight, so its figures are not known yet.
+                figures = one.figures if landed else NO_FIGURES
+                report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
+                served = self._served(one.load, failure is None)
+                found.append(_SettledLoad(one.load, report, released=landed, served=served))
+        return found
+
+    def _served(self, load: Load, success: bool) -> bool | None:
+        """Note the end of a load. Return whether all loads of its attempt succeeded; None before the last."""
+        results = self._attempts.setdefault(load.attempt, [])
+        results.append(success)
+        return all(self._attempts.pop(load.attempt)) if len(results) == load.loads else None
+
+
+def _expired(late_seconds: float) -> str:
+    if late_seconds < LATE_SECONDS:
+        return "its deadline passed"
+    return (
+        f"its deadline passed {late_seconds:.1f} s ago, and the engine made no step since: was the process "
+        "or the machine stopped, or are there more busy processes than cores?"
+    )
+
+
+@dataclass(slots=True)
+class StaleEpochs:
+    """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
+
+    Attributes:
+        last: last epoch in which the weights changed; None if they have not changed since the start.
+        moved: True if the KV cache has moved to memory that is not registered.
+        current: epoch of the last step that computes tokens or begins a load.
+    """
+
+    last: int | None = None
+    moved: bool = False
+    asleep: bool = False
+    current: int = 0
+
+    def __contains__(self, epoch: int) -> bool:
+        return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
+
+    def __bool__(self) -> bool:
+        """Return whether any epoch is stale, so that no KV may be exchanged with peers."""
+        return self.moved or self.asleep or self.last is not None
+
+    @property
+    def reason(self) -> str:
+        return MOVED if self.moved else ASLEEP if self.asleep else CHANGED
+
+    def on_weights_changed(self) -> None:
+        """Mark the epoch of the last such step as one in which the weights have changed."""
+        # Before the first step this is epoch 0, whose keys are valid only for the weights at the engine's
+        # start.
+        self.last = self.current
+
+
+class _CacheMirror(Protocol):
     """A copy of the KV cache in host memory, for a cache that cannot be registered with the transport."""
 
     def save(self, groups: Sequence[Group], blocks: Sequence[Int64s]) -> None:
@@ -86,7 +303,7 @@ class WorkerHalf:
         self._clock = clock
         self._info: WorkerInfo | None = None
         self._open: Callable[[], Transfers] | None = None
-        self._mirror: CacheMirror | None = None
+        self._mirror: _CacheMirror | None = None
         self._groups: Sequence[Group] = ()
         self._transfers, self._mover = transfers, mover
         self._loads, self._sent = Loads(clock), set[str]()
@@ -101,7 +318,7 @@ class WorkerHalf:
         geometry: RankGeometry,
         config: ConnectorConfig,
         *,
-        mirror: CacheMirror | None = None,
+        mirror: _CacheMirror | None = None,
         reads: bool = True,
     ) -> WorkerInfo:
         """Register the KV cache for transfers, and start the threads that read and copy. Return `info`.
