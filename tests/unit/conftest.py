@@ -9,5 +9,5 @@ from kvferry.tools.serving import machine_checks
 
 @pytest.fixture(autouse=True)
 def _working_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines in bfloat16 be started, or refused for other reasons. `test_cpu_attention` has the refusal."""
+    """Let engines in bfloat16 start. `test_cpu_attention` has the refusal."""
     monkeypatch.setattr(machine_checks, "bfloat16_fault", lambda: "")

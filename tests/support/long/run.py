@@ -51,6 +51,7 @@ SECOND_RUNNER = tuple(
     )
 )  # fmt: skip
 """Test files, the short tests too, that also run with vLLM's second model runner, the default on GPUs."""
+DEEPSEEK_V4 = tuple(f"tests/engine/test_{name}.py" for name in ("families", "tiers"))
 TRITON = "tests/engine/test_triton.py"
 """Tests with Triton's attention backends for GPUs, which run on that runner."""
 
@@ -95,8 +96,10 @@ def parts() -> dict[str, Part]:
     }
     properties = (*PYTEST, *on_all_cores, "--timeout=3600", "--hypothesis-seed=1", "tests/unit/planning")
     # Prompts that end at the ends of blocks suffice here; those of every length take minutes per family.
-    of_second = (*PYTEST, "--timeout=1500", "-k", "not every_length", *SECOND_RUNNER)
+    of_second = (*PYTEST, "--timeout=1500", "-k", "not every_length and not dsv4", *SECOND_RUNNER)
     second_runner = Part(of_second, (f"{VENV}/.triton",), {VARIABLE: "2"})
+    # Only the second runner runs it on a CPU.
+    of_v4 = (*PYTEST, "--timeout=1500", "-k", "dsv4 and not any_length", *DEEPSEEK_V4)
     triton = replace(
         second_runner, command=_long(TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}
     )
@@ -107,6 +110,7 @@ def parts() -> dict[str, Part]:
         **_shares("families", 8, Part(_long(*MATRIX))),
         **_shares("engines", 5, Part(_long("tests/engine", *(f"--ignore={path}" for path in MATRIX)))),
         **_shares("second-runner", 8, second_runner),
+        "deepseek-v4": replace(second_runner, command=of_v4),
         **_shares("triton", 3, triton),
         **_shares("faults", 4, Part(_long("tests/faults"))),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
