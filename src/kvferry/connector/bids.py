@@ -276,7 +276,7 @@ class StepTimes:
     @property
     def idle(self) -> bool:
         """Whether the engine computes no request: its last step computed none, or was done some time ago."""
-        if self.computing:
+        if self._computing:
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 

@@ -24,6 +24,9 @@ CHANGED = "the weights of this engine have changed since it was started"
 MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
 ASLEEP = "this engine sleeps: its KV cache has no memory"
 
+LEASE_SLOTS = 8192
+"""Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -177,19 +180,6 @@ class StepOrders:
     def writes_cache(self) -> bool:
         """True if the step computes KV or begins to load it."""
         return self.computes or bool(self.loads)
-
-    @property
-    def begins_nothing(self) -> bool:
-        """True if workers have nothing to do before the forward pass, except for raising lease words."""
-        return not (
-            self.loads
-            or self.parts
-            or self.connects
-            or self.disconnects
-            or self.given_up
-            or self.ended
-            or self.arena
-        )
 
 
 @dataclass(frozen=True, slots=True)

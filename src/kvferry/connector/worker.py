@@ -34,6 +34,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import (
     ASLEEP,
     CHANGED,
+    LEASE_SLOTS,
     MOVED,
     NOTHING_ENDED,
     EndedRequests,
@@ -46,7 +47,6 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.mover import ChunkMover
-from kvferry.connector.peers.producer import LEASE_SLOTS
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -59,66 +59,44 @@ from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder, Read
 from kvferry.transport.security import read_keys
 from kvferry.transport.transfers import Transfers
 
+# A peer that computes without end must not hold a request for ever.
 MOST_TIMEOUTS = 20
-"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout.
-
-So a peer that computes without end does not hold a request for ever.
-"""
+"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout."""
 
 LATE_SECONDS = 5.0
 """A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
 
+# The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
 IDLE_WAIT_SECONDS = 0.003
-"""Maximum seconds that a step of an idle engine waits for a load under way to end.
+"""Maximum seconds that a step of an idle engine waits for a load under way to end."""
 
-The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
-"""
-
+# Requests whose loads end in the same step are computed together, in about the time of one.
 BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
-"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends.
-
-Requests whose loads end in the same step are computed together, in about the time of one.
-"""
+"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SettledLoad:
-    """A load whose result became known, or whose memory became free, since the last call of `Loads.settle`.
-
-    Attributes:
-        report: result of the load; None if it was reported before.
-        released: True if no part is in flight any more.
-        served: with the report of the last load of an attempt, whether all its loads have succeeded; else
-            None. The loads of an attempt each load a part of the same prefix.
-    """
+    """A load whose result is known, or whose memory is free, since the last call of `Loads.settle`."""
 
     load: Load
-    report: Report | None
-    released: bool
-    served: bool | None = None
+    report: Report | None  # None if it was reported before
+    released: bool  # no part is in flight any more
+    served: bool | None = None  # with the last report of an attempt: whether all its loads have succeeded
 
 
 @dataclass(slots=True)
 class _Running:
-    """The state of a load that may still write to its blocks.
-
-    Attributes:
-        deadline: time at which the load is reported as failed, seconds of the clock.
-        latest: time beyond which the deadline is not moved.
-        in_flight: number of parts that have begun and not ended.
-        failure: reason why a part has failed, or why no more will come.
-        given_up: reason why the load is of no use any more.
-        void: reason why the load has failed even if all its parts arrive.
-    """
+    """The state of a load that may still write to its blocks."""
 
     load: Load
-    deadline: float
-    latest: float
-    in_flight: int = 0
+    deadline: float  # seconds of the clock; the load is then reported as failed
+    latest: float  # the deadline is not moved beyond it
+    in_flight: int = 0  # parts that have begun and not ended
     whole: bool = False
-    failure: str | None = None
-    given_up: str | None = None
-    void: str | None = None
+    failure: str | None = None  # why a part has failed, or why no more will come
+    given_up: str | None = None  # why the load is of no use any more
+    void: str | None = None  # why the load has failed even if all its parts arrive
     reported: bool = False
     peer_lost: bool = False
     figures: LoadFigures = NO_FIGURES
@@ -139,14 +117,14 @@ class Loads:
         self._clock = clock
         self._loads: dict[str, _Running] = {}
         self._parts: dict[str, _Running] = {}
-        self._attempts: dict[str, list[bool]] = {}
+        self._attempts: dict[str, list[bool]] = {}  # success of the reported loads of each
 
     def __len__(self) -> int:
         return len(self._loads)
 
     @property
     def under_way(self) -> bool:
-        """True if the result of a load is still to come."""
+        """Whether the result of a load is still to come."""
         return any(not (one.reported or one.has_landed) for one in self._loads.values())
 
     def begin(self, load: Load) -> None:
@@ -190,12 +168,12 @@ class Loads:
             one.figures = one.figures.with_next(read.figures)
 
     def give_up(self, key: str, why: str) -> None:
-        """Report a load as failed, because it is of no use any more, unless all its parts have arrived."""
+        """Report a load as failed, unless all its parts have arrived."""
         if (one := self._loads.get(key)) is not None:
             one.given_up = one.given_up or why
 
     def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
-        """Report these loads, or all, as failed, because their KV must not be used even if it arrives."""
+        """Report these loads, or all, as failed, even if their KV arrives."""
         for key in self._loads if keys is None else keys:
             if (one := self._loads.get(key)) is not None:
                 one.void = one.void or why
@@ -220,15 +198,13 @@ class Loads:
                 # Parts of a late load are still in flight, so its figures are not known yet.
                 figures = one.figures if landed else NO_FIGURES
                 report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
-                served = self._served(one.load, failure is None)
+                results = self._attempts.setdefault(one.load.attempt, [])
+                results.append(failure is None)
+                served = None
+                if len(results) == one.load.loads:
+                    served = all(self._attempts.pop(one.load.attempt))
                 found.append(_SettledLoad(one.load, report, released=landed, served=served))
         return found
-
-    def _served(self, load: Load, success: bool) -> bool | None:
-        """Note the end of a load. Return whether all loads of its attempt succeeded; None before the last."""
-        results = self._attempts.setdefault(load.attempt, [])
-        results.append(success)
-        return all(self._attempts.pop(load.attempt)) if len(results) == load.loads else None
 
 
 def _expired(late_seconds: float) -> str:
@@ -242,18 +218,12 @@ def _expired(late_seconds: float) -> str:
 
 @dataclass(slots=True)
 class StaleEpochs:
-    """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it.
+    """Record of the epochs whose KV must not be stored or loaded. Only the engine's thread calls it."""
 
-    Attributes:
-        last: last epoch in which the weights changed; None if they have not changed since the start.
-        moved: True if the KV cache has moved to memory that is not registered.
-        current: epoch of the last step that computes tokens or begins a load.
-    """
-
-    last: int | None = None
-    moved: bool = False
+    last: int | None = None  # last epoch in which the weights changed; None if never since the start
+    moved: bool = False  # the KV cache is in memory that is not registered
     asleep: bool = False
-    current: int = 0
+    current: int = 0  # epoch of the last step that computes tokens or begins a load
 
     def __contains__(self, epoch: int) -> bool:
         return self.moved or self.asleep or (self.last is not None and epoch <= self.last)
@@ -296,9 +266,8 @@ class WorkerHalf:
     ) -> None:
         """Create a half without a KV cache. `start` must be called before any other method.
 
-        Args:
-            transfers, mover: reads from peers and copies of chunks, instead of those that `start` creates.
-            arrived: set when a read or copy has ended; None for a new one.
+        Tests pass `transfers` and `mover`, which `start` creates, and `arrived`, which both set after each
+        read or copy.
         """
         self._clock = clock
         self._info: WorkerInfo | None = None
@@ -371,8 +340,7 @@ class WorkerHalf:
     def fall_asleep(self) -> None:
         """Deregister the KV cache until `wake`, because the engine is about to give up its memory.
 
-        Raises:
-            ConfigError: loads into the KV cache are under way.
+        Raise ConfigError if loads into the KV cache are under way.
         """
         if self._stale.asleep:
             return
@@ -390,8 +358,7 @@ class WorkerHalf:
     def wake(self) -> None:
         """Register the KV cache anew, unless it is awake. `info` then has a new card for peers.
 
-        Raises:
-            ConfigError: NIXL cannot register the memory.
+        Raise ConfigError if NIXL cannot register the memory.
         """
         if not self._stale.asleep:
             return
@@ -417,7 +384,6 @@ class WorkerHalf:
     def _invalidate(self) -> None:
         self._loads.invalidate(self._stale.reason)
         if self._transfers is not None:
-            # Peers then reject the KV that they read from this rank.
             self._transfers.words.invalidate_all()
 
     def raise_words(self, orders: StepOrders) -> None:
@@ -435,7 +401,7 @@ class WorkerHalf:
         self._idle = orders.idle
         if orders.quiet or orders.writes_cache:
             self._stale.current = orders.epoch
-        if orders.quiet or orders.begins_nothing:
+        if orders.quiet:
             return
         if self._transfers is not None:
             self._connect(self._transfers, orders)
@@ -443,7 +409,7 @@ class WorkerHalf:
             self._mover.attach(orders.arena)
         for load in orders.loads:
             self._loads.begin(load)
-        if orders.epoch in self._stale:
+        if orders.loads and orders.epoch in self._stale:
             self._loads.invalidate(self._stale.reason, [load.key for load in orders.loads])
         self._begin_parts(orders.parts)
         for key, why in orders.given_up.items():

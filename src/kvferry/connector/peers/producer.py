@@ -38,7 +38,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.connector.messages import StepOrders
+from kvferry.connector.messages import LEASE_SLOTS, StepOrders
 from kvferry.connector.peers.turns import BlocksWanted, TurnKeeper, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK, attends_to_all
 from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
@@ -56,9 +56,6 @@ from kvferry.transport.offer import (
 from kvferry.transport.redeem import Grant, new_ticket
 
 logger = logging.getLogger(__name__)
-
-LEASE_SLOTS = 8192
-"""Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
 
 _PAUSED_SECONDS = 1.0
 """Minimum age of an unclaimed lease that ends because of a pause: its ticket may be on its way."""
@@ -164,12 +161,11 @@ class Producer:
             index=channel.turns,
             pool=pool,
             workers=workers,
-            clock=clock,
         )
         # Minimum age of an unclaimed lease that ends because requests wait for blocks.
         self._unclaimed_seconds = config.lease_seconds / 4
         self._pool, self._workers = pool, workers
-        self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
+        self._host, self._turn_seconds = config.advertise_host or config.host, config.turn_seconds
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, _Prompt] = {}  # of requests that have not ended
         self._steps: deque[tuple[int, list[_Computed]]] = deque()  # with their numbers
@@ -190,7 +186,7 @@ class Producer:
     @property
     def keeps_turns(self) -> Address | None:
         """Address (host, port) at which peers ask for turns; None if this engine keeps none."""
-        return (self._host, self.port) if self._keeps_turns else None
+        return (self._host, self.port) if self._turn_seconds else None
 
     @property
     def leases(self) -> int:
@@ -291,7 +287,7 @@ class Producer:
             prompt.word = word = self._book.grant(request.request_id, math.inf)
         except (TransferError, Unnameable):
             return  # tried again after the next step
-        self._say_granted(request.request_id, request.num_prompt_tokens)
+        self._say_granted(request.request_id, request.num_prompt_tokens, self._book.seconds)
         self._tickets.publish(
             prompt.ticket,
             request.request_id,
@@ -318,8 +314,9 @@ class Producer:
         name = request.request_id
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
-            if not (self._stopped or self._paused):
-                self._note_granted(self.turns.finished(request, block_ids))
+            keeps = not (self._stopped or self._paused)
+            if keeps and (tokens := self.turns.finished(request, block_ids)):
+                self._say_granted(name, tokens, self._turn_seconds, turn=True)
             return False, None
         tokens = request.num_prompt_tokens - self._unsettled
         stopped = self._stopped or self._sleeps
@@ -365,7 +362,7 @@ class Producer:
             # The content is computed first, so that a prompt without a name leaves no lease behind.
             content = content_of(one.request, tokens, self._adapters)
             one.word = word = self._book.grant(name)
-            self._say_granted(name, tokens)
+            self._say_granted(name, tokens, self._book.seconds)
             grant = Grant.of(word.slot, word.generation, tables)
             self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
         offer = Offer(
@@ -384,13 +381,10 @@ class Producer:
         if one.parent is not None:
             self._lease_of_sample[one.parent] = name
 
-    def _say_granted(self, lease: str, tokens: int) -> None:
-        self._note_granted(LeaseGranted(lease, self._clock(), tokens, self._book.seconds))
-
-    def _note_granted(self, granted: LeaseGranted | None) -> None:
-        if granted is not None:
-            self._granted[granted.request_id] = granted
-            self._events.emit(granted)
+    def _say_granted(self, lease: str, tokens: int, seconds: float, *, turn: bool = False) -> None:
+        granted = LeaseGranted(lease, self._clock(), tokens, seconds, turn=turn)
+        self._granted[lease] = granted
+        self._events.emit(granted)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Take the messages of other engines, and add to `orders` which leases the workers end."""

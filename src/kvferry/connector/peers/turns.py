@@ -20,7 +20,6 @@ from kvferry.common.errors import TransferError
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, CacheGroup, EngineFacts, Request
-from kvferry.connector.events import LeaseGranted
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.control_client import ControlClient
@@ -106,7 +105,6 @@ class TurnKeeper:
         index: TurnIndex,
         pool: BlockPool,
         workers: int,
-        clock: Callable[[], float],
     ) -> None:
         """Create a keeper without turns.
 
@@ -114,7 +112,7 @@ class TurnKeeper:
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
-        self._engine, self._clock = engine, clock
+        self._engine = engine
         self._book, self._names, self._wanted = book, names, wanted
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
@@ -137,26 +135,26 @@ class TurnKeeper:
         """True if blocks of ended turns will soon be free, so that the engine should wait and not preempt."""
         return self._pins.late_blocks() > 0
 
-    def finished(self, request: Request, block_ids: BlockIds) -> LeaseGranted | None:
+    def finished(self, request: Request, block_ids: BlockIds) -> int:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        Withdraw the earlier turns that the request continues. Return the lease; None if none is kept.
+        Withdraw the earlier turns that the request continues. Return the number of kept tokens; 0 if none.
         """
         if not self._seconds:
-            return None
+            return 0
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
         if content is None or not content.keys:
-            return None
+            return 0
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
         blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
         if least is None or len(blocks) > self._most:
-            return None
+            return 0
         try:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
-            return None
+            return 0
         turn = _Turn(
             key=request.request_id,
             holder="turns",
@@ -178,7 +176,7 @@ class TurnKeeper:
         self._pins.begin(turn)
         self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
         self._turns[turn.key] = turn
-        return LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True)
+        return tokens
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
