@@ -71,24 +71,20 @@ class _RequestState(RequestState):
     """The state of one request whose KV a source may be able to load.
 
     Attributes:
-        sources: sources that may be able to serve the request.
-        plan: plan of the proposed bid.
         loads: loads of the request that not all workers have reported yet.
         loaded: loads of the current attempt that have succeeded.
-        broken: True if a load of the current attempt has failed.
         shortened: True if the engine's own prefix of the request was shortened since the request was last
             admitted. It is then not shortened again, so that the request is not put off for ever.
-        event: the last event about the choice of a source; None before the first.
         shown: values that `event` shows. A choice that repeats them emits no event.
     """
 
-    sources: tuple[Source, ...]
-    plan: LoadPlan | None = None
+    sources: tuple[Source, ...]  # sources that may be able to serve the request
+    plan: LoadPlan | None = None  # plan of the proposed bid
     loads: list[RunningLoad] = field(default_factory=list)
     loaded: list[RunningLoad] = field(default_factory=list)
-    broken: bool = False
+    broken: bool = False  # True if a load of the current attempt has failed
     shortened: bool = False
-    event: SourcesAsked | None = None
+    event: SourcesAsked | None = None  # the last event about the choice of a source; None before the first
     shown: object = None
 
 

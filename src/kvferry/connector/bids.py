@@ -53,8 +53,6 @@ class Bid:
     """A source's offer to load KV of tokens that the engine does not have.
 
     Attributes:
-        source: a peer's name, or ``tiers``.
-        parts: number of offered tokens from each place, including the tokens of `head`.
         looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
             upper bounds.
         promised: True if the source is still looking, but the request came with a peer's ticket, which says
@@ -65,8 +63,8 @@ class Bid:
             about the speed of the place.
     """
 
-    source: str
-    parts: tuple[PlaceTokens, ...]
+    source: str  # a peer's name, or ``tiers``
+    parts: tuple[PlaceTokens, ...]  # number of offered tokens from each place, including the tokens of `head`
     looking: bool = False
     promised: bool = False
     head: Bid | None = None

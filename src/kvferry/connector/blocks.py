@@ -56,23 +56,14 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
-    """A load or a store under way. Mutable.
+    """A load or a store under way. Mutable."""
 
-    Attributes:
-        key: unique name.
-        holder: who answers for the blocks: for a load, the peer's name or ``tiers``.
-        blocks: blocks that it may read or write.
-        report: merged report of the workers that have reported; None before the first.
-        late: True if its request no longer waits, while it may still write to its blocks.
-        landed: number of workers on which nothing of it is in flight any more.
-    """
-
-    key: str
-    holder: str
-    blocks: Sequence[Block]
-    report: Report | None = None
-    late: bool = False
-    landed: int = 0
+    key: str  # unique name
+    holder: str  # who answers for the blocks: for a load, the peer's name or ``tiers``
+    blocks: Sequence[Block]  # blocks that it may read or write
+    report: Report | None = None  # merged report of the workers that have reported; None before the first
+    late: bool = False  # True if its request no longer waits, while it may still write to its blocks
+    landed: int = 0  # number of workers on which nothing of it is in flight any more
 
 
 TransferT = TypeVar("TransferT", bound=Transfer)
@@ -179,13 +170,11 @@ class Headroom:
 
     Attributes:
         groups: the engine's KV cache groups; empty if no group has an attention window.
-        step_tokens: maximum number of tokens of one request that a step computes.
-        pool: the engine's block pool; None if no group has an attention window.
     """
 
     groups: Sequence[CacheGroup] = ()
-    step_tokens: int = 0
-    pool: BlockPool | None = None
+    step_tokens: int = 0  # maximum number of tokens of one request that a step computes
+    pool: BlockPool | None = None  # the engine's block pool; None if no group has an attention window
     _needs: dict[str, int] = field(default_factory=dict)
 
     @classmethod

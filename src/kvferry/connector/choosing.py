@@ -37,12 +37,11 @@ class LocalPrefix:
     """The part of a request's prompt that is in the engine's own prefix cache.
 
     Attributes:
-        tokens: number of tokens whose attention blocks the engine has.
         resumable_tokens: number of tokens after which the engine can continue without a load; at most
             `tokens`. It is less if the engine lacks the recurrent state after `tokens`.
     """
 
-    tokens: int
+    tokens: int  # number of tokens whose attention blocks the engine has
     resumable_tokens: int
 
     @classmethod
@@ -111,10 +110,8 @@ class RequestState:
     All times are monotonic seconds.
 
     Attributes:
-        attempts: number of attempts that are left to load the request's KV.
         excluded: why a source is not used for this request any more, by the source's name in bids. The
             sources add to it.
-        proposed: bid that the engine was last asked to load; None if there is none.
         local_tokens: number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
         crowded: True if there was no room for the loads of `proposed`: they would leave too few blocks free,
             or exceed the number of blocks that their source may hold.
@@ -122,10 +119,10 @@ class RequestState:
             no room; None if the request does not wait.
     """
 
-    attempts: int
+    attempts: int  # number of attempts that are left to load the request's KV
     excluded: dict[str, str] = field(default_factory=dict)
     phase: RequestPhase = RequestPhase.OPEN
-    proposed: Bid | None = None
+    proposed: Bid | None = None  # bid that the engine was last asked to load; None if there is none
     local_tokens: int = 0
     crowded: bool = False
     awaited: Bid | None = None
@@ -231,16 +228,13 @@ class Choice:
 
     Attributes:
         bid: bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
-        bids: all bids, with their values.
-        compute_value: value of computing the prompt.
-        unanswered: names of the answers that bids wait for.
     """
 
     bid: Bid | None
     why: DecisionReason
-    bids: tuple[ValuedBid, ...]
-    compute_value: float
-    unanswered: frozenset[str]
+    bids: tuple[ValuedBid, ...]  # all bids, with their values
+    compute_value: float  # value of computing the prompt
+    unanswered: frozenset[str]  # names of the answers that bids wait for
 
 
 # Without a margin, requests that wait for free blocks would switch back and forth between sources.

@@ -110,17 +110,11 @@ class ValuedBid:
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """The bytes that a load moved for one KV cache group, summed over all ranks.
+    """The bytes that a load moved for one KV cache group, summed over all ranks."""
 
-    Attributes:
-        group: number and kind of the group, such as ``0 full_attention``.
-        strategy: name of the transfer strategy; ``copied`` for a load from tiers.
-        size: bytes.
-    """
-
-    group: str
-    strategy: str
-    size: int
+    group: str  # number and kind of the group, such as ``0 full_attention``
+    strategy: str  # name of the transfer strategy; ``copied`` for a load from tiers
+    size: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,6 @@ class Arrived(_OfRequest):
 
     Attributes:
         sources, declined: sources that may be able to serve the request, and those that cannot.
-        trace_headers: (name, value) of each W3C header of the request's trace.
     """
 
     _: KW_ONLY
@@ -143,7 +136,7 @@ class Arrived(_OfRequest):
     sources: tuple[str, ...]
     declined: tuple[SourceMiss, ...] = ()
     ticket: bool = False
-    trace_headers: tuple[tuple[str, str], ...] = ()
+    trace_headers: tuple[tuple[str, str], ...] = ()  # (name, value) of each W3C header of the request's trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +146,16 @@ class SourcesAsked(_OfRequest):
     It is emitted again when the bids, the choice or the numbers of tokens change.
 
     Attributes:
-        local_tokens: number of tokens in the engine's own prefix cache.
         resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
             `local_tokens` if the engine lacks the recurrent state after them.
-        compute_value: value of computing all tokens that are not in the prefix cache.
         chosen: the best bid, for which the request waits if its source is still looking; None to compute.
     """
 
     _: KW_ONLY
-    local_tokens: int
+    local_tokens: int  # number of tokens in the engine's own prefix cache
     resumable_tokens: int
     bids: tuple[ValuedBid, ...]
-    compute_value: float
+    compute_value: float  # value of computing all tokens that are not in the prefix cache
     misses: tuple[SourceMiss, ...]
     chosen: Bid | None
     why: DecisionReason
@@ -195,14 +186,13 @@ class LoadEnded(_OfRequest):
 
     Attributes:
         miss: None if the load did not fail, or if its request no longer waits for the load.
-        failure: reason why the load failed or was dropped; empty for a successful load.
     """
 
     _: KW_ONLY
     began: LoadBegan
     outcome: LoadOutcome
     miss: MissReason | None = None
-    failure: str = ""
+    failure: str = ""  # reason why the load failed or was dropped; empty for a successful load
     moved: tuple[GroupBytes, ...] = ()  # bytes per KV cache group; empty for a failed load
     figures: LoadFigures = NO_FIGURES  # of a load from a peer, even if it has failed
 

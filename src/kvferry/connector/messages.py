@@ -80,16 +80,14 @@ class WorkerInfo:
         card, key: what peers need to read the worker's KV cache, and the fingerprint of its secret key; None
             if the worker exchanges no KV.
         settings: without this machine's address. They tell several connectors of an engine apart.
-        machine: boot id of the kernel that the worker runs on.
-        stale: as in `StepReports`.
     """
 
     geometry: RankGeometry
     card: RankCard | None
     settings: ConnectorConfig
     key: str | None = None
-    machine: str = field(default_factory=boot_id)
-    stale: int | None = None
+    machine: str = field(default_factory=boot_id)  # boot id of the kernel that the worker runs on
+    stale: int | None = None  # as in `StepReports`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,24 +95,19 @@ class Load:
     """A load of the KV of a prompt prefix, or of a part of a prefix, from one source.
 
     Attributes:
-        key: name of the load, unique in this engine.
-        attempt: name of the attempt to load the prefix, which has one load, or two that each load a part.
-        loads: number of loads of the attempt.
         tables: destination block table of each KV cache group, int64, indexed by block position. The table of
             a recurrent state group has one entry, the block that receives the state snapshot.
-        timeout_seconds: seconds from the time when a worker begins the load to its deadline.
-        began: monotonic seconds in the scheduler's process.
     """
 
-    key: str
+    key: str  # name of the load, unique in this engine
     request_id: str
-    attempt: str
-    loads: int
+    attempt: str  # name of the attempt to load the prefix, which has one load, or two that each load a part
+    loads: int  # number of loads of the attempt
     bid: Bid
     span: LoadSpan
     tables: tuple[Int64s, ...]
-    timeout_seconds: float
-    began: float
+    timeout_seconds: float  # seconds from the time when a worker begins the load to its deadline
+    began: float  # monotonic seconds in the scheduler's process
 
     @property
     def source(self) -> str:
@@ -217,14 +210,13 @@ class StepReports:
         released: number of workers on which nothing of a late load is in flight any more, by load key.
         raised: number of workers that have raised the word of a lease in `StepOrders.raised`, by lease name.
         stale: number, from 0, of the last epoch in which the weights changed; None if they have not changed.
-        moved: True if the KV cache of a worker has moved to memory that is not registered.
     """
 
     reports: dict[str, Report] = field(default_factory=dict)
     released: dict[str, int] = field(default_factory=dict)
     raised: dict[str, int] = field(default_factory=dict)
     stale: int | None = None
-    moved: bool = False
+    moved: bool = False  # True if the KV cache of a worker has moved to memory that is not registered
 
     def add(self, other: StepReports) -> None:
         """Merge reports of other workers into this object."""

@@ -125,15 +125,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each.
+    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each."""
 
-    Attributes:
-        bid: offer to load the whole prefix.
-        source_bids: source and bid of each part, the start of the prompt first.
-    """
-
-    bid: Bid
-    source_bids: tuple[tuple[Source, Bid], ...]
+    bid: Bid  # offer to load the whole prefix
+    source_bids: tuple[tuple[Source, Bid], ...]  # source and bid of each part, the start of the prompt first
 
     @property
     def last(self) -> Source:
@@ -197,21 +192,17 @@ class RunningLoad(Transfer):
     """A load that may still write to its blocks.
 
     Attributes:
-        load: the load as sent to the workers.
-        told: True if the workers know of the load.
-        fed: True if no more parts come from the feed.
         useless: reason to give the load up, which the workers are to be told; None if there is none.
-        given_up: True if this load was dropped because another load of the same attempt failed.
     """
 
-    load: Load
+    load: Load  # the load as sent to the workers
     source: Source
     feed: Feed
     began: LoadBegan
-    told: bool = False
-    fed: bool = False
+    told: bool = False  # True if the workers know of the load
+    fed: bool = False  # True if no more parts come from the feed
     useless: str | None = None
-    given_up: bool = False
+    given_up: bool = False  # True if this load was dropped because another load of the same attempt failed
 
 
 class RunningLoads(TransferBook[RunningLoad]):

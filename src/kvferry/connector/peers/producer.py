@@ -66,45 +66,31 @@ class _Prompt:
     """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease.
 
     Attributes:
-        ticket: the router's if the prompt may be read while it is computed, else a new one.
-        streamed: True if it may be read while it is computed.
-        router_name: the router's name for the KV; None without one.
-        parent: id that the samples of the prompt share (``n`` above 1); None if there is only one.
-        preemptions: number of the request's preemptions when its last step was scheduled.
         cached_tokens: number of prompt tokens that the engine's caches had; None before the first step, and
             if it is not streamed: then the engine adds the number to the offer.
-        word: lease word of the blocks; None before the first tokens were published.
-        over: True once a lease has ended that it had while it was computed.
-        blocks: number of leased blocks; 0 until the request has ended.
         params: offer, as the response carries it; empty until the request has ended.
     """
 
     request: Request
-    ticket: bytes
-    streamed: bool
-    router_name: str | None
-    parent: str | None
-    preemptions: int = 0
+    ticket: bytes  # the router's if the prompt may be read while it is computed, else a new one
+    streamed: bool  # True if it may be read while it is computed
+    router_name: str | None  # the router's name for the KV; None without one
+    parent: str | None  # id that the samples of the prompt share (``n`` above 1); None if there is only one
+    preemptions: int = 0  # number of the request's preemptions when its last step was scheduled
     cached_tokens: int | None = None
-    word: LeaseWord | None = None
-    over: bool = False
-    blocks: int = 0
+    word: LeaseWord | None = None  # lease word of the blocks; None before the first tokens were published
+    over: bool = False  # True once a lease has ended that it had while it was computed
+    blocks: int = 0  # number of leased blocks; 0 until the request has ended
     params: dict[str, Any] = field(default_factory=dict)
 
 
 class _Computed(NamedTuple):
-    """The tokens of a prompt that will have been computed when a step is done.
-
-    Attributes:
-        preemptions: number of the request's preemptions when the step was scheduled.
-        tokens: number of computed tokens, from the start of the prompt.
-        tables: block table of the request for each KV cache group.
-    """
+    """The tokens of a prompt that will have been computed when a step is done."""
 
     prompt: _Prompt
-    preemptions: int
-    tokens: int
-    tables: BlockIds
+    preemptions: int  # number of the request's preemptions when the step was scheduled
+    tokens: int  # number of computed tokens, from the start of the prompt
+    tables: BlockIds  # block table of the request for each KV cache group
 
 
 def _readable_step_tokens(engine: EngineFacts) -> int:

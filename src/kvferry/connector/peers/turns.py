@@ -79,15 +79,11 @@ class _Turn(Transfer):
     """A finished request's KV, kept for the next turn of its conversation.
 
     It is late from the end of its lease until all workers have confirmed the end: peers may still read.
-
-    Attributes:
-        kept: reply to a peer that asks for the content.
-        steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
     content: TurnContent
-    kept: KeptTurn
-    steps: int
+    kept: KeptTurn  # reply to a peer that asks for the content
+    steps: int  # number of engine steps until peers may find the turn; 0 or less if they may find it already
 
 
 class TurnKeeper:

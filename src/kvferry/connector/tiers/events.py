@@ -118,20 +118,13 @@ class TierEvents:
 
 @dataclass(slots=True)
 class _Chunk:
-    """The blocks of one chunk.
-
-    Attributes:
-        runs: blocks that end in it.
-        begin: position of its first token in the prompt.
-        beginnings: keys of its beginnings; none if no prefix may end inside it.
-        tiers: bits of the tiers for which the blocks are reported as stored.
-    """
+    """The blocks of one chunk."""
 
     chunk: BegunChunk
-    runs: Sequence[BlockRun]
-    begin: int
-    beginnings: Sequence[bytes]
-    tiers: int = 0
+    runs: Sequence[BlockRun]  # blocks that end in it
+    begin: int  # position of its first token in the prompt
+    beginnings: Sequence[bytes]  # keys of its beginnings; none if no prefix may end inside it
+    tiers: int = 0  # bits of the tiers for which the blocks are reported as stored
 
     @property
     def tokens(self) -> int:

@@ -156,20 +156,13 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRule:
-    """The positions of snapshots in an engine's prompts, and what they cost.
+    """The positions of snapshots in an engine's prompts, and what they cost."""
 
-    Attributes:
-        first: first position in tokens; 0 if kvferry places no snapshots.
-        usual: first position by default, in tokens; 0 for a model without recurrent state.
-        interval: number of tokens of which every position is a multiple.
-        longest: length of the longest prompt in tokens.
-    """
-
-    first: int
-    usual: int
-    interval: int
+    first: int  # first position in tokens; 0 if kvferry places no snapshots
+    usual: int  # first position by default, in tokens; 0 for a model without recurrent state
+    interval: int  # number of tokens of which every position is a multiple
     state_bytes: int
-    longest: int
+    longest: int  # length of the longest prompt in tokens
 
     def announce(self, events: EventStream) -> None:
         """Log which snapshots are kept for shared prefixes, and emit an event. Warn if none is kept.
@@ -218,16 +211,11 @@ def snapshot_rule(
 
 @dataclass(slots=True)
 class _Places:
-    """The positions of one request that no step has reached.
-
-    Attributes:
-        left: positions in tokens, ascending.
-        given: position that the request was given last; 0 for none.
-    """
+    """The positions of one request that no step has reached."""
 
     request: Request
-    left: list[int]
-    given: int = 0
+    left: list[int]  # positions in tokens, ascending
+    given: int = 0  # position that the request was given last; 0 for none
 
     def give_next(self, done: int) -> bool:
         """Give the request its next position after `done` tokens. Return False if there is none."""

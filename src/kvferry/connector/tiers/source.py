@@ -57,7 +57,6 @@ class _ChunkFeed:
     Attributes:
         excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
         copying: parts that ranks copy, by key of the order.
-        told: True if the ranks know the end of the load, or need not know it.
         end: end of the load, for the ranks; None while chunks are read, or wait to be copied.
         sizes: bytes that ranks have copied, by index of the KV cache group.
     """
@@ -70,7 +69,7 @@ class _ChunkFeed:
     labels: Sequence[str]
     copying: dict[str, _CopiedPart] = field(default_factory=dict)
     parts: int = 0
-    told: bool = False
+    told: bool = False  # True if the ranks know the end of the load, or need not know it
     end: LoadPart | None = None
     sizes: Counter[int] = field(default_factory=Counter)
     cause: MissReason = MissReason.FAILED

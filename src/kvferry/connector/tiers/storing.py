@@ -51,19 +51,12 @@ _ANY_NUMBER_OF_STEPS = 1 << 62
 
 
 class ChunkToStore(NamedTuple):
-    """A chunk to store.
+    """A chunk to store."""
 
-    Attributes:
-        number: index of the chunk in the request.
-        key: key of the chunk.
-        tokens: number of tokens in the chunk; 0 for a snapshot.
-        cold: True if host memory evicts the chunk before all others, until it is used.
-    """
-
-    number: int
-    key: bytes
-    tokens: int
-    cold: bool = False
+    number: int  # index of the chunk in the request
+    key: bytes  # key of the chunk
+    tokens: int  # number of tokens in the chunk; 0 for a snapshot
+    cold: bool = False  # True if host memory evicts the chunk before all others, until it is used
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -203,22 +196,18 @@ class Progress:
     Attributes:
         computed: number of tokens that will have been computed when all steps scheduled so far have run.
         preemptions: number of preemptions when the request was last admitted; -1 before its first step.
-        found: number of tokens that the request had when it was last admitted: cached or loaded.
-        chunks: number of whole chunks that `take` has returned.
         tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
-        ends: result of `last_prefix_ends` for its prompt.
-        due: number of computed tokens at which the next chunk is complete.
         needed: result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     """
 
     request: Request
     computed: int = 0
     preemptions: int = -1
-    found: int = 0
-    chunks: int = 0
+    found: int = 0  # number of tokens that the request had when it was last admitted: cached or loaded
+    chunks: int = 0  # number of whole chunks that `take` has returned
     tail: bool = False
-    ends: tuple[int, int] = (0, 0)
-    due: int = 0
+    ends: tuple[int, int] = (0, 0)  # result of `last_prefix_ends` for its prompt
+    due: int = 0  # number of computed tokens at which the next chunk is complete
     needed: tuple[Collection[int] | None, ...] = ()
 
     def step(self, tokens: int) -> bool:
@@ -258,20 +247,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """A KV cache group of the storage format.
+    """A KV cache group of the storage format."""
 
-    Attributes:
-        number: its index in the storage format.
-        parts: indices of the engine's KV cache groups that it holds.
-        alignment: alignment of valid content in its chunks, in tokens.
-        order_chunks: maximum number of chunks in one order.
-    """
-
-    number: int
+    number: int  # its index in the storage format
     form: CanonicalGroup
-    parts: tuple[int, ...]
-    alignment: int
-    order_chunks: int
+    parts: tuple[int, ...]  # indices of the engine's KV cache groups that it holds
+    alignment: int  # alignment of valid content in its chunks, in tokens
+    order_chunks: int  # maximum number of chunks in one order
 
 
 class Storing:
