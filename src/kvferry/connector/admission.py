@@ -1,13 +1,11 @@
 """Admission: choose the source that loads a request's KV, follow its loads, and try again after a failure.
 
-Each request that a source may be able to serve has a `RequestState`. Each time that the engine wants to admit
-it, admission asks the sources (`Answer`), makes plans of what they offer (`load_plans`), and chooses one
-(`BidChooser.choose`). No request is admitted again forever, because loads that cannot help are not begun and
-attempts are capped.
+Each time that the engine wants to admit a request, admission asks the sources (`Answer`), makes plans of what
+they offer (`load_plans`), and chooses one (`BidChooser.choose`). Attempts are capped.
 
-Two sources may load one prefix together, one its start and the other its rest. The request then waits for two
-loads. If one of them fails on any worker, admission drops the other and does not exclude its source. The
-request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong to the request.
+Two sources may load one prefix together, one its start and the other its rest. If one of the two loads fails
+on any worker, admission drops the other and does not exclude its source. The request goes on at once. Bytes
+that are still in flight arrive in blocks that no longer belong to the request.
 
 The engine's own prefix may need a load before it can be used (`LocalPrefix`). Admission then prefers loads
 that begin where this prefix ends. If there is none, but a source has a shorter prefix, admission shortens the
@@ -99,9 +97,7 @@ class _Asked:
 
 
 class Admission:
-    """Chooses the source that loads each request's KV, starts the load, and tries another source if it fails.
-
-    It emits events about the choices, and about the loads that follow. Only the engine's thread calls it.
+    """Chooses the source that loads each request's KV. Only the engine's thread calls it.
 
     Attributes:
         loads: loads that may still write to their blocks.
@@ -122,13 +118,10 @@ class Admission:
         prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without requests.
+        """Begin without requests. Of equally good offers, that of the first of `sources` is taken.
 
-        Args:
-            attempts: maximum number of attempts to load one request's prefix.
-            sources: all sources of KV. Of equally good offers, that of the first source is taken.
-            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-                state; None if the engine can use its own prefix without a load.
+        `attempts` is the maximum number of attempts to load one request's prefix. `prefix_cache` is None if
+        the engine can use its own prefix without a load.
         """
         self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
         self._parts, self._headroom, self._events, self._clock = parts, headroom, events, clock
@@ -255,9 +248,7 @@ class Admission:
     def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
-        Args:
-            blocks: all blocks of the request. The loads write into them.
-            load_tokens: number of tokens to load, as `matched` returned it last.
+        The loads write into `blocks`, all of the request. `load_tokens` is as `matched` returned it last.
         """
         self.admitted += 1
         name = request.request_id
@@ -337,7 +328,7 @@ class Admission:
         self.loads.take_orders(orders)
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
+        """Process the workers' reports, and unpin the blocks that no load can write to any more."""
         bad = []
         for key, report in reports.reports.items():
             if key not in self.loads:
@@ -387,7 +378,6 @@ class Admission:
         self._events.emit(Scheduled(name, self._clock(), cached, load.span.prompt, loads=began))
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
-        """Drop the loads of the other parts of a prefix. Their sources are not excluded."""
         state = self._states.get(failed.load.request_id)
         for one in state.loads if state is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:

@@ -73,7 +73,6 @@ class Bid:
 
     @classmethod
     def composed(cls, head: Bid, tail: Bid) -> Bid:
-        """Combine the bids of two sources for the two parts of a prefix."""
         looking = [bid for bid in (head, tail) if bid.looking]
         return cls(
             tail.source,
@@ -97,12 +96,12 @@ class Bid:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources that make this bid, that of the prompt's start first."""
+        """Names of the sources, that of the prompt's start first."""
         return (self.source,) if self.head is None else (*self.head.sources, self.source)
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """Names of the answers that this bid waits for; empty if its sources have answered."""
+        """Names of the answers that this bid waits for."""
         if self.head is not None and self.tail is not None:
             return self.head.unanswered | self.tail.unanswered
         if not self.looking:
@@ -111,7 +110,6 @@ class Bid:
         return frozenset((f"{self.source}, computing" if self.growing else self.source,))
 
     def has_same_sources(self, other: Bid | None) -> bool:
-        """Return whether a bid has the same sources and places; False for None."""
         return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
@@ -140,7 +138,6 @@ class _Line:
 
     @staticmethod
     def of(tokens: int, seconds: float) -> _Line:
-        """Create the line from a single measurement, of at least one token."""
         return _Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -205,7 +202,6 @@ class Speeds:
         return line.seconds(tokens) if line else 0.0
 
     def record_computation(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of a step that computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             newest = tokens / seconds
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
@@ -238,7 +234,6 @@ class Speeds:
             self.record_answer(name, seconds)
 
     def answer_seconds(self, name: str) -> float:
-        """Return the expected seconds from the first question to a source until its answer."""
         return self._recent(self._answers, name) or 0.0
 
     def _recent(self, measured: Mapping[str, tuple[_T, float]], name: str) -> _T | None:
@@ -255,10 +250,7 @@ _PAUSE_SECONDS = 0.005
 
 
 class StepTimes:
-    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle.
-
-    The engine reports when each step is scheduled and when its output is taken, in the order of steps.
-    """
+    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
@@ -268,7 +260,6 @@ class StepTimes:
 
     @property
     def computing(self) -> bool:
-        """Whether a step that computes tokens has been scheduled and is not done."""
         return self._computing > 0
 
     @property
@@ -279,7 +270,7 @@ class StepTimes:
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 
     def scheduled(self, tokens: int) -> float:
-        """Record that the engine schedules a step of `tokens` tokens now. Return the time, in seconds."""
+        """Record that the engine schedules a step now. Return the time, in seconds."""
         now = self._clock()
         self._under_way.append((now, tokens))
         self._last_tokens = tokens

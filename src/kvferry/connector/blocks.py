@@ -95,7 +95,6 @@ class TransferBook(Generic[TransferT]):
         return self._transfers[key]
 
     def begin(self, transfer: TransferT) -> None:
-        """Pin the blocks of a transfer, and remember it until it is over."""
         if transfer.key in self._transfers:
             raise ValueError(f"transfer {transfer.key!r} has begun already")
         self._pool.touch(transfer.blocks)
@@ -103,20 +102,14 @@ class TransferBook(Generic[TransferT]):
         self.pinned += len(transfer.blocks)
 
     def add_report(self, key: str, report: Report) -> TransferT | None:
-        """Merge a report into that of its transfer. Return the transfer if all workers have reported it now.
-
-        Its blocks stay pinned until `release`.
-        """
+        """Merge a report into that of its transfer. Return the transfer if all workers have reported it."""
         one = self._transfers[key]
         one.report = report if one.report is None else one.report.with_other(report)
         one.late |= bool(report.late)
         return one if one.report.workers == self._workers else None
 
     def release(self, reports: StepReports) -> None:
-        """Unpin the blocks of transfers of which nothing is in flight on any worker any more.
-
-        Call this once for each message of the workers, after `add_report` for its reports.
-        """
+        """Unpin the blocks of transfers that are over. Call this once per message, after `add_report`."""
         for key, report in reports.reports.items():
             self.end(key, report.workers - report.late)
         for key, workers in reports.released.items():
@@ -125,7 +118,7 @@ class TransferBook(Generic[TransferT]):
     def end(self, key: str, workers: int) -> bool:
         """Record that nothing of a transfer is in flight any more on so many further workers.
 
-        Return True if the transfer is over now, and its blocks are unpinned. Other names are ignored.
+        Return True if the transfer is over now, and its blocks are unpinned.
         """
         if (one := self._transfers.get(key)) is None:
             return False
@@ -140,7 +133,7 @@ class TransferBook(Generic[TransferT]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Number of pinned blocks, by holder. A holder without any is absent."""
+        """Number of pinned blocks, by holder."""
         found = Counter[str]()
         for one in self._transfers.values():
             found[one.holder] += len(one.blocks)
@@ -184,7 +177,6 @@ class Headroom:
         return cls(groups, step_tokens, pool)
 
     def __len__(self) -> int:
-        """Return the number of requests that hold blocks for a load and have not been scheduled since."""
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
@@ -213,20 +205,18 @@ class Headroom:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
     def on_resumed(self, requests: Container[str]) -> None:
-        """Stop keeping blocks free for requests that the engine has scheduled again after their loads."""
+        """Stop keeping blocks free for requests that the engine has scheduled again."""
         for name in list(self._needs):
             if name in requests:
                 del self._needs[name]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, or whose load has failed. The request holds no blocks any more."""
+        """Forget a request that holds no blocks any more."""
         self._needs.pop(request_id, None)
 
     def _blocks_to_resume(self, tokens_after_load: int, tokens: int) -> int:
-        """Return the number of additional blocks that a request needs to continue after its load.
-
-        These are the blocks of its next step, or of all later steps for groups that attend to all tokens.
-        """
+        """Return how many more blocks a request needs to go on after its load."""
+        # Those of its next step, or of all later steps for groups that attend to all tokens.
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         blocks = 0
         for group in self.groups:
@@ -327,7 +317,7 @@ class PartBlocks:
         return self._loading, self._resumed
 
     def end_pass(self) -> None:
-        """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""
+        """End a scheduling pass: evict the partly loaded blocks that the engine cached during it."""
         self._evict(self._loading)
         self._evict(self._resumed)
         self._looked = False
@@ -355,7 +345,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's partly loaded blocks, because they are freed or will be computed instead."""
+        """Forget a request's partly loaded blocks: they are freed or will be computed instead."""
         self._distrusted.discard(request_id)
         for of in (self._parts, self._loading, self._resumed):
             of.pop(request_id, None)

@@ -5,17 +5,15 @@
     RequestState  the phase of the request, its attempts, excluded sources, and how long it has waited
     Choice        the bid to load or to wait for, or none, and why
 
-`BidChooser.choose` is the decision. It reads the first three, and changes nothing. Sources that have answered
-are used at once. A request waits for a source that is still looking only if
+`BidChooser.choose` is the decision. It reads the first three, and changes nothing. A request waits for a
+source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
 - the policy estimates times (``cost``), and the answer is expected to save more time than it takes.
 
-Another engine has computed a ticket's tokens for this request, so only patience limits the wait for it. The
-source withdraws the bid if the ticket's engine refuses it or is gone. Every other wait ends when it has taken
-as long as what it could save: no request waits longer than the engine would take to compute its prompt, once
-the speed of computing is known, and none beyond its patience.
+Only patience limits the wait for a ticket. Every other wait ends when it has taken as long as what it could
+save: no request waits longer than the engine would take to compute its prompt, once that speed is known.
 """
 
 from __future__ import annotations
@@ -53,14 +51,11 @@ class LocalPrefix:
 
     @property
     def needs_load(self) -> bool:
-        """Whether the engine can use all of its attention blocks only after a load."""
         return self.resumable_tokens < self.tokens
 
 
 def last_boundary_before(end: int, alignment_tokens: int) -> int:
     """Return the position of the last block boundary before the last token of a prefix of `end` tokens.
-
-    A prefix cache that finds this many tokens leaves at least one token to a load that ends at `end`.
 
     >>> last_boundary_before(512, 128), last_boundary_before(500, 128), last_boundary_before(513, 128)
     (384, 384, 512)
@@ -153,11 +148,11 @@ class RequestState:
         return ""
 
     def waited_seconds(self, now: float) -> float:
-        """Return how long the request has waited for a source or for blocks, not otherwise in the queue."""
+        """Return how long the request has waited for a source or for blocks."""
         return self._waited_seconds + (0.0 if self._waits_since is None else now - self._waits_since)
 
     def end_wait(self, unanswered: AbstractSet[str], speeds: Speeds, now: float) -> None:
-        """End a wait, as the sources have been asked again. Record how long new answers took."""
+        """End a wait, as the sources have been asked again. Record how long answers took."""
         self._waited_seconds, self._waits_since = self.waited_seconds(now), None
         for name in self._asked_at.keys() - unanswered:
             speeds.record_answer(name, now - self._asked_at.pop(name))
@@ -187,9 +182,7 @@ class RequestState:
     def admit(self, load_tokens: int, speeds: Speeds, now: float, *, waits: bool = True) -> Bid | None:
         """Record that the engine has allocated blocks to the request; return the bid to load, if any.
 
-        Args:
-            load_tokens: number of tokens that the engine expects to be loaded.
-            waits: True if the request waits for the end of its loads.
+        The engine expects `load_tokens` tokens to be loaded. `waits` is False if the request goes on.
         """
         for name, since in self._asked_at.items():
             speeds.record_unanswered(name, now - since)
@@ -213,7 +206,7 @@ class RequestState:
         self.phase = RequestPhase.FAILED
 
     def on_computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
+        """Give back the attempts that succeeded: the engine computes tokens of the request."""
         # A request that is preempted later may have to load its KV again, and needs attempts for that.
         self.attempts, self._succeeded = self.attempts + self._succeeded, 0
 
@@ -303,11 +296,9 @@ class BidChooser:
         return Choice(None if best is None else best.bid, why, tuple(valued), compute_value, unanswered)
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the value of a bid, 0 or more: a bid of twice the value is twice as good.
+        """Return the value of a bid, or of computing for None, 0 or more: twice the value is twice as good.
 
-        Args:
-            bid: None for computing all tokens.
-            missing_tokens: number of the request's tokens after the prefix that the bid extends.
+        `missing_tokens` is the number of the request's tokens after the prefix that the bid extends.
         """
         if self.policy == "cost":
             return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
@@ -337,8 +328,7 @@ class BidChooser:
     ) -> float:
         """Return how long a request may wait, in all, for a bid whose sources are still looking.
 
-        Args:
-            answered: best bid of the sources that have answered; None if computing is better.
+        `answered` is the best bid of the sources that have answered; None if computing is better.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
         # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.

@@ -97,15 +97,12 @@ class SourceMiss:
 
 @dataclass(frozen=True, slots=True)
 class ValuedBid:
-    """A source's bid, and its value under the policy.
-
-    `excluded` is the reason why the bid may not be taken, and `value` is then 0; empty if it may.
-    """
+    """A source's bid, and its value under the policy."""
 
     source: str
     bid: Bid
-    value: float
-    excluded: str = ""
+    value: float  # 0 if excluded
+    excluded: str = ""  # why the bid may not be taken; empty if it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +284,7 @@ class LeaseEnded(_OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The size of a tier, and its activity since the tier's last event.
-
-    If any tier has changed, an event is emitted for each tier.
-    """
+    """The size of a tier, and its activity since the tier's last event."""
 
     at: float
     tier: str

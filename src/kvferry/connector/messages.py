@@ -119,8 +119,7 @@ class Load:
 class LoadPart:
     """The next part of a load: what the workers do for it in one step.
 
-    The parts of a load follow each other as chunks arrive in host memory, or as a peer computes the prompt.
-    If the KV is complete at the peer, the load has one part.
+    Parts follow each other as chunks arrive in host memory, or as a peer computes the prompt.
     """
 
     load: str  # its key
@@ -171,7 +170,6 @@ class StepOrders:
 
     @property
     def writes_cache(self) -> bool:
-        """True if the step computes KV or begins to load it."""
         return self.computes or bool(self.loads)
 
 
@@ -190,7 +188,6 @@ class Report:
     workers: int = 1  # number of workers whose reports these are
 
     def with_other(self, other: Report) -> Report:
-        """Return the merged report of this and of other workers about the same work."""
         return Report(
             self.failure or other.failure,
             late=self.late + other.late,
@@ -219,7 +216,6 @@ class StepReports:
     moved: bool = False  # True if the KV cache of a worker has moved to memory that is not registered
 
     def add(self, other: StepReports) -> None:
-        """Merge reports of other workers into this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for mine, theirs in ((self.released, other.released), (self.raised, other.raised)):

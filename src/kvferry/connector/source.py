@@ -1,8 +1,7 @@
 """The sources of KV, peers and tiers: what they answer, the plans made of it, and their loads under way.
 
-A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid, or those of two sources
-for the start and the rest of the prefix, and has the sources load them. A source answers with a *feed*, which
-brings the KV to the workers in parts as it becomes available.
+A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid, or two for the start and
+the rest of the prefix. The *feed* of a load brings its KV to the workers in parts, as it becomes available.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ class Answer:
     """The answer of a source that was asked for a request. It is of use until the source is asked again.
 
     Attributes:
-        why_none: returns why there are no bids. It may be slow, so it is called only if the reason is told.
-        head: returns an offer to load only the start of the prefix, if another source loads the rest; None if
-            there is none. It covers only layers that attend to all tokens. The argument is the alignment of
-            its end, in tokens from the start of the prompt.
-        tail: returns an offer to load the rest of the prefix, if another source loads its start; None if
-            there is none. The argument is the position of the first token of the rest.
+        why_none: returns why there are no bids. It may be slow.
+        head: returns an offer to load only the start of the prefix, of layers that attend to all tokens. The
+            argument is the alignment of its end, in tokens from the start of the prompt.
+        tail: returns an offer to load the rest of the prefix. The argument is the position of its first
+            token.
     """
 
     bids: Sequence[Bid]
@@ -59,19 +57,13 @@ class Feed(Protocol):
         """``peer``, or the name of the slowest tier that the load uses."""
 
     def next_parts(self) -> Sequence[LoadPart]:
-        """Return what the workers do for the load in the coming step.
-
-        Nothing follows a part that is the last, or that says why no more will come.
-        """
+        """Return what the workers do for the load in the coming step. Nothing follows a part that `ends`."""
 
     def drop(self) -> None:
-        """Bring nothing more, because the request has ended, or another load of its attempt has failed.
-
-        What is in flight cannot be cancelled: the workers still report the load's end.
-        """
+        """Bring nothing more. What is in flight cannot be cancelled: the workers still report the end."""
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return what the load has copied, per KV cache group."""
+        """Return what the load has copied."""
 
     def miss(self, report: Report) -> MissReason:
         """Return why the load has failed."""
@@ -99,19 +91,16 @@ class Source(Protocol):
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why `arrived` has refused a request; None if there is no reason to report."""
+        """Return why `arrived` has refused a request; None for no reason to report."""
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what this source offers to load beyond the tokens in the engine's own prefix cache."""
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether this source may begin a load that holds at most so many blocks.
-
-        A source may refuse if its loads, including those past their deadline, would hold too many blocks.
-        """
+        """Return whether this source may begin a load that holds at most so many blocks."""
 
     def begin(self, load: Load, request: Request) -> Feed:
-        """Begin to load KV from this source. Return what brings it to the workers, part by part."""
+        """Begin to load KV from this source."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the multiple of tokens at which loaded KV begins, for each KV cache group."""
@@ -138,9 +127,7 @@ class LoadPlan:
     def parts(self, local_tokens: int, load_tokens: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return source, bid and range of prompt tokens of each part that is not loaded yet.
 
-        Args:
-            local_tokens: number of tokens of the prefix that the engine had when the plan was made.
-            load_tokens: number of tokens of the prefix that the engine does not have now.
+        The engine had `local_tokens` of the prefix when the plan was made, and lacks `load_tokens` now.
         """
         total, last = local_tokens + self.bid.tokens, local_tokens
         found = list[tuple[Source, Bid, LoadSpan]]()
@@ -217,7 +204,6 @@ class RunningLoads(TransferBook[RunningLoad]):
         timeout_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Begin without loads. `workers` is the number of workers, each of which reports every load."""
         super().__init__(workers, pool)
         self._groups, self._timeout, self._clock = tuple(groups), timeout_seconds, clock
         # The loads about which the workers are to be told something, now or later.
@@ -266,7 +252,7 @@ class RunningLoads(TransferBook[RunningLoad]):
         return found
 
     def give_up(self, one: RunningLoad, reason: str) -> None:
-        """Tell the workers not to go on with a load, for a reason that they report."""
+        """Tell the workers not to go on with a load."""
         one.given_up |= one.report is None or one.report.failure is None
         one.useless = reason
         self._agenda[one.key] = one
@@ -293,7 +279,7 @@ class RunningLoads(TransferBook[RunningLoad]):
         return one
 
     def max_written_blocks(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load of these tokens may write, over all groups."""
+        """Return the maximum number of blocks that a load of these tokens may write."""
         blocks = 0
         for group in self._groups:
             blocks += max_writable_blocks(group, span)

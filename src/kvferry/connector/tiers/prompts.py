@@ -41,7 +41,7 @@ class Prompts:
         *,
         prompts_only: bool = False,
     ) -> None:
-        """Create an empty collection of chunk keys.
+        """Begin without requests.
 
         Args:
             beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
@@ -73,10 +73,7 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no chunk keys.
-
-        A request loses its keys if its content can no longer be identified for certain.
-        """
+        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no keys."""
         name = request.request_id
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(name)
@@ -141,11 +138,7 @@ class Prompts:
             self.remove(name)
 
     def chunks_of(self, request: Request) -> PromptChunks:
-        """Return the chunks of a prompt that this engine need not have, without remembering it.
-
-        Raises:
-            Unnameable: the content cannot be identified for certain.
-        """
+        """Return the chunks of a prompt, without remembering it. Raise Unnameable if it has no keys."""
         if self._suspended:
             raise Unnameable(self._suspended)
         epoch = self._epoch + self._salt_epochs.get(request.cache_salt or "", "")

@@ -76,7 +76,6 @@ class _ChunkFeed:
 
     @property
     def busy(self) -> bool:
-        """True until the ranks know the end of the load and have copied all its chunks."""
         return not self.told or bool(self.copying)
 
     @property
@@ -117,10 +116,7 @@ class _ChunkFeed:
         self.stop("nobody waits for it any more")
 
     def take_report(self, key: str, report: Report, workers: int) -> _CopiedPart | None:
-        """Merge a report into that of its part. Return the part, and forget it, if all ranks have copied it.
-
-        None is returned for orders of other loads too.
-        """
+        """Merge a report into that of its part, if any. Return and forget a part that all have copied."""
         if (part := self.copying.get(key)) is None:
             return None
         part.report = report if part.report is None else part.report.with_other(report)
@@ -183,7 +179,6 @@ class TierSource:
 
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
-            workers: number of workers, each of which reports every copy.
             most_loads: maximum number of concurrent loads.
             bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
                 that the source policy can choose a shorter but faster load.
@@ -197,7 +192,6 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """True while a load is under way, or ranks still copy chunks out of host memory."""
         return any(feed.busy for feed in self._feeds)
 
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
@@ -210,11 +204,7 @@ class TierSource:
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
-        """Return what the tiers offer.
-
-        The first bid is for the longest prefix from which every KV cache group can continue. With
-        `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest tiers.
-        """
+        """Return what the tiers offer. The first bid is for the longest prefix."""
         chunks, state = self._prompts.get(request), self._requests[request.request_id]
         state.coverage = found = None
         if chunks is not None:
