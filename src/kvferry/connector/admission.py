@@ -37,6 +37,7 @@ from kvferry.connector.events import (
     EventStream,
     Finished,
     LateBlocks,
+    LoadBegan,
     LoadEnded,
     LoadOutcome,
     MissReason,
@@ -79,7 +80,7 @@ class _RequestState(RequestState):
     sources: tuple[Source, ...]  # sources that may be able to serve the request
     plan: LoadPlan | None = None  # plan of the proposed bid
     loads: list[RunningLoad] = field(default_factory=list)
-    loaded: list[RunningLoad] = field(default_factory=list)
+    loaded: list[LoadBegan] = field(default_factory=list)
     broken: bool = False  # True if a load of the current attempt has failed
     shortened: bool = False
     event: SourcesAsked | None = None  # the last event about the choice of a source; None before the first
@@ -204,8 +205,9 @@ class Admission:
                 self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
                 state.shortened, state.proposed = True, None
                 return None
-            state.plan = next(plan for plan in asked.plans if plan.bid is bid)
-            crowded = not self._has_room(state.plan, request, local_tokens)
+            for plan in asked.plans:
+                if plan.bid is bid:
+                    state.plan, crowded = plan, not self._has_room(plan, request, local_tokens)
         return state.propose(
             bid, local_tokens, now, crowded=crowded, patience_seconds=self._chooser.patience_seconds
         )
@@ -357,7 +359,7 @@ class Admission:
             return
         state.loads.remove(one)
         if merged.failure is None:
-            state.loaded.append(one)
+            state.loaded.append(one.began)
         else:
             state.broken = True
             self._parts.forget(name)
@@ -374,8 +376,9 @@ class Admission:
         self._loaded[name] = state
         self._settle(name, state)
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
-        cached, began = min(load.span.total, load.span.prompt - 1), tuple([one.began for one in state.loaded])
-        self._events.emit(Scheduled(name, self._clock(), cached, load.span.prompt, loads=began))
+        cached = min(load.span.total, load.span.prompt - 1)
+        event = Scheduled(name, self._clock(), cached, load.span.prompt, loads=tuple(state.loaded))
+        self._events.emit(event)
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
         state = self._states.get(failed.load.request_id)
@@ -413,7 +416,10 @@ class Admission:
         shown = prefix, asked.local_tokens, offered, choice.bid, state.attempts <= 0
         if state.shown == shown:
             return
-        offering = {id(plan.last) for plan in asked.plans}
+        offering, misses = [plan.last for plan in asked.plans], list[SourceMiss]()
+        for source, answer in asked.answers:
+            if source not in offering:
+                misses.append(answer.why_none())
         event = SourcesAsked(
             request.request_id,
             self._clock(),
@@ -421,7 +427,7 @@ class Admission:
             resumable_tokens=prefix.resumable_tokens,
             bids=choice.bids,
             compute_value=choice.compute_value,
-            misses=tuple([answer.why_none() for one, answer in asked.answers if id(one) not in offering]),
+            misses=tuple(misses),
             chosen=choice.bid,
             why=choice.why,
         )

@@ -281,16 +281,13 @@ class BidChooser:
                 eligible.append(one)
                 unanswered |= bid.unanswered
         best = _best([one for one in eligible if not one.bid.looking], state.proposed, compute_value)
-        answered = None if best is None else best.bid
-        rivals = [
-            one
-            for one in eligible
-            if one is best
-            or (
+        answered, rivals = None if best is None else best.bid, list[ValuedBid]()
+        for one in eligible:
+            if one is best or (
                 one.bid.looking
                 and waited < self._wait_seconds(one.bid, answered, missing_tokens, computed_tokens)
-            )
-        ]
+            ):
+                rivals.append(one)
         best = _best(rivals, state.proposed, compute_value)
         why = _why(valued, best, compute_value, attempts=state.attempts)
         return Choice(None if best is None else best.bid, why, tuple(valued), compute_value, unanswered)

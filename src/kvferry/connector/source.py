@@ -161,7 +161,8 @@ def load_plans(
     """
     found = list[LoadPlan]()
     for source, answer in answers:
-        found += [LoadPlan(bid, ((source, bid),)) for bid in answer.bids]
+        for bid in answer.bids:
+            found.append(LoadPlan(bid, ((source, bid),)))
     if len(answers) < 2 or not alignment_tokens:
         return found
     for first, of_first in answers:
@@ -225,7 +226,9 @@ class RunningLoads(TransferBook[RunningLoad]):
             tables, written = list[Int64s](), list[Block]()
             for group, ids, of_group in zip(self._groups, blocks.get_block_ids(), blocks.blocks, strict=True):
                 tables.append(np.array(group.table(ids, span.total), np.int64))
-                written += [block for block in of_group[writable_blocks(group, span)] if not block.is_null]
+                for block in of_group[writable_blocks(group, span)]:
+                    if not block.is_null:
+                        written.append(block)
             load = Load(
                 key=f"{attempt}.{number}",
                 request_id=request.request_id,

@@ -148,7 +148,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotRule:
+class _SnapshotRule:
     """The positions of snapshots in an engine's prompts, and what they cost."""
 
     first: int  # first position in tokens; 0 if kvferry places no snapshots
@@ -188,18 +188,18 @@ class SnapshotRule:
 
 def snapshot_rule(
     config: ConnectorConfig, engine: EngineFacts, canonical: CanonicalForm, snapshot_tokens: int
-) -> SnapshotRule:
+) -> _SnapshotRule:
     """Return the positions of snapshots, which are stored at multiples of `snapshot_tokens`."""
     state_bytes, token_bytes = bytes_of_snapshots(canonical)
     block = lcm(*(group.block_tokens for group in engine.groups))
     interval = snapshot_interval_of(block, snapshot_tokens)
     if not state_bytes:
-        return SnapshotRule(0, 0, interval, 0, engine.longest_request)
+        return _SnapshotRule(0, 0, interval, 0, engine.longest_request)
     first, usual = (
         first_snapshot(requested, interval, state_bytes, token_bytes)
         for requested in (config.first_snapshot_tokens, None)
     )
-    return SnapshotRule(first, usual, interval, state_bytes, engine.longest_request)
+    return _SnapshotRule(first, usual, interval, state_bytes, engine.longest_request)
 
 
 @dataclass(slots=True)

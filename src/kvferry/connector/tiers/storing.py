@@ -50,7 +50,7 @@ MOST_PINNED = 0.25
 _ANY_NUMBER_OF_STEPS = 1 << 62
 
 
-class ChunkToStore(NamedTuple):
+class _ChunkToStore(NamedTuple):
     """A chunk to store."""
 
     number: int  # index of the chunk in the request
@@ -65,7 +65,7 @@ class _Store(Transfer):
 
     request_id: str
     began: StoreBegan
-    slots: list[tuple[Slot, ChunkToStore]]
+    slots: list[tuple[Slot, _ChunkToStore]]
 
 
 class StoreOrders:
@@ -100,7 +100,7 @@ class StoreOrders:
         self,
         request_id: str,
         group: int,
-        chunks: Sequence[ChunkToStore],
+        chunks: Sequence[_ChunkToStore],
         table_slices: Sequence[TableSlice | None],
         available: range,
     ) -> None:
@@ -118,7 +118,7 @@ class StoreOrders:
         if self._stores.pinned + len(ids) > self.most_pinned:
             self.dropped["too many stores under way"] += len(chunks)
             return
-        slots: list[tuple[Slot, ChunkToStore]] = []
+        slots: list[tuple[Slot, _ChunkToStore]] = []
         pieces = []
         for chunk in chunks:
             slot = self._cache.reserve(chunk.key, group)
@@ -488,7 +488,7 @@ class Storing:
         # runs.
         needed, of_prompt = progress.needed[group.number], progress.request.num_prompt_tokens // self._chunk
         chunks = [
-            ChunkToStore(
+            _ChunkToStore(
                 number,
                 key,
                 min((number + 1) * self._chunk, high) - number * self._chunk,
@@ -522,5 +522,5 @@ class Storing:
             table_slices = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._block_tokens))
             ]
-            chunk = ChunkToStore(number, key, tokens=0)
+            chunk = _ChunkToStore(number, key, tokens=0)
             self._orders.order(request.request_id, state.number, [chunk], table_slices, range(tokens))
