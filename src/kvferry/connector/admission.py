@@ -67,23 +67,20 @@ _LONGEST_HEADER = 512
 
 @dataclass(slots=True, kw_only=True)
 class _RequestState(RequestState):
-    """The state of one request whose KV a source may be able to load.
-
-    Attributes:
-        loads: loads of the request that not all workers have reported yet.
-        loaded: loads of the current attempt that have succeeded.
-        shortened: True if the engine's own prefix of the request was shortened since the request was last
-            admitted. It is then not shortened again, so that the request is not put off for ever.
-        shown: values that `event` shows. A choice that repeats them emits no event.
-    """
+    """The state of one request whose KV a source may be able to load."""
 
     sources: tuple[Source, ...]  # sources that may be able to serve the request
     plan: LoadPlan | None = None  # plan of the proposed bid
+    # Loads of the request that not all workers have reported yet.
     loads: list[RunningLoad] = field(default_factory=list)
+    # Loads of the current attempt that have succeeded.
     loaded: list[LoadBegan] = field(default_factory=list)
     broken: bool = False  # True if a load of the current attempt has failed
+    # True if the engine's own prefix of the request was shortened since the request was last admitted. It is
+    # then not shortened again, so that the request is not put off for ever.
     shortened: bool = False
     event: SourcesAsked | None = None  # the last event about the choice of a source; None before the first
+    # Values that `event` shows. A choice that repeats them emits no event.
     shown: object = None
 
 

@@ -53,22 +53,22 @@ class Bid:
     """A source's offer to load KV of tokens that the engine does not have.
 
     Attributes:
-        looking: True while the source is still looking up how much KV it has. The numbers in `parts` are then
-            upper bounds.
-        promised: True if the source is still looking, but the request came with a peer's ticket, which says
-            the numbers in `parts`.
         head, tail: bids for the start and the rest of the prefix, if two sources load one prefix together:
             another source and `source`. None if `source` loads everything.
-        growing: True if the place still computes some of the tokens. The time of the load then tells nothing
-            about the speed of the place.
     """
 
     source: str  # a peer's name, or ``tiers``
     parts: tuple[PlaceTokens, ...]  # number of offered tokens from each place, including the tokens of `head`
+    # True while the source is still looking up how much KV it has. The numbers in `parts` are then upper
+    # bounds.
     looking: bool = False
+    # True if the source is still looking, but the request came with a peer's ticket, which says the numbers
+    # in `parts`.
     promised: bool = False
     head: Bid | None = None
     tail: Bid | None = None
+    # True if the place still computes some of the tokens. The time of the load then tells nothing about the
+    # speed of the place.
     growing: bool = False
 
     @classmethod

@@ -32,14 +32,11 @@ from kvferry.connector.events import DecisionReason, MissReason, ValuedBid
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefix:
-    """The part of a request's prompt that is in the engine's own prefix cache.
-
-    Attributes:
-        resumable_tokens: number of tokens after which the engine can continue without a load; at most
-            `tokens`. It is less if the engine lacks the recurrent state after `tokens`.
-    """
+    """The part of a request's prompt that is in the engine's own prefix cache."""
 
     tokens: int  # number of tokens whose attention blocks the engine has
+    # Number of tokens after which the engine can continue without a load; at most `tokens`. It is less if the
+    # engine lacks the recurrent state after `tokens`.
     resumable_tokens: int
 
     @classmethod
@@ -103,23 +100,20 @@ class RequestState:
 
     RETRYING goes on like OPEN, but a bid that does not find enough blocks at once is not waited for.
     All times are monotonic seconds.
-
-    Attributes:
-        excluded: why a source is not used for this request any more, by the source's name in bids. The
-            sources add to it.
-        local_tokens: number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
-        crowded: True if there was no room for the loads of `proposed`: they would leave too few blocks free,
-            or exceed the number of blocks that their source may hold.
-        awaited: bid that the request waits for, because its sources are still looking up their KV or there is
-            no room; None if the request does not wait.
     """
 
     attempts: int  # number of attempts that are left to load the request's KV
+    # Why a source is not used for this request any more, by the source's name in bids. The sources add to it.
     excluded: dict[str, str] = field(default_factory=dict)
     phase: RequestPhase = RequestPhase.OPEN
     proposed: Bid | None = None  # bid that the engine was last asked to load; None if there is none
+    # Number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
     local_tokens: int = 0
+    # True if there was no room for the loads of `proposed`: they would leave too few blocks free, or exceed
+    # the number of blocks that their source may hold.
     crowded: bool = False
+    # Bid that the request waits for, because its sources are still looking up their KV or there is no room;
+    # None if the request does not wait.
     awaited: Bid | None = None
     _succeeded: int = 0
     _waited_seconds: float = 0.0
@@ -217,12 +211,9 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to do with a request, and why.
+    """What to do with a request, and why."""
 
-    Attributes:
-        bid: bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
-    """
-
+    # Bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
     bid: Bid | None
     why: DecisionReason
     bids: tuple[ValuedBid, ...]  # all bids, with their values

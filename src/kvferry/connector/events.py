@@ -141,19 +141,17 @@ class SourcesAsked(_OfRequest):
     """Admission chose a source's bid for a request, or chose to compute the tokens.
 
     It is emitted again when the bids, the choice or the numbers of tokens change.
-
-    Attributes:
-        resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
-            `local_tokens` if the engine lacks the recurrent state after them.
-        chosen: the best bid, for which the request waits if its source is still looking; None to compute.
     """
 
     _: KW_ONLY
     local_tokens: int  # number of tokens in the engine's own prefix cache
+    # Number of these tokens that the engine can use if nothing is loaded. It is less than `local_tokens` if
+    # the engine lacks the recurrent state after them.
     resumable_tokens: int
     bids: tuple[ValuedBid, ...]
     compute_value: float  # value of computing all tokens that are not in the prefix cache
     misses: tuple[SourceMiss, ...]
+    # The best bid, for which the request waits if its source is still looking; None to compute.
     chosen: Bid | None
     why: DecisionReason
 
@@ -180,14 +178,12 @@ class LoadEnded(_OfRequest):
     """All ranks have reported that a load succeeded, failed, or was given up.
 
     A load that was given up, or that passed its deadline, may still write to its blocks after this event.
-
-    Attributes:
-        miss: None if the load did not fail, or if its request no longer waits for the load.
     """
 
     _: KW_ONLY
     began: LoadBegan
     outcome: LoadOutcome
+    # None if the load did not fail, or if its request no longer waits for the load.
     miss: MissReason | None = None
     failure: str = ""  # reason why the load failed or was dropped; empty for a successful load
     moved: tuple[GroupBytes, ...] = ()  # bytes per KV cache group; empty for a failed load
@@ -267,18 +263,15 @@ class LeaseExtended(_OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded(_OfRequest):
-    """The consumer released a lease, it expired, or the engine ended it.
-
-    Attributes:
-        expired: True if no heartbeat arrived in time, or if requests waited for blocks and no consumer had
-            claimed the lease. Always False for the lease of a turn.
-        withdrawn: True if the cache was reset, the engine stopped offering KV, or another sample of the
-            prompt was aborted. Always False for the lease of a turn.
-    """
+    """The consumer released a lease, it expired, or the engine ended it."""
 
     _: KW_ONLY
     granted: LeaseGranted
+    # True if no heartbeat arrived in time, or if requests waited for blocks and no consumer had claimed the
+    # lease. Always False for the lease of a turn.
     expired: bool
+    # True if the cache was reset, the engine stopped offering KV, or another sample of the prompt was
+    # aborted. Always False for the lease of a turn.
     withdrawn: bool = False
 
 

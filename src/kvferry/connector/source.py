@@ -30,19 +30,15 @@ def _no_part(_: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of a source that was asked for a request. It is of use until the source is asked again.
-
-    Attributes:
-        why_none: returns why there are no bids. It may be slow.
-        head: returns an offer to load only the start of the prefix, of layers that attend to all tokens. The
-            argument is the alignment of its end, in tokens from the start of the prompt.
-        tail: returns an offer to load the rest of the prefix. The argument is the position of its first
-            token.
-    """
+    """The answer of a source that was asked for a request. It is of use until the source is asked again."""
 
     bids: Sequence[Bid]
+    # Returns why there are no bids. It may be slow.
     why_none: Callable[[], SourceMiss]
+    # Returns an offer to load only the start of the prefix, of layers that attend to all tokens. The argument
+    # is the alignment of its end, in tokens from the start of the prompt.
     head: Callable[[int], Bid | None] = _no_part
+    # Returns an offer to load the rest of the prefix. The argument is the position of its first token.
     tail: Callable[[int], Bid | None] = _no_part
 
 
@@ -177,11 +173,7 @@ def load_plans(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningLoad(Transfer):
-    """A load that may still write to its blocks.
-
-    Attributes:
-        useless: reason to give the load up, which the workers are to be told; None if there is none.
-    """
+    """A load that may still write to its blocks."""
 
     load: Load  # the load as sent to the workers
     source: Source
@@ -189,6 +181,7 @@ class RunningLoad(Transfer):
     began: LoadBegan
     told: bool = False  # True if the workers know of the load
     fed: bool = False  # True if no more parts come from the feed
+    # Reason to give the load up, which the workers are to be told; None if there is none.
     useless: str | None = None
     given_up: bool = False  # True if this load was dropped because another load of the same attempt failed
 

@@ -63,13 +63,7 @@ _PAUSED_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease.
-
-    Attributes:
-        cached_tokens: number of prompt tokens that the engine's caches had; None before the first step, and
-            if it is not streamed: then the engine adds the number to the offer.
-        params: offer, as the response carries it; empty until the request has ended.
-    """
+    """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease."""
 
     request: Request
     ticket: bytes  # the router's if the prompt may be read while it is computed, else a new one
@@ -77,10 +71,13 @@ class _Prompt:
     router_name: str | None  # the router's name for the KV; None without one
     parent: str | None  # id that the samples of the prompt share (``n`` above 1); None if there is only one
     preemptions: int = 0  # number of the request's preemptions when its last step was scheduled
+    # Number of prompt tokens that the engine's caches had; None before the first step, and if it is not
+    # streamed: then the engine adds the number to the offer.
     cached_tokens: int | None = None
     word: LeaseWord | None = None  # lease word of the blocks; None before the first tokens were published
     over: bool = False  # True once a lease has ended that it had while it was computed
     blocks: int = 0  # number of leased blocks; 0 until the request has ended
+    # Offer, as the response carries it; empty until the request has ended.
     params: dict[str, Any] = field(default_factory=dict)
 
 

@@ -52,25 +52,22 @@ class _CopiedPart:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ChunkFeed:
-    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part.
-
-    Attributes:
-        excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
-        copying: parts that ranks copy, by key of the order.
-        end: end of the load, for the ranks; None while chunks are read, or wait to be copied.
-        sizes: bytes that ranks have copied, by index of the KV cache group.
-    """
+    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part."""
 
     load: Load
     fetch: Fetch
     cache: ChunkCache
+    # Tiers that are not used again for the request. Mutated if reads fail or are late.
     excluded_tiers: set[str]
     events: EventStream
     labels: Sequence[str]
+    # Parts that ranks copy, by key of the order.
     copying: dict[str, _CopiedPart] = field(default_factory=dict)
     parts: int = 0
     told: bool = False  # True if the ranks know the end of the load, or need not know it
+    # End of the load, for the ranks; None while chunks are read, or wait to be copied.
     end: LoadPart | None = None
+    # Bytes that ranks have copied, by index of the KV cache group.
     sizes: Counter[int] = field(default_factory=Counter)
     cause: MissReason = MissReason.FAILED
 
@@ -147,14 +144,11 @@ class _ChunkFeed:
 
 @dataclass(slots=True)
 class _TierRequest:
-    """The state of a request whose KV the tiers may hold.
+    """The state of a request whose KV the tiers may hold."""
 
-    Attributes:
-        excluded_tiers: tiers from which a read for this request failed or missed its deadline.
-        coverage: result of the last look-up of the request's chunks; None before the first.
-    """
-
+    # Tiers from which a read for this request failed or missed its deadline.
     excluded_tiers: set[str] = field(default_factory=set)
+    # Result of the last look-up of the request's chunks; None before the first.
     coverage: Coverage | None = None
 
 

@@ -191,23 +191,20 @@ class StoreOrders:
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of storing the chunks of one running request.
-
-    Attributes:
-        computed: number of tokens that will have been computed when all steps scheduled so far have run.
-        preemptions: number of preemptions when the request was last admitted; -1 before its first step.
-        tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
-        needed: result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
-    """
+    """The progress of storing the chunks of one running request."""
 
     request: Request
+    # Number of tokens that will have been computed when all steps scheduled so far have run.
     computed: int = 0
+    # Number of preemptions when the request was last admitted; -1 before its first step.
     preemptions: int = -1
     found: int = 0  # number of tokens that the request had when it was last admitted: cached or loaded
     chunks: int = 0  # number of whole chunks that `take` has returned
+    # True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
     tail: bool = False
     ends: tuple[int, int] = (0, 0)  # result of `last_prefix_ends` for its prompt
     due: int = 0  # number of computed tokens at which the next chunk is complete
+    # Result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     needed: tuple[Collection[int] | None, ...] = ()
 
     def step(self, tokens: int) -> bool:
