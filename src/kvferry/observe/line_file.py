@@ -19,8 +19,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.common.files import open_private
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
-from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadEnded
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import MAX_ID_CHARACTERS, Event, LoadEnded, LoadOutcome
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.tiers.names import PEER
 

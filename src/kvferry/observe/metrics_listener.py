@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, Event, MissReason, SourceMiss
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import DecisionReason, Event, LoadOutcome, MissReason, SourceMiss
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.tiers.names import HOST, PEER
 

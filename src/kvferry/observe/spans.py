@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvferry.connector import events
-from kvferry.connector.events import DecisionReason, Event
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import DecisionReason, Event, LoadOutcome
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = dict[str, str | int | float | bool]

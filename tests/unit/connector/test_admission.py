@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
     DecisionReason,
+    GroupBytes,
     LateBlocks,
     LoadEnded,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.load import Bid, GroupBytes, Load, LoadOutcome, PlaceTokens
-from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
+from kvferry.connector.messages import Load, LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.source import Answer, RunningLoads
-from kvferry.connector.speeds import Speeds
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan

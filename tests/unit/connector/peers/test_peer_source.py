@@ -9,12 +9,11 @@ import pytest
 from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
+from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import (
     IDLE_STEP_WAIT_SECONDS,
     STEP_WAIT_SECONDS,
@@ -27,6 +26,7 @@ from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import LoadFigures
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
 from kvferry.transport.redemptions import Redemptions

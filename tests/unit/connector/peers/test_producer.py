@@ -7,9 +7,9 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.connector.peers.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from support.block_pool import request
 from support.fake_engine import FakeEngine
