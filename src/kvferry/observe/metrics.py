@@ -28,17 +28,13 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The definition of a Prometheus metric.
+    """The definition of a Prometheus metric."""
 
-    Attributes:
-        name: without the prefix ``kvferry_`` and, for counters, without ``_total``.
-        labels: those that kvferry sets, in the order in which their values are passed; without
-            labels that vLLM and Prometheus add.
-    """
-
-    name: str
+    name: str  # without the prefix ``kvferry_`` and, for counters, without ``_total``
     kind: MetricKind
     help_text: str
+    # Those that kvferry sets, in the order in which their values are passed; without labels that vLLM and
+    # Prometheus add.
     labels: tuple[str, ...] = ()
 
 

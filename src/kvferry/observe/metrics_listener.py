@@ -26,22 +26,19 @@ class _RequestCounts:
 
     An attempt is a set of loads, from one or two sources, that together load a prefix of the prompt. If a
     load fails, there may be another attempt.
-
-    Attributes:
-        asked: last event with the sources' answers for the request; None before the first such event.
-        until: position after the last token that an attempt's loads cover, by attempt.
-        lost: largest `until` of the attempts in which a source failed, by source. Cleared when the request is
-            scheduled.
-        settled: True once the request was scheduled.
     """
 
     sources: tuple[str, ...]
     ticket: bool = False
+    # Last event with the sources' answers for the request; None before the first such event.
     asked: events.SourcesAsked | None = None
     failed: dict[str, MissReason] = field(default_factory=dict)
+    # Position after the last token that an attempt's loads cover, by attempt.
     until: dict[str, int] = field(default_factory=dict)
+    # Largest `until` of the attempts in which a source failed, by source. Cleared when the request is
+    # scheduled.
     lost: dict[str, int] = field(default_factory=dict)
-    settled: bool = False
+    settled: bool = False  # True once the request was scheduled
 
     def source_miss(self, source: str) -> SourceMiss:
         """Return the reason why a source without a successful load did not load KV for the request."""

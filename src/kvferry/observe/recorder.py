@@ -111,17 +111,13 @@ def _goes_on(file: FileIO, header: bytes) -> bool:
 
 @dataclass(slots=True)
 class _Known:
-    """The history of a request that has not ended.
+    """The history of a request that has not ended."""
 
-    Attributes:
-        arrival: monotonic seconds.
-        local_tokens: number of tokens that the engine's own prefix cache had when the request was first
-            admitted; None before that.
-        loaded: number of loaded tokens by place; None until the engine schedules the request.
-    """
-
-    arrival: float
+    arrival: float  # monotonic seconds
+    # Number of tokens that the engine's own prefix cache had when the request was first admitted; None before
+    # that.
     local_tokens: int | None = None
+    # Number of loaded tokens by place; None until the engine schedules the request.
     loaded: Counter[str] | None = None
 
 

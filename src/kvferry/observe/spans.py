@@ -30,18 +30,16 @@ class TraceSpan:
     """An OpenTelemetry span of a finished operation, such as a load or a store of KV.
 
     Attributes:
-        parent: W3C trace headers of the parent span; empty if the request has none.
         begin, end: start time and end time of the operation, in monotonic seconds.
-        failure: reason for the failure; empty if the operation succeeded.
     """
 
     name: str
     request_id: str
-    parent: Headers
+    parent: Headers  # W3C trace headers of the parent span; empty if the request has none
     begin: float
     end: float
     attributes: Attributes = field(default_factory=dict)
-    failure: str = ""
+    failure: str = ""  # reason for the failure; empty if the operation succeeded
 
 
 class SpanListener:

@@ -46,12 +46,9 @@ _EVENTS = {one.__name__: one for one in get_args(RequestEvent)}
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A request for the traces of requests, which the command `kvferry explain` sends to an engine.
+    """A request for the traces of requests, which the command `kvferry explain` sends to an engine."""
 
-    Attributes:
-        find: beginning of the request ids to find, with or without vLLM's prefix; empty for all requests.
-    """
-
+    # Beginning of the request ids to find, with or without vLLM's prefix; empty for all requests.
     find: str = ""
     most: int = MAX_TRACES
 
@@ -60,22 +57,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A description of an engine: the first line of its answer to `kvferry explain`.
 
     Attributes:
-        role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
         remembered, most: number of requests that the engine remembers, and its maximum.
-        connector: name of the connector if the engine has several; empty otherwise.
     """
 
     kvferry: str
     engine_id: str
     model: str
     pid: int
-    role: str
+    role: str  # ``prefill``, ``decode`` or ``both``
     wall: float = 0.0
     monotonic: float = 0.0
     remembered: int = 0
     most: int = 0
-    connector: str = ""
+    connector: str = ""  # name of the connector if the engine has several; empty otherwise
 
 
 class _Trace(msgspec.Struct, frozen=True):

@@ -29,40 +29,27 @@ _OF_REQUEST = get_args(RequestEvent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunks:
-    """A summary of the stores to host memory for one request and one KV cache group.
-
-    Attributes:
-        ordered: number of chunks whose copy was started; `done` and `failed` count those that ended.
-        first: start of the first copy, in monotonic seconds.
-        last: end of the last copy, in monotonic seconds; 0 if none has ended.
-        failure: reason of the latest failure; empty if no copy failed.
-    """
+    """A summary of the stores to host memory for one request and one KV cache group."""
 
     group: str
-    ordered: int
-    first: float
+    ordered: int  # number of chunks whose copy was started; `done` and `failed` count those that ended
+    first: float  # start of the first copy, in monotonic seconds
     done: int = 0
     failed: int = 0
     size: int = 0
-    last: float = 0.0
-    failure: str = ""
+    last: float = 0.0  # end of the last copy, in monotonic seconds; 0 if none has ended
+    failure: str = ""  # reason of the latest failure; empty if no copy failed
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """The events of one request so far.
-
-    Attributes:
-        events: events in the order of time, without events of stores and heartbeats.
-        stored: summaries of the stores to host memory, one per KV cache group.
-        heartbeats: number of heartbeats by which the reading engine extended its lease on this request's
-            blocks.
-    """
+    """The events of one request so far."""
 
     request_id: str
-    events: tuple[RequestEvent, ...]
+    events: tuple[RequestEvent, ...]  # events in the order of time, without events of stores and heartbeats
     left_out: int = 0
-    stored: tuple[StoredChunks, ...] = ()
+    stored: tuple[StoredChunks, ...] = ()  # summaries of the stores to host memory, one per KV cache group
+    # Number of heartbeats by which the reading engine extended its lease on this request's blocks.
     heartbeats: int = 0
 
 

@@ -80,38 +80,28 @@ def output_width() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        heading: heading in whole words. It may be split at its spaces.
-        rank: 0 for a column that is always shown. Of the others, those with the highest rank are left out
-            first, and of equal ranks the last one.
-        left: True for left-aligned text, False for right-aligned numbers.
-        minimum: minimum width in terminal cells, so that a table that is drawn again does not jump.
-        least: width to which names in this column may be shortened in the middle, in terminal cells; None for
-            text that is never shortened.
-    """
-
-    heading: str
+    heading: str  # heading in whole words. It may be split at its spaces.
+    # 0 for a column that is always shown. Of the others, those with the highest rank are left out first, and
+    # of equal ranks the last one.
     rank: int = 0
-    left: bool = False
-    minimum: int = 0
+    left: bool = False  # True for left-aligned text, False for right-aligned numbers
+    minimum: int = 0  # minimum width in terminal cells, so that a table that is drawn again does not jump
+    # Width to which names in this column may be shortened in the middle, in terminal cells; None for text
+    # that is never shortened.
     least: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FittedTable:
-    """A table as lines of text.
+    """A table as lines of text."""
 
-    Attributes:
-        head: lines of the headings; empty if the width is so small that every row names its numbers.
-        rows: lines of each row. A row has several lines if a cell has, or if the width is very small.
-        left_out: headings of the columns that the width has no room for.
-    """
-
+    # Lines of the headings; empty if the width is so small that every row names its numbers.
     head: tuple[str, ...]
+    # Lines of each row. A row has several lines if a cell has, or if the width is very small.
     rows: tuple[tuple[str, ...], ...]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # headings of the columns that the width has no room for
 
     @property
     def lines(self) -> list[str]:

@@ -40,19 +40,14 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiersJob:
-    """The tiers that `kvferry bench tiers` measures, and the settings of the measurement.
-
-    Attributes:
-        sides: engines (layout and block size) for the host tier, each measured separately.
-        depths: numbers of chunks in flight, or of threads for the host tier.
-        path: existing folder for the file tier. The files created there are removed.
-    """
+    """The tiers that `kvferry bench tiers` measures, and the settings of the measurement."""
 
     reading: ModelReading
+    # Engines (layout and block size) for the host tier, each measured separately.
     sides: tuple[EngineSide, ...]
-    depths: tuple[int, ...]
+    depths: tuple[int, ...]  # numbers of chunks in flight, or of threads for the host tier
     repeats: int
-    path: Path
+    path: Path  # existing folder for the file tier. The files created there are removed.
     url: str | None = None
 
 

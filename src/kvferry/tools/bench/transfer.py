@@ -36,32 +36,25 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferJob:
-    """The request whose KV `kvferry bench transfer` moves, and the settings of the measurement.
-
-    Attributes:
-        transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
-    """
+    """The request whose KV `kvferry bench transfer` moves, and the settings of the measurement."""
 
     reading: ModelReading
     side: EngineSide
     tokens: int
     order: str
     repeats: int
-    transports: str | None = None
+    transports: str | None = None  # value of UCX_TLS, UCX's list of transports; None to leave it unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class TransferComparison:
-    """The times of moving one request's KV with kvferry, with NIXL alone, and with memcpy.
-
-    Attributes:
-        others: times of NIXL alone with large descriptors, of NIXL alone with the same descriptors as
-            kvferry, and of memcpy, in this order.
-        stages: median seconds of kvferry's planning, of its reading, of its lease check, and of the rest.
-    """
+    """The times of moving one request's KV with kvferry, with NIXL alone, and with memcpy."""
 
     ferry: MoverRounds
+    # Times of NIXL alone with large descriptors, of NIXL alone with the same descriptors as kvferry, and of
+    # memcpy, in this order.
     others: tuple[MoverRounds, ...]
+    # Median seconds of kvferry's planning, of its reading, of its lease check, and of the rest.
     stages: tuple[float, float, float, float]
 
 

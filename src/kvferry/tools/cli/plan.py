@@ -217,16 +217,11 @@ def _check_options(options: PlanOptions) -> None:
 
 
 class _Curve(NamedTuple):
-    """The hit rate by capacity of host memory.
+    """The hit rate by capacity of host memory."""
 
-    Attributes:
-        points: points of the curve; empty without a trace, or after Ctrl-C.
-        complete: False after Ctrl-C.
-    """
-
-    points: Sequence[CurvePoint] = ()
+    points: Sequence[CurvePoint] = ()  # points of the curve; empty without a trace, or after Ctrl-C
     about: str = ""
-    complete: bool = True
+    complete: bool = True  # False after Ctrl-C
 
 
 def _open(options: PlanOptions) -> Trace | None:

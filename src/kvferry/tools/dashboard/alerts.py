@@ -11,21 +11,15 @@ from kvferry.tools.dashboard.panels import ENGINE, INSTANCE, increase, minus, pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A Prometheus alert, with advice to the operator.
-
-    Attributes:
-        expression: PromQL condition, with one result for each affected engine, source or tier.
-        lasts: time for which the condition must hold before the alert fires, such as ``10m``.
-        summary: description of the problem, as a Prometheus template that refers to labels.
-        severity: ``critical`` if nothing is served, ``warning`` for a problem to look at today, ``info`` for
-            a possible improvement.
-    """
+    """A Prometheus alert, with advice to the operator."""
 
     name: str
-    expression: str
-    lasts: str
-    summary: str
+    expression: str  # PromQL condition, with one result for each affected engine, source or tier
+    lasts: str  # time for which the condition must hold before the alert fires, such as ``10m``
+    summary: str  # description of the problem, as a Prometheus template that refers to labels
     action: str
+    # ``critical`` if nothing is served, ``warning`` for a problem to look at today, ``info`` for a possible
+    # improvement.
     severity: str = "warning"
 
 

@@ -26,18 +26,12 @@ _ENGINE_SECONDS = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine or router to examine.
+    """An engine or router to examine."""
 
-    Attributes:
-        name: address as the user or a router gave it, without credentials.
-        url: base URL of the HTTP endpoint; None if no URL is given.
-        control: host and port of the control channel, or of an HTTP endpoint if the name has no scheme; None
-            with a URL.
-    """
-
-    name: str
+    name: str  # address as the user or a router gave it, without credentials
     role: Role = Role.BOTH
-    url: str | None = None
+    url: str | None = None  # base URL of the HTTP endpoint; None if no URL is given
+    # Host and port of the control channel, or of an HTTP endpoint if the name has no scheme; None with a URL.
     control: Address | None = None
 
 

@@ -39,18 +39,14 @@ _CALIBRATION_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The things that a run of `kvferry doctor` checks, and the keys that it uses.
-
-    Attributes:
-        secret_file: path of the engines' key file; None for that of the configuration, or else of this
-            machine.
-        calibrate: True to measure the costs of transfers first, and to write them to the costs file.
-    """
+    """The things that a run of `kvferry doctor` checks, and the keys that it uses."""
 
     targets: tuple[Target, ...] = ()
     config: str | None = None
+    # Path of the engines' key file; None for that of the configuration, or else of this machine.
     secret_file: str | None = None
     machine: bool = True
+    # True to measure the costs of transfers first, and to write them to the costs file.
     calibrate: bool = False
 
 

@@ -44,17 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check.
-
-    Attributes:
-        found: description of the result, without a full stop.
-        advice: what the user should do; empty if nothing. A BAD finding always has advice.
-    """
+    """The result of a check."""
 
     subject: str
     state: State
-    found: str
-    advice: str = ""
+    found: str  # description of the result, without a full stop
+    advice: str = ""  # what the user should do; empty if nothing. A BAD finding always has advice.
 
     def __post_init__(self) -> None:
         if self.state is State.BAD and not self.advice:

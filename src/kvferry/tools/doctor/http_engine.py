@@ -50,23 +50,17 @@ class OfferedKv:
 
 @dataclass(slots=True)
 class ExaminedEngine:
-    """An engine or router, and what was found. Each check adds to it.
+    """An engine or router, and what was found. Each check adds to it."""
 
-    Attributes:
-        name: address as the user or a router gave it, without credentials.
-        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
-        identity: description that the engine's control channel sent; None if the channel could not be
-            reached.
-        offered: KV that the engine's first data-parallel rank offers; None if it offers none.
-        other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
-    """
-
-    name: str
-    role: Role
+    name: str  # address as the user or a router gave it, without credentials
+    role: Role  # role of the engine: PREFILL, DECODE, or BOTH if it is unknown
     findings: list[Finding] = field(default_factory=list)
+    # Description that the engine's control channel sent; None if the channel could not be reached.
     identity: EngineIdentity | None = None
     backends: tuple[tuple[str, Role], ...] = ()
+    # KV that the engine's first data-parallel rank offers; None if it offers none.
     offered: OfferedKv | None = None
+    # KV that each other data-parallel rank offers; None for a rank that offers none.
     other_ranks: tuple[OfferedKv | None, ...] = ()
 
     def ok(self, subject: str, found: str) -> None:

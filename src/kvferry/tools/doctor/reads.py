@@ -52,21 +52,15 @@ _ESTIMATE = (
 
 @dataclass(frozen=True, slots=True)
 class ReadTimings:
-    """Measured times of READs between two processes.
+    """Measured times of READs between two processes."""
 
-    Attributes:
-        transports: UCX's names of the transports, for example ``cma/memory``.
-        timed: (number of descriptors, total bytes, median seconds) of one READ per size of descriptors, the
-            smallest size first.
-        strategy: strategy by which kvferry then moved KV between the two processes.
-        not_shared: why the processes cannot share host memory; empty if they can.
-    """
-
-    transports: tuple[str, ...]
+    transports: tuple[str, ...]  # UCX's names of the transports, for example ``cma/memory``
+    # (number of descriptors, total bytes, median seconds) of one READ per size of descriptors, the smallest
+    # size first.
     timed: tuple[tuple[int, int, float], ...]
     machine: Mapping[str, Any]
-    strategy: str = ""
-    not_shared: str = ""
+    strategy: str = ""  # strategy by which kvferry then moved KV between the two processes
+    not_shared: str = ""  # why the processes cannot share host memory; empty if they can
 
     @property
     def summary(self) -> str:

@@ -52,16 +52,13 @@ class EngineTrace:
 
 @dataclass(frozen=True, slots=True)
 class AllAnswers:
-    """The answers of all engines.
-
-    Attributes:
-        traces: of all their requests, sorted by the arrival time of the request at its engine.
-        problems: error messages, one for each engine without a valid answer, and one for each directory of
-            sockets that is unreadable or not private to this user.
-    """
+    """The answers of all engines."""
 
     engines: tuple[EngineInfo, ...]
+    # Of all their requests, sorted by the arrival time of the request at its engine.
     traces: tuple[EngineTrace, ...]
+    # Error messages, one for each engine without a valid answer, and one for each directory of sockets that
+    # is unreadable or not private to this user.
     problems: tuple[str, ...]
 
 

@@ -31,14 +31,11 @@ _TIMES = 11
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """One sentence of the timeline that describes a request.
-
-    Attributes:
-        after: seconds from the request's arrival to the event; None if the sentence continues the description
-            of an event, or gives the number of events that were not recorded.
-    """
+    """One sentence of the timeline that describes a request."""
 
     text: str
+    # Seconds from the request's arrival to the event; None if the sentence continues the description of an
+    # event, or gives the number of events that were not recorded.
     after: float | None = None
 
 
@@ -237,16 +234,15 @@ class Summary:
     """The key figures of a request, from its arrival until the engine first scheduled it.
 
     Attributes:
-        tokens_by_origin: prompt tokens by the origin of their KV: the name of a tier, ``peer``,
-            ``prefix cache``, ``another connector`` or ``computed``; empty until the request is scheduled.
-        seconds: time from arrival to scheduling; None if the request is not scheduled yet.
         loading, looking: parts of it in which a load was under way, or a source was looking up the prompt.
     """
 
     tokens: int
+    # Prompt tokens by the origin of their KV: the name of a tier, ``peer``, ``prefix cache``, ``another
+    # connector`` or ``computed``; empty until the request is scheduled.
     tokens_by_origin: Counter[str] = field(default_factory=Counter)
     failed: int = 0
-    seconds: float | None = None
+    seconds: float | None = None  # time from arrival to scheduling; None if the request is not scheduled yet
     loading: float = 0.0
     looking: float = 0.0
 

@@ -50,15 +50,10 @@ _LANE_RUNS = 2 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """The costs that were fitted to timings, and the errors of the fit.
+    """The costs that were fitted to timings, and the errors of the fit."""
 
-    Attributes:
-        costs: seconds per piece of work of each kind, float64 of shape (kinds,).
-        errors: relative error of each predicted timing, |predicted / measured - 1|, float64 of shape
-            (timings,).
-    """
-
-    costs: _Floats
+    costs: _Floats  # seconds per piece of work of each kind, float64 of shape (kinds,)
+    # Relative error of each predicted timing, |predicted / measured - 1|, float64 of shape (timings,).
     errors: _Floats
 
     @property
@@ -111,37 +106,32 @@ class CalibrationJob:
     """The sizes of READs and copies that a calibration measures, and the number of its rounds.
 
     Attributes:
-        read_sizes: descriptor sizes in bytes. One READ is measured per size.
         read_bytes, read_descriptors: maximum of a READ. The latter limits READs with short descriptors.
-        device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
-        host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
     """
 
     repeats: int = 9
     transports: str | None = None
+    # Descriptor sizes in bytes. One READ is measured per size.
     read_sizes: tuple[int, ...] = tuple(1 << n for n in range(10, 23, 2))
     read_bytes: int = 64 << 20
     read_descriptors: int = 8192
     runs: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
     cells: tuple[int, ...] = (16 << 10, 64 << 10, 256 << 10)
     copy_bytes: int = LARGEST_SEGMENT_BYTES
-    device: str = "cpu"
+    device: str = "cpu"  # where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU
+    # Run lengths of copies between GPU and host memory, in bytes, ascending.
     host_runs: tuple[int, ...] = tuple(1 << n for n in range(14, 23))
     host_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The costs by which the planner chooses a transfer method, and the fits that they come from.
-
-    Attributes:
-        ask: seconds from the request for a gather to the answer.
-    """
+    """The costs by which the planner chooses a transfer method, and the fits that they come from."""
 
     costs: Costs
     reads: Fit
     copies: Fit
-    ask: Spread
+    ask: Spread  # seconds from the request for a gather to the answer
 
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:

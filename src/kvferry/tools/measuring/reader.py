@@ -49,32 +49,27 @@ class LoadRequest:
     """The scheduler's request to a worker to load a prompt's KV from a peer.
 
     Attributes:
-        key: name of the load and of its lease, unique in this engine.
         src_tables, dst_tables: block ids of each KV cache group, on the peer and on this rank.
-        strategy: transfer strategy to use; None for the cheapest.
     """
 
-    key: str
+    key: str  # name of the load and of its lease, unique in this engine
     peer: str
     span: LoadSpan
     src_tables: Sequence[list[int]]
     dst_tables: Sequence[list[int]]
     lease: LeaseWord
-    strategy: Strategy | None = None
+    strategy: Strategy | None = None  # transfer strategy to use; None for the cheapest
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The loads that ended, as seen by a worker in one engine step.
+    """The loads that ended, as seen by a worker in one engine step."""
 
-    Attributes:
-        failures: for each load that the worker reports to the scheduler, the reason why it failed, or None
-            if it succeeded.
-        results: results of the loads that the lanes have finished. If a load passed its deadline, `failures`
-            of an earlier step already reported it as failed.
-    """
-
+    # For each load that the worker reports to the scheduler, the reason why it failed, or None if it
+    # succeeded.
     failures: dict[str, str | None] = field(default_factory=dict)
+    # Results of the loads that the lanes have finished. If a load passed its deadline, `failures` of an
+    # earlier step already reported it as failed.
     results: dict[str, ReadResult] = field(default_factory=dict)
 
 

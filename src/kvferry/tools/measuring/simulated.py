@@ -30,18 +30,14 @@ ORDERS = ("scattered", "contiguous")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedEngine:
-    """An engine without a model: its memory layout, and the block tables of one request.
+    """An engine without a model: its memory layout, and the block tables of one request."""
 
-    Attributes:
-        name: unique in its process.
-        tables: block table of each KV cache group, int64 of shape (blocks,). The id is 0 (the null block) if
-            no block is needed at this position.
-    """
-
-    name: str
+    name: str  # unique in its process
     model: ModelCache
     shape: EngineShape
     tokens: int
+    # Block table of each KV cache group, int64 of shape (blocks,). The id is 0 (the null block) if no block
+    # is needed at this position.
     tables: tuple[Int64s, ...]
     device: str = "cpu"
 

@@ -112,14 +112,11 @@ _ELSEWHERE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The part of a ``config.json`` that describes the language model.
-
-    Attributes:
-        read_keys: every lookup adds the names of the keys that it has read.
-    """
+    """The part of a ``config.json`` that describes the language model."""
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    # Every lookup adds the names of the keys that it has read.
     read_keys: set[str] = field(default_factory=set, compare=False)
 
     @property

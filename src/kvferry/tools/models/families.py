@@ -37,23 +37,16 @@ RECURRENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Properties of a model family that its ``config.json`` does not state but that determine its KV cache.
-
-    Attributes:
-        everywhere: True if every layer is recurrent.
-        beside_attention: True if every layer also has attention; used only with `everywhere`.
-        window_offset: tokens to add to ``sliding_window`` to get the attention window.
-        attentions: number of attention caches per layer.
-        expanded: True if layers cache K and V per head although the model computes both from a latent.
-        ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
-    """
+    """Properties of a model family that determine its KV cache without being in its ``config.json``."""
 
     recurrent: Mixer | None = None
-    everywhere: bool = False
-    beside_attention: bool = False
-    window_offset: int = 0
-    attentions: int = 1
+    everywhere: bool = False  # True if every layer is recurrent
+    beside_attention: bool = False  # True if every layer also has attention; used only with `everywhere`
+    window_offset: int = 0  # tokens to add to ``sliding_window`` to get the attention window
+    attentions: int = 1  # number of attention caches per layer
+    # True if layers cache K and V per head although the model computes both from a latent.
     expanded: bool = False
+    # Element type of the recurrent state; None for the type in which the model computes.
     ssm_dtype: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

@@ -40,13 +40,12 @@ class _PlacedField:
 
     Attributes:
         start, count: heads on this rank; (0, 1) without heads.
-        offset: byte offset in a snapshot, otherwise in one head's bytes for one token or entry.
     """
 
     stored: StoredField
     start: int
     count: int
-    offset: int
+    offset: int  # byte offset in a snapshot, otherwise in one head's bytes for one token or entry
 
     def field(self, head_stride: int, tokens: tuple[tuple[int, int], ...], entries: str = TOKEN) -> Field:
         """Return the field of a page, from (count, stride in bytes) of loops over its tokens or entries."""
@@ -68,8 +67,6 @@ class PageInterior:
     Attributes:
         kernels, heads, tokens: number of kernel blocks in the page, of this rank's heads, and of entries in a
             kernel block; 1 for a snapshot.
-        content: bytes of all fields of one head in one entry; for a snapshot, bytes of the whole page.
-        alignment: bytes of which the page's address is a multiple.
     """
 
     snapshot: bool
@@ -77,8 +74,8 @@ class PageInterior:
     kernels: int
     heads: int
     tokens: int
-    content: int
-    alignment: int
+    content: int  # bytes of all fields of one head in one entry; for a snapshot, bytes of the whole page
+    alignment: int  # bytes of which the page's address is a multiple
     placed_fields: tuple[_PlacedField, ...]
 
     @property

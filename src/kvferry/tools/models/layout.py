@@ -44,22 +44,15 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The settings of an engine that decide the memory layout of a model's cache.
-
-    Attributes:
-        stages: number of entries of `ModelCache.layers` on each pipeline rank.
-        block_tokens: tokens per block of layers for which neither the model nor `groups` gives it.
-        num_blocks: of each rank's pool, the null block included.
-        kernel_tokens: tokens per kernel block if a block consists of several, otherwise 0.
-        groups: all layers of a group have the same `LayerCache`. If empty, layers with equal caches form one.
-    """
+    """The settings of an engine that decide the memory layout of a model's cache."""
 
     tp: int
-    stages: tuple[int, ...]
-    block_tokens: int
+    stages: tuple[int, ...]  # number of entries of `ModelCache.layers` on each pipeline rank
+    block_tokens: int  # tokens per block of layers for which neither the model nor `groups` gives it
     layout: str
-    num_blocks: int
-    kernel_tokens: int = 0
+    num_blocks: int  # of each rank's pool, the null block included
+    kernel_tokens: int = 0  # tokens per kernel block if a block consists of several, otherwise 0
+    # All layers of a group have the same `LayerCache`. If empty, layers with equal caches form one.
     groups: tuple[GroupShape, ...] = ()
 
     def __post_init__(self) -> None:
@@ -232,15 +225,10 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The block pool that all KV cache groups of a rank share.
+    """The block pool that all KV cache groups of a rank share."""
 
-    Attributes:
-        slots: number of slots per block: the number of layers of the largest group on this rank.
-        slot_bytes: 0 if the pages of a block lie side by side, without slots.
-    """
-
-    slots: int
-    slot_bytes: int
+    slots: int  # number of slots per block: the number of layers of the largest group on this rank
+    slot_bytes: int  # 0 if the pages of a block lie side by side, without slots
     block_bytes: int
 
     @classmethod

@@ -32,18 +32,12 @@ from kvferry.tools.models.store import LayerCache, ModelCache
 
 @dataclass(frozen=True, slots=True)
 class ModelReading:
-    """The KV cache that a ``config.json`` describes.
-
-    Attributes:
-        kept: number of entries in `cache.layers` for each layer of the model.
-        notes: assumptions that were made to derive the cache, one sentence each.
-        cache_dtype: element type of the KV cache, one of `config.CACHE_DTYPES`.
-    """
+    """The KV cache that a ``config.json`` describes."""
 
     cache: ModelCache
-    kept: tuple[int, ...]
-    notes: tuple[str, ...]
-    cache_dtype: str = "auto"
+    kept: tuple[int, ...]  # number of entries in `cache.layers` for each layer of the model
+    notes: tuple[str, ...]  # assumptions that were made to derive the cache, one sentence each
+    cache_dtype: str = "auto"  # element type of the KV cache, one of `config.CACHE_DTYPES`
 
 
 def per_layer(reading: ModelReading) -> Iterator[tuple[LayerCache, ...]]:

@@ -11,16 +11,12 @@ from kvferry.geometry import GroupKind
 
 @dataclass(frozen=True, slots=True)
 class StoredField:
-    """One cached tensor of a layer, over all ranks: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ...
-
-    Attributes:
-        heads: length of the axis that tensor parallelism shards; 0 if every rank holds the whole field.
-        inner: (name, count) of the other axes except the token axis, innermost last.
-    """
+    """One cached tensor of a layer, over all ranks: ``k``, ``v``, ``latent``, ``ssm``, ``conv.x``, ..."""
 
     name: str
     item_bytes: int
-    heads: int
+    heads: int  # length of the axis that tensor parallelism shards; 0 if every rank holds the whole field
+    # (name, count) of the other axes except the token axis, innermost last.
     inner: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -37,19 +33,14 @@ class StoredField:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The KV cache of one layer: its fields per token, or per snapshot.
-
-    Attributes:
-        block_tokens: 0 if the engine determines it.
-        state_tokens: number of tokens that share one stored entry.
-    """
+    """The KV cache of one layer: its fields per token, or per snapshot."""
 
     kind: GroupKind
     attention_span: int
     fields: tuple[StoredField, ...]
-    block_tokens: int = 0
+    block_tokens: int = 0  # 0 if the engine determines it
     # Pages of shared entries are copied whole, so both engines of a transfer need the same block size.
-    state_tokens: int = 1
+    state_tokens: int = 1  # number of tokens that share one stored entry
 
     def __post_init__(self) -> None:
         if self.state_tokens < 1 or self.block_tokens % self.state_tokens:

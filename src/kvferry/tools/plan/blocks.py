@@ -195,12 +195,9 @@ class SnapshotSteps:
     >>> settings = ((2048, 0), (600, None), (600, 1024))
     >>> [list(SnapshotSteps(128, step, retention).positions(2000)) for step, retention in settings]
     [[1920], [512, 1024, 1536, 1920], [1024, 1920]]
-
-    Attributes:
-        block_tokens: number of tokens per block, one size for all groups of a model with recurrent state.
     """
 
-    block_tokens: int
+    block_tokens: int  # number of tokens per block, one size for all groups of a model with recurrent state
     step_tokens: int = STEP_TOKENS
     retention: int | None = LAST_ONLY
 

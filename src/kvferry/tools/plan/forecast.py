@@ -80,20 +80,16 @@ class TransferEstimate:
     """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
 
     Attributes:
-        pages: number of pages that are written at the destination, over all ranks.
-        descriptors: number of runs, after adjacent runs of consecutive cells are merged.
-        bytes: bytes that all ranks of the destination need, without those that are read and discarded.
-        full_bytes: value that `bytes` would have if all layers had full attention; None if the model has no
-            attention layers.
-        runs: number of bytes in runs of each length.
         read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
     """
 
-    pages: int = 0
-    descriptors: int = 0
-    bytes: int = 0
+    pages: int = 0  # number of pages that are written at the destination, over all ranks
+    descriptors: int = 0  # number of runs, after adjacent runs of consecutive cells are merged
+    bytes: int = 0  # bytes that all ranks of the destination need, without those that are read and discarded
+    # Value that `bytes` would have if all layers had full attention; None if the model has no attention
+    # layers.
     full_bytes: int | None = 0
-    runs: Counter[int] = field(default_factory=Counter)
+    runs: Counter[int] = field(default_factory=Counter)  # number of bytes in runs of each length
     strategies: set[Strategy] = field(default_factory=set)
     read_descriptors: int = 0
     read_bytes: int = 0
@@ -170,21 +166,19 @@ class LayerForecast:
     """The forecast of transferring a prompt's KV for one kind of layer: all layers with equal `LayerCache`.
 
     Attributes:
-        tables: number of block tables of these layers at the destination.
-        tokens: number of tokens of the prompt that are transferred; for recurrent state, the position of the
-            transferred state.
         page_bytes, to_page_bytes: size of the largest page at the source and at the destination, without
             padding.
-        whole: True if pages of these layers have unknown content and move whole.
     """
 
     cache: LayerCache
     layers: int
-    tables: int
+    tables: int  # number of block tables of these layers at the destination
+    # Number of tokens of the prompt that are transferred; for recurrent state, the position of the
+    # transferred state.
     tokens: int
     page_bytes: int
     to_page_bytes: int
-    whole: bool
+    whole: bool  # True if pages of these layers have unknown content and move whole
     estimate: TransferEstimate
 
     @property
@@ -194,24 +188,18 @@ class LayerForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The forecast of moving one request's KV from one engine to another.
-
-    Attributes:
-        blocks: tokens per block at the source, and at the destination.
-        notes: assumptions, one sentence each.
-        refused: why kvferry's connector refuses the transfer, one sentence each. The destination then
-            computes the prompt. Empty if it transfers the KV.
-        rows: forecast for each kind of layer; empty if the transfer is refused.
-    """
+    """The forecast of moving one request's KV from one engine to another."""
 
     model: str
     source: EngineSide
     destination: EngineSide
-    blocks: tuple[int, int]
+    blocks: tuple[int, int]  # tokens per block at the source, and at the destination
     tokens: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # assumptions, one sentence each
+    # Why kvferry's connector refuses the transfer, one sentence each. The destination then computes the
+    # prompt. Empty if it transfers the KV.
     refused: tuple[str, ...]
-    rows: tuple[LayerForecast, ...]
+    rows: tuple[LayerForecast, ...]  # forecast for each kind of layer; empty if the transfer is refused
     whole: TransferEstimate
 
     @property

@@ -49,23 +49,18 @@ _NAME = bytes(NAMESPACE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class KeptSettings:
-    """The requested settings of an engine and its tiers, for a forecast of what the tiers store.
-
-    Attributes:
-        retention: number of tokens between the snapshots that the engine retains
-            (``prefix_cache_retention_interval``); 0 to retain only the last snapshot, None to retain all.
-        chunk_tokens: None for the connector's default.
-        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored;
-            None to store them at the end of every chunk.
-        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none, None for the
-            connector's default.
-    """
+    """The requested settings of an engine and its tiers, for a forecast of what the tiers store."""
 
     step_tokens: int = STEP_TOKENS
+    # Number of tokens between the snapshots that the engine retains (``prefix_cache_retention_interval``); 0
+    # to retain only the last snapshot, None to retain all.
     retention: int | None = LAST_ONLY
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None = None  # None for the connector's default
+    # Number of tokens between the positions at which windows and snapshots are stored; None to store them at
+    # the end of every chunk.
     snapshot_tokens: int | None = None
     prompt: int = PROMPT_TOKENS
+    # First position of a snapshot for shared prefixes; 0 for none, None for the connector's default.
     first_snapshot_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,17 +88,13 @@ class KeptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredForm:
-    """The form in which an engine's tiers store a model's KV, and the settings that decide what they store.
-
-    Attributes:
-        requested_first: requested first position of a snapshot for shared prefixes; None for the connector's
-            default.
-    """
+    """The form in which an engine's tiers store a model's KV, and the settings that decide it."""
 
     canonical: CanonicalForm
     steps: SnapshotSteps
     snapshot_tokens: int
     first_tokens: int
+    # Requested first position of a snapshot for shared prefixes; None for the connector's default.
     requested_first: int | None = None
 
     @property
@@ -167,35 +158,26 @@ def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings)
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """The storage that a prompt's KV takes in a tier under given settings.
-
-    Attributes:
-        gap_tokens: largest distance in tokens between the ends of two successive loadable prefixes, with the
-            start and the end of the prompt. Of a prefix shared with another prompt, the engine recomputes at
-            most this many tokens.
-    """
+    """The storage that a prompt's KV takes in a tier under given settings."""
 
     steps: SnapshotSteps
     snapshot_tokens: int
     snapshots: int
     bytes: int
+    # Largest distance in tokens between the ends of two successive loadable prefixes, with the start and the
+    # end of the prompt. Of a prefix shared with another prompt, the engine recomputes at most this many
+    # tokens.
     gap_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The tokens that prompts load of a prefix that they share, from tiers with room for all prompts.
-
-    Attributes:
-        second: number of these tokens that the second prompt with this prefix loads.
-        third: the same for the third prompt and all later ones.
-        without: the same for every prompt, if the setting `first_snapshot_tokens` is 0.
-    """
+    """The tokens that prompts load of a prefix that they share, from tiers with room for all prompts."""
 
     tokens: int
-    second: int
-    third: int
-    without: int
+    second: int  # number of these tokens that the second prompt with this prefix loads
+    third: int  # the same for the third prompt and all later ones
+    without: int  # the same for every prompt, if the setting `first_snapshot_tokens` is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,22 +185,19 @@ class TierForecast:
     """A forecast of the storage that a prompt's KV takes in an engine's tiers.
 
     Numbers are 0 and tuples are empty if this model's KV cannot be stored.
-
-    Attributes:
-        choices: storage under the requested settings, followed by the storage under alternative settings.
-        shared: tokens that prompts load of a shared prefix, by its length; empty for a model without
-            recurrent state.
-        why_not: reason why the KV cannot be stored, or why no prefix of the prompt can be loaded; empty if a
-            prefix can be loaded.
     """
 
     prompt: int
     chunk_tokens: int = 0
     first_tokens: int = 0
     groups: tuple[KeptGroup, ...] = ()
+    # Storage under the requested settings, followed by the storage under alternative settings.
     choices: tuple[StorageChoice, ...] = ()
+    # Tokens that prompts load of a shared prefix, by its length; empty for a model without recurrent state.
     shared: tuple[SharedPrefix, ...] = ()
     first_snapshot_tokens: int = 0
+    # Reason why the KV cannot be stored, or why no prefix of the prompt can be loaded; empty if a prefix can
+    # be loaded.
     why_not: str = ""
 
 

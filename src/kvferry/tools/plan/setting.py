@@ -17,16 +17,12 @@ from kvferry.tools.plan.side import EngineSide, shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """The memory of one hypothetical engine at made-up addresses, with a request in it.
-
-    Attributes:
-        kinds: index in `PlannedTransfer.kinds` for each KV cache group.
-        tables: block ids of each group in the order of the request's tokens, int64 of shape (blocks,). A
-            group of recurrent state has one block. No two blocks are adjacent.
-    """
+    """The memory of one hypothetical engine at made-up addresses, with a request in it."""
 
     ranks: tuple[RankGeometry, ...]
-    kinds: tuple[int, ...]
+    kinds: tuple[int, ...]  # index in `PlannedTransfer.kinds` for each KV cache group
+    # Block ids of each group in the order of the request's tokens, int64 of shape (blocks,). A group of
+    # recurrent state has one block. No two blocks are adjacent.
     tables: tuple[Int64s, ...]
 
 

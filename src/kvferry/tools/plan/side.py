@@ -25,13 +25,12 @@ class EngineSide:
     """The requested settings of one engine that decide its memory layout.
 
     Attributes:
-        layout: one of `LAYOUTS`, NHD or HND.
         block_tokens, backend: None for vLLM's choice.
     """
 
     tp: int = 1
     pp: int = 1
-    layout: str = "LBNHC"
+    layout: str = "LBNHC"  # one of `LAYOUTS`, NHD or HND
     block_tokens: int | None = None
     backend: str | None = None
 

@@ -164,21 +164,16 @@ class EngineCache:
 
 
 class Hit(NamedTuple):
-    """The tokens of a prompt that a simulated engine did not compute.
-
-    Attributes:
-        attention_tokens: length in tokens of the longest prefix whose full-attention KV was at hand. Tokens
-            beyond `found` were computed again because a window or a snapshot was missing.
-        group_tokens: length in tokens of the longest prefix that each group alone could use.
-        shared_tokens: as in `ComputedPrompt`.
-    """
+    """The tokens of a prompt that a simulated engine did not compute."""
 
     local_tokens: int
     tier_tokens: tuple[int, ...]
     tier_bytes: tuple[int, ...]
+    # Length in tokens of the longest prefix whose full-attention KV was at hand. Tokens beyond `found` were
+    # computed again because a window or a snapshot was missing.
     attention_tokens: int
-    group_tokens: tuple[int, ...]
-    shared_tokens: int = 0
+    group_tokens: tuple[int, ...]  # length in tokens of the longest prefix that each group alone could use
+    shared_tokens: int = 0  # as in `ComputedPrompt`
 
     @property
     def found(self) -> int:
@@ -203,17 +198,14 @@ class Running(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """An engine of a replay, which computes one prompt after the other.
-
-    Attributes:
-        queue: requests that arrived and have not ended, the running one first.
-        free_without_tiers: time in seconds at which the engine would have ended its requests without tiers.
-    """
+    """An engine of a replay, which computes one prompt after the other."""
 
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache
+    # Requests that arrived and have not ended, the running one first.
     queue: deque[Arrived] = field(default_factory=deque)
+    # Time in seconds at which the engine would have ended its requests without tiers.
     free_without_tiers: float = 0.0
 
     def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:

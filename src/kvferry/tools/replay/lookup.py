@@ -169,20 +169,14 @@ class Wanted(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What tiers hold of a prompt.
+    """What tiers hold of a prompt."""
 
-    Attributes:
-        tokens: length in tokens of the longest prefix that can be loaded, at least that of the engine's own
-            prefix.
-        attention_tokens: length in tokens of the longest prefix for which all full-attention chunks are held.
-        group_tokens: length in tokens of the longest prefix that each group alone could use.
-        tier_tokens: number of tokens that each tier provides in a load of the longest prefix.
-    """
-
+    # Length in tokens of the longest prefix that can be loaded, at least that of the engine's own prefix.
     tokens: int
+    # Length in tokens of the longest prefix for which all full-attention chunks are held.
     attention_tokens: int
-    group_tokens: tuple[int, ...]
-    tier_tokens: tuple[int, ...]
+    group_tokens: tuple[int, ...]  # length in tokens of the longest prefix that each group alone could use
+    tier_tokens: tuple[int, ...]  # number of tokens that each tier provides in a load of the longest prefix
     wanted: Wanted
 
 

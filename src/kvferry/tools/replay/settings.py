@@ -47,17 +47,13 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model and the settings of the engine that serves it.
-
-    Attributes:
-        block_groups: the engine's block tables, in the order of the KV cache groups in `form`.
-        block_bytes: bytes of a block of the engine's pool on one rank.
-    """
+    """A model and the settings of the engine that serves it."""
 
     name: str
     form: StoredForm
+    # The engine's block tables, in the order of the KV cache groups in `form`.
     block_groups: tuple[BlockGroup, ...]
-    block_bytes: int
+    block_bytes: int  # bytes of a block of the engine's pool on one rank
 
     @cached_property
     def groups(self) -> tuple[CanonicalGroup, ...]:
@@ -132,15 +128,10 @@ def with_blocks(model: ServedModel, block_tokens: int) -> ServedModel:
 
 
 class BlockPool(NamedTuple):
-    """The block pool of an engine.
+    """The block pool of an engine."""
 
-    Attributes:
-        blocks: number of blocks; 0 for an engine without prefix caching.
-        source: origin of this number, in words for the user; empty if the user gave it.
-    """
-
-    blocks: int = 0
-    source: str = ""
+    blocks: int = 0  # number of blocks; 0 for an engine without prefix caching
+    source: str = ""  # origin of this number, in words for the user; empty if the user gave it
 
     @property
     def text(self) -> str:
@@ -228,24 +219,19 @@ def parse_tier(text: str) -> TierSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """The settings of a replay.
+    """The settings of a replay."""
 
-    Attributes:
-        tiers: tiers of each engine, host memory first.
-        policy: name of the eviction policy of host memory. Storage evicts the least recently used chunks.
-        prefill_tokens_per_second: tokens that an engine computes per second; 0 to assume that a request has
-            ended before the next one arrives.
-        skip: number of requests at the start of the trace that are replayed but not counted.
-    """
-
-    tiers: tuple[TierSetting, ...]
+    tiers: tuple[TierSetting, ...]  # tiers of each engine, host memory first
     engines: int = 1
     pool: BlockPool = NO_PREFIX_CACHE
+    # Name of the eviction policy of host memory. Storage evicts the least recently used chunks.
     policy: str = "lru"
     route: RouteName = "prefix"
+    # Tokens that an engine computes per second; 0 to assume that a request has ended before the next one
+    # arrives.
     prefill_tokens_per_second: float = 0.0
     seed: int = 0
-    skip: int = 0
+    skip: int = 0  # number of requests at the start of the trace that are replayed but not counted
 
     def __post_init__(self) -> None:
         kinds = [tier.kind for tier in self.tiers]
@@ -271,18 +257,13 @@ class ReplaySettings:
 
 
 class RecordedEngine(msgspec.Struct, frozen=True):
-    """The settings of an engine that recorded a trace. A value is None if the header does not have it.
-
-    Attributes:
-        snapshot_tokens: distance in tokens between kept windows and snapshots.
-        first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none.
-    """
+    """The settings of an engine that recorded a trace. A value is None if the header does not have it."""
 
     block_tokens: tuple[int, ...] | None = None
     step_tokens: int | None = None
     chunk_tokens: int | None = None
-    snapshot_tokens: int | None = None
-    first_snapshot_tokens: int | None = None
+    snapshot_tokens: int | None = None  # distance in tokens between kept windows and snapshots
+    first_snapshot_tokens: int | None = None  # first position of a snapshot for shared prefixes; 0 for none
     num_blocks: int | None = None
 
     @property

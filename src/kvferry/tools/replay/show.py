@@ -51,36 +51,26 @@ _CHOICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOutcome:
-    """The outcome of a replay for one kind of tier, over all engines.
-
-    Attributes:
-        capacity_bytes: capacity of one such tier in bytes; None for no limit.
-        tiers: number of such tiers: one per engine, or 1 if all engines share it.
-        counts: numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
-    """
+    """The outcome of a replay for one kind of tier, over all engines."""
 
     name: str
-    capacity_bytes: int | None
-    tiers: int
+    capacity_bytes: int | None  # capacity of one such tier in bytes; None for no limit
+    tiers: int  # number of such tiers: one per engine, or 1 if all engines share it
     hit_tokens: int
+    # Numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
     counts: TierCounts
     group_counts: tuple[TierCounts, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a replay that has ended or was interrupted.
-
-    Attributes:
-        curve: hit rate by capacity of host memory; empty if it was not computed.
-        tells_prefixes: False if the trace has only lengths, so that its hit rate means nothing.
-    """
+    """The outcome of a replay that has ended or was interrupted."""
 
     simulation: Simulation
     trace: str
     complete: bool
-    curve: tuple[CurvePoint, ...] = ()
-    tells_prefixes: bool = True
+    curve: tuple[CurvePoint, ...] = ()  # hit rate by capacity of host memory; empty if it was not computed
+    tells_prefixes: bool = True  # False if the trace has only lengths, so that its hit rate means nothing
 
     @cached_property
     def tiers(self) -> tuple[TierOutcome, ...]:

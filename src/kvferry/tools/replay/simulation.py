@@ -130,32 +130,27 @@ class Results:
     """Sums over the counted requests of a replay. Tokens are tokens of prompts.
 
     Attributes:
-        tier_tokens: tokens that each tier provided, host memory first.
-        group_tokens: tokens of the longest prefix that each group alone could use.
-        local_tokens: tokens that engines had in their own prefix caches.
-        lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window
-            or a snapshot was missing at their end.
         units, unit_hits: number of units of the trace in all prompts, and of those that were not computed.
         first_arrival, last_arrival: seconds from the start of the trace to the first and the last counted
             arrival.
-        waits: times from arrival to the first token.
-        waits_without_tiers: the same if the engines had no tiers.
     """
 
-    tier_tokens: list[int]
+    tier_tokens: list[int]  # tokens that each tier provided, host memory first
     tier_bytes: list[int]
-    group_tokens: list[int]
+    group_tokens: list[int]  # tokens of the longest prefix that each group alone could use
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    local_tokens: int = 0
+    local_tokens: int = 0  # tokens that engines had in their own prefix caches
+    # Tokens whose full-attention KV was at hand, but that were computed again because a window or a snapshot
+    # was missing at their end.
     lost_tokens: int = 0
     units: int = 0
     unit_hits: int = 0
     first_arrival: float = 0.0
     last_arrival: float = 0.0
-    waits: Times = field(default_factory=Times)
-    waits_without_tiers: Times = field(default_factory=Times)
+    waits: Times = field(default_factory=Times)  # times from arrival to the first token
+    waits_without_tiers: Times = field(default_factory=Times)  # the same if the engines had no tiers
 
     @property
     def seconds(self) -> float:

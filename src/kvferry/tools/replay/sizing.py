@@ -21,15 +21,11 @@ _YEARS_OF_ENDURANCE = 5
 
 @dataclass(frozen=True, slots=True)
 class SizeQuestion:
-    """A hit rate to reach, and the facts that decide whether it is worth it.
-
-    Attributes:
-        host_bytes: host memory in front of the disk; None for a sixteenth of the disk.
-        disk_writes_per_day: number of times that the disk can be written in full each day, for five years.
-    """
+    """A hit rate to reach, and the facts that decide whether it is worth it."""
 
     target: float
-    host_bytes: int | None = None
+    host_bytes: int | None = None  # host memory in front of the disk; None for a sixteenth of the disk
+    # Number of times that the disk can be written in full each day, for five years.
     disk_writes_per_day: float = 1.0
 
     def __post_init__(self) -> None:
@@ -43,40 +39,30 @@ class SizeQuestion:
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Engine settings, and the hit rate with unlimited host memory under them.
+    """Engine settings, and the hit rate with unlimited host memory under them."""
 
-    Attributes:
-        step_tokens: ``max_num_batched_tokens``.
-        retention: ``prefix_cache_retention_interval``.
-    """
-
-    step_tokens: int
-    retention: int | None
+    step_tokens: int  # ``max_num_batched_tokens``
+    retention: int | None  # ``prefix_cache_retention_interval``
     hit_rate: float
     stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """The answer to a `SizeQuestion`. Sizes are in bytes.
-
-    Attributes:
-        prefill_tokens_per_second: tokens that an engine computes per second; 0 if unknown.
-        enough: smallest capacity that is known to reach the target; None if no capacity does, 0 if the
-            engine's prefix cache reaches it alone.
-        too_little: largest capacity that is known to miss it; 0 if every capacity reaches it.
-        with_disk: replay with a disk of `enough` bytes behind host memory; None if `enough` is None or 0.
-        choices: alternative settings of an engine with recurrent state, the present ones first; else empty.
-    """
+    """The answer to a `SizeQuestion`. Sizes are in bytes."""
 
     question: SizeQuestion
-    prefill_tokens_per_second: float
+    prefill_tokens_per_second: float  # tokens that an engine computes per second; 0 if unknown
     model: ServedModel
     ceiling: Simulation
     curve: tuple[CurvePoint, ...]
+    # Smallest capacity that is known to reach the target; None if no capacity does, 0 if the engine's prefix
+    # cache reaches it alone.
     enough: int | None
-    too_little: int
+    too_little: int  # largest capacity that is known to miss it; 0 if every capacity reaches it
+    # Replay with a disk of `enough` bytes behind host memory; None if `enough` is None or 0.
     with_disk: Simulation | None
+    # Alternative settings of an engine with recurrent state, the present ones first; else empty.
     choices: tuple[EngineChoice, ...]
 
     @property

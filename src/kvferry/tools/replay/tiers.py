@@ -35,15 +35,12 @@ from kvferry.tools.replay.settings import ServedModel
 
 
 class Run(NamedTuple):
-    """Chunks of one KV cache group that a step of an engine completes.
-
-    Attributes:
-        unchanged: number of chunks, from the first one, that the engine has not computed anew. They need not
-            be stored where any tier has them.
-    """
+    """Chunks of one KV cache group that a step of an engine completes."""
 
     group: int
     keys: Sequence[bytes]
+    # Number of chunks, from the first one, that the engine has not computed anew. They need not be stored
+    # where any tier has them.
     unchanged: int
 
 
@@ -158,19 +155,15 @@ class SimulatedTiers:
 
 
 class ComputedPrompt(NamedTuple):
-    """A prompt that an engine has computed, and where it began.
-
-    Attributes:
-        found: number of tokens at its start that the engine had or loaded, less than `tokens`.
-        shared: position up to which the engine had the attention blocks, but not all other blocks, of another
-            prompt; 0 if there is none.
-        shared_tokens: length in tokens of the longest prefix whose full-attention chunks the tiers and the
-            engine had at look-up.
-    """
+    """A prompt that an engine has computed, and where it began."""
 
     tokens: int
-    found: int
+    found: int  # number of tokens at its start that the engine had or loaded, less than `tokens`
+    # Position up to which the engine had the attention blocks, but not all other blocks, of another prompt; 0
+    # if there is none.
     shared: int
+    # Length in tokens of the longest prefix whose full-attention chunks the tiers and the engine had at
+    # look-up.
     shared_tokens: int
 
 

@@ -27,13 +27,10 @@ _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-g
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices that engines can run on.
+    """Devices that engines can run on."""
 
-    Attributes:
-        gpus: indices or UUIDs, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a CPU build of vLLM or a
-            machine without GPUs.
-    """
-
+    # Indices or UUIDs, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a CPU build of vLLM or a machine
+    # without GPUs.
     gpus: tuple[str, ...]
     cores: tuple[int, ...]
 

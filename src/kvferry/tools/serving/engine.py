@@ -48,22 +48,18 @@ _MAX_CHARS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The specification of an engine to start.
+    """The specification of an engine to start."""
 
-    Attributes:
-        name: unique in its fleet, for example ``prefill-0``. The log file has this name.
-        kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
-        environment: environment variables of the engine, in addition to those of this process.
-    """
-
-    name: str
+    name: str  # unique in its fleet, for example ``prefill-0``. The log file has this name.
     role: Role
     model: str
     port: int
     host: str = "127.0.0.1"
     tensor_parallel: int = 1
+    # Value of ``--kv-transfer-config``; None for an engine without KV transfer.
     kv_transfer: Mapping[str, Any] | None = None
     arguments: tuple[str, ...] = ()
+    # Environment variables of the engine, in addition to those of this process.
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

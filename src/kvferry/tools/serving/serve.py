@@ -37,12 +37,9 @@ class RestartPolicy:
 
     >>> [RestartPolicy().wait_seconds(restart) for restart in (1, 2, 3, 8)]
     [1.0, 2.0, 4.0, 60.0]
-
-    Attributes:
-        limit: largest number of restarts in a row of one engine; 0 to restart none.
     """
 
-    limit: int = 5
+    limit: int = 5  # largest number of restarts in a row of one engine; 0 to restart none
     first_seconds: float = 1.0
     longest_seconds: float = 60.0
     stable_seconds: float = 600.0

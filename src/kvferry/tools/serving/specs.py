@@ -40,17 +40,14 @@ class Parallel:
 
     >>> Parallel(tensor=2, data=2).workers
     4
-
-    Attributes:
-        context: prefill-context-parallel size. Decode context parallelism uses the tensor-parallel workers,
-            and adds none.
-        data: number of data-parallel replicas on this machine.
     """
 
     tensor: int
     pipeline: int = 1
+    # Prefill-context-parallel size. Decode context parallelism uses the tensor-parallel workers, and adds
+    # none.
     context: int = 1
-    data: int = 1
+    data: int = 1  # number of data-parallel replicas on this machine
 
     @property
     def workers(self) -> int:
@@ -83,17 +80,14 @@ def _size(arguments: Sequence[str], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """Engines of a fleet that are alike.
-
-    Attributes:
-        settings: connector settings, by their names in `ConnectorConfig`; None for the default values.
-        arguments: arguments of vLLM's API server for these engines, such as other parallel sizes.
-    """
+    """Engines of a fleet that are alike."""
 
     role: Role
     count: int = 1
     tensor_parallel: int = 1
+    # Connector settings, by their names in `ConnectorConfig`; None for the default values.
     settings: Mapping[str, Any] | None = None
+    # Arguments of vLLM's API server for these engines, such as other parallel sizes.
     arguments: Sequence[str] = ()
 
     @property

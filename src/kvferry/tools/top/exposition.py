@@ -107,19 +107,13 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The content of one reading of `/metrics` from an API server, which may have several engines.
+    """The content of one reading of `/metrics` from an API server, which may have several engines."""
 
-    Attributes:
-        at: monotonic seconds of the reading.
-        started: start of the server's process, in seconds since 1970; None if unknown.
-        ferry: True if the page has kvferry's metrics.
-        engines: values of the metrics of each engine, by the metrics' label ``engine``, such as ``0``.
-    """
-
-    at: float
-    started: float | None
+    at: float  # monotonic seconds of the reading
+    started: float | None  # start of the server's process, in seconds since 1970; None if unknown
     model: str
-    ferry: bool
+    ferry: bool  # True if the page has kvferry's metrics
+    # Values of the metrics of each engine, by the metrics' label ``engine``, such as ``0``.
     engines: Mapping[str, Values]
 
 

@@ -35,37 +35,29 @@ class SourceFigures:
 
     Attributes:
         queries, hits: number of requests for which the source was queried, and for which it loaded KV.
-        hit_rate: hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose
-            usable tokens were all in the engine's own prefix cache do not count here.
-        loads: number of ended loads, by outcome.
-        load_seconds: latency of successful loads.
     """
 
     queries: float
     hits: float
+    # Hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose usable tokens
+    # were all in the engine's own prefix cache do not count here.
     hit_rate: float | None
-    loads: Mapping[str, float]
+    loads: Mapping[str, float]  # number of ended loads, by outcome
     load_bytes: float
-    load_seconds: Latency
+    load_seconds: Latency  # latency of successful loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorFigures:
-    """The queries and loads of one of several connectors in an engine, in total or per second.
+    """The queries and loads of one of several connectors in an engine, in total or per second."""
 
-    Attributes:
-        queries: requests for which the connector was queried: the sum of `hits`, `passed_over` and `misses`.
-        passed_over: requests for which the connector had tokens but was not chosen.
-        misses: requests for which the connector had no tokens, or did not answer in time.
-        loads: number of ended loads, by outcome.
-    """
-
+    # Requests for which the connector was queried: the sum of `hits`, `passed_over` and `misses`.
     queries: float
     hits: float
-    passed_over: float
-    misses: float
+    passed_over: float  # requests for which the connector had tokens but was not chosen
+    misses: float  # requests for which the connector had no tokens, or did not answer in time
     hit_tokens: float
-    loads: Mapping[str, float]
+    loads: Mapping[str, float]  # number of ended loads, by outcome
 
     @property
     def hit_rate(self) -> float | None:
@@ -79,16 +71,11 @@ class ConnectorFigures:
 
 @dataclass(frozen=True, slots=True)
 class MissCount:
-    """The number of misses of a source for one reason, in total or per second.
-
-    Attributes:
-        reason: one of `MissReason`.
-        group: label of the KV cache group that lacked KV; empty if the reason does not concern a group.
-    """
+    """The number of misses of a source for one reason, in total or per second."""
 
     source: str
-    reason: str
-    group: str
+    reason: str  # one of `MissReason`
+    group: str  # label of the KV cache group that lacked KV; empty if the reason does not concern a group
     count: float
 
 
@@ -104,19 +91,14 @@ class LoadedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """The counts of chunks that a tier fetched, stored and evicted, in total or per second.
-
-    Attributes:
-        missed_chunks: chunks that were requested but could not be fetched, by reason.
-        dropped_chunks: chunks that should have been stored but were not, by reason.
-    """
+    """The counts of chunks that a tier fetched, stored and evicted, in total or per second."""
 
     fetched_chunks: float
     stored_chunks: float
     stored_bytes: float
     evicted_chunks: float
-    missed_chunks: Mapping[str, float]
-    dropped_chunks: Mapping[str, float]
+    missed_chunks: Mapping[str, float]  # chunks that were requested but could not be fetched, by reason
+    dropped_chunks: Mapping[str, float]  # chunks that should have been stored but were not, by reason
     fetch_seconds: Latency
     store_seconds: Latency
 
@@ -127,29 +109,25 @@ class ActivityCounts:
 
     Attributes:
         prompt_tokens, generated_tokens, first_token_seconds: as vLLM counts them.
-        tokens: prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache), the name of
-            a tier, or ``others`` (connectors that are not kvferry's).
-        connectors: by the connector's name; empty if no engine has several connectors.
-        misses: the most frequent first.
-        moved: the largest first.
-        stages: latency of loads from peers, by stage: ``plan``, ``read`` and ``check``.
         pages_per_descriptor, descriptor_bytes: means for loads from peers; None without loads.
-        recomputed_tokens: tokens that were computed because their load failed.
     """
 
     prompt_tokens: float
     generated_tokens: float
+    # Prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache), the name of a tier, or
+    # ``others`` (connectors that are not kvferry's).
     tokens: Mapping[str, float]
     first_token_seconds: Latency
     sources: Mapping[str, SourceFigures]
+    # By the connector's name; empty if no engine has several connectors.
     connectors: Mapping[str, ConnectorFigures]
-    misses: tuple[MissCount, ...]
-    moved: tuple[LoadedBytes, ...]
-    stages: Mapping[str, Latency]
+    misses: tuple[MissCount, ...]  # the most frequent first
+    moved: tuple[LoadedBytes, ...]  # the largest first
+    stages: Mapping[str, Latency]  # latency of loads from peers, by stage: ``plan``, ``read`` and ``check``
     pages_per_descriptor: float | None
     descriptor_bytes: float | None
     tiers: Mapping[str, TierCounts]
-    recomputed_tokens: float
+    recomputed_tokens: float  # tokens that were computed because their load failed
     leases_granted: float
     leases_released: float
     leases_expired: float
@@ -180,20 +158,18 @@ class Gauges:
     """The current state of one engine, or of several together, from the metrics that are gauges.
 
     Attributes:
-        cache_usage: used share of the engine's own KV cache, from 0 to 1; for several engines, the largest.
         pending_loads, pending_connectors: number of loads under way, by source and by connector.
-        late_blocks: number of blocks held by loads past their deadline.
-        tiers: usage by tier; for several engines, of the engine whose tier is fullest.
     """
 
     running: float
     waiting: float
+    # Used share of the engine's own KV cache, from 0 to 1; for several engines, the largest.
     cache_usage: float
     pending_loads: Mapping[str, float]
     pending_connectors: Mapping[str, float]
-    late_blocks: float
+    late_blocks: float  # number of blocks held by loads past their deadline
     leases: float
-    tiers: Mapping[str, TierUsage]
+    tiers: Mapping[str, TierUsage]  # usage by tier; for several engines, of the engine whose tier is fullest
 
 
 @dataclass(frozen=True, slots=True)

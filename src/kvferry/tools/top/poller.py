@@ -32,21 +32,16 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class PolledAddress:
-    """An engine or router that `kvferry top` polls, and the last two readings of its metrics.
-
-    Attributes:
-        role: ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise
-            empty.
-        before: successful reading before `now`; None until two have succeeded. The engine may have restarted
-            between the two.
-        now: last successful reading; None if no reading has succeeded.
-        silence: None if the last reading succeeded, or if the address was not read yet.
-    """
+    """An engine or router that `kvferry top` polls, and the last two readings of its metrics."""
 
     url: str
+    # ``prefill`` or ``decode`` if a router lists the engine, ``router`` for a router, otherwise empty.
     role: str = ""
+    # Successful reading before `now`; None until two have succeeded. The engine may have restarted between
+    # the two.
     before: Scrape | None = None
-    now: Scrape | None = None
+    now: Scrape | None = None  # last successful reading; None if no reading has succeeded
+    # None if the last reading succeeded, or if the address was not read yet.
     silence: Unreachable | None = None
 
     @property
@@ -73,43 +68,30 @@ class PolledAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """A row of the list of engines that `kvferry top` shows.
+    """A row of the list of engines that `kvferry top` shows."""
 
-    Attributes:
-        name: address of the engine; if the address has several engines, followed by ``/`` and `engine`.
-        role: ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
-            answering; otherwise empty.
-        engine: label ``engine`` of the metrics, such as ``0``; empty if the address does not answer.
-        ferry: True if the engine runs kvferry's connector.
-        started: start of the engine's process, in seconds since 1970; None if unknown.
-        silence: None if the last reading succeeded, or if the address was not read yet.
-        figures: None if the engine does not answer.
-    """
-
-    name: str
+    name: str  # address of the engine; if the address has several engines, followed by ``/`` and `engine`
     url: str
+    # ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
+    # answering; otherwise empty.
     role: str
-    engine: str = ""
+    engine: str = ""  # label ``engine`` of the metrics, such as ``0``; empty if the address does not answer
     model: str = ""
-    ferry: bool = False
-    started: float | None = None
+    ferry: bool = False  # True if the engine runs kvferry's connector
+    started: float | None = None  # start of the engine's process, in seconds since 1970; None if unknown
+    # None if the last reading succeeded, or if the address was not read yet.
     silence: Unreachable | None = None
-    figures: Figures | None = None
+    figures: Figures | None = None  # None if the engine does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The state of all engines at one time.
+    """The state of all engines at one time."""
 
-    Attributes:
-        at: seconds since 1970.
-        engines: rows of all engines, in the order of their addresses, whether they answer or not.
-        together: figures of all engines that answer, combined; None if no engine answers.
-    """
-
-    at: float
+    at: float  # seconds since 1970
+    # Rows of all engines, in the order of their addresses, whether they answer or not.
     engines: tuple[EngineRow, ...]
-    together: Figures | None
+    together: Figures | None  # figures of all engines that answer, combined; None if no engine answers
 
     @property
     def answering(self) -> int:

@@ -133,7 +133,6 @@ class DrawnRun:
     Attributes:
         src, dst: address of the first byte on each side.
         src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
-        longest: length of the longest of these runs. A part of a run counts with the length of the whole run.
     """
 
     src: int
@@ -141,6 +140,7 @@ class DrawnRun:
     src_span: int
     dst_span: int
     bytes: int
+    # Length of the longest of these runs. A part of a run counts with the length of the whole run.
     longest: int
     pieces: int = 1
 

@@ -20,22 +20,17 @@ MAX_RIBBONS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The content of a picture that shows how blocks of a group are copied between two engines.
-
-    Attributes:
-        of_layers: number of layers of the group on the drawn ranks.
-        joined: True if some ribbon stands for several runs.
-    """
+    """The content of a picture that shows how blocks of a group are copied between two engines."""
 
     src: tuple[MemoryLane, ...]
     dst: tuple[MemoryLane, ...]
     ribbons: tuple[Ribbon, ...]
     layers: tuple[str, ...]
-    of_layers: int
+    of_layers: int  # number of layers of the group on the drawn ranks
     src_blocks: int
     dst_blocks: int
     runs: int
-    joined: bool
+    joined: bool  # True if some ribbon stands for several runs
 
 
 def scene(setting: PlannedTransfer, group: int, *, one_layer: bool) -> Scene | None:

@@ -77,21 +77,16 @@ class RecordedHits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceRequest:
-    """A request of a trace. Its content is divided into units of equal length.
+    """A request of a trace. Its content is divided into units of equal length."""
 
-    Attributes:
-        arrival: seconds from the start of the trace to the arrival of the request.
-        prefix_ids: identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal
-            identities mean that all tokens so far are equal. The units may include generated tokens.
-        prompt_id: identity of the whole prompt. Used only if the prompt ends inside a unit.
-    """
-
-    arrival: float
+    arrival: float  # seconds from the start of the trace to the arrival of the request
     prompt_tokens: int
     output_tokens: int
     unit_tokens: int
+    # Identity of the prefix that ends at each whole unit, uint64 of shape (units,). Equal identities mean
+    # that all tokens so far are equal. The units may include generated tokens.
     prefix_ids: Ids
-    prompt_id: int
+    prompt_id: int  # identity of the whole prompt. Used only if the prompt ends inside a unit.
     session: str = ""
     recorded: RecordedHits | None = None
 
@@ -282,15 +277,13 @@ class Trace(ABC):
     """Requests in order of arrival. Each iteration begins with the first one.
 
     Attributes:
-        length: value of `position` at the end; None if the requests can be iterated only once.
-        header: what is known about all requests; empty except for recorded traces.
         tells_prefixes: False if only lengths are known, so that no prompts are known to share a prefix.
     """
 
     name: str
     unit_tokens: int
-    length: float | None
-    header: Mapping[str, object]
+    length: float | None  # value of `position` at the end; None if the requests can be iterated only once
+    header: Mapping[str, object]  # what is known about all requests; empty except for recorded traces
     tells_prefixes = True
 
     @abstractmethod

@@ -156,23 +156,19 @@ class Workload:
     >>> int((second == first).sum()), int((other == first).sum())
     (12, 4)
 
-    Attributes:
-        requests_per_second: mean number of all users together.
-        shared_prompt_tokens: number of tokens with which every prompt begins, such as a system prompt.
-        prompt_tokens: mean number of new tokens of each prompt.
-        seed: seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
-
     Raises:
         ConfigError: a number is out of bounds.
     """
 
     users: int = 1000
-    requests_per_second: float = 10.0
+    requests_per_second: float = 10.0  # mean number of all users together
+    # Number of tokens with which every prompt begins, such as a system prompt.
     shared_prompt_tokens: int = 1000
     turns: int = 5
-    prompt_tokens: int = 500
+    prompt_tokens: int = 500  # mean number of new tokens of each prompt
     output_tokens: int = 300
     hours: float = 0.5
+    # Seed of all random numbers. With the same release of NumPy, equal workloads give equal requests.
     seed: int = 0
     unit_tokens: int = 16
 

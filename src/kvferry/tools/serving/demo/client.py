@@ -29,13 +29,13 @@ class StreamedAnswer:
 
     Attributes:
         prompt, tokens: token ids of the prompt and of the answer.
-        logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
-            request does not ask for them.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    # Log probabilities of the likeliest tokens by id, per token of the answer; empty if the request does not
+    # ask for them.
     logprobs: tuple[Mapping[int, float], ...]
     first_token_seconds: float
 

@@ -40,17 +40,13 @@ _QUESTIONS = ("What is the capital of France?", "How many days are there in a we
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model that the demo serves.
-
-    Attributes:
-        path: path or id that vLLM can load.
-        questions: questions to ask in a chat; if there are none, the model continues passages of a text.
-    """
+    """A model that the demo serves."""
 
     title: str
-    path: str
+    path: str  # path or id that vLLM can load
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Questions to ask in a chat; if there are none, the model continues passages of a text.
     questions: tuple[str, ...] = ()
 
 
@@ -124,15 +120,11 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The part of the demo that sends the requests, after the engines and the router were started.
-
-    Attributes:
-        single_url: base URL of the prefill engine, which also answers each prompt alone.
-    """
+    """The part of the demo that sends the requests, after the engines and the router were started."""
 
     client: httpx.Client
     url: str
-    single_url: str
+    single_url: str  # base URL of the prefill engine, which also answers each prompt alone
     questions: Sequence[str]
     answer_tokens: int
     log: Path

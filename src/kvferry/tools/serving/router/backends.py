@@ -56,15 +56,11 @@ def score(session: int, url: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
-    """A prefill engine whose KV can be read while it computes a prompt.
+    """A prefill engine whose KV can be read while it computes a prompt."""
 
-    Attributes:
-        identity: the parameters of an offer that say which engine to read from.
-        step_tokens: number of tokens of a prompt that the engine computes in one step. Only the KV of longer
-            prompts can be read before the end.
-    """
-
-    identity: tuple[tuple[str, Any], ...]
+    identity: tuple[tuple[str, Any], ...]  # the parameters of an offer that say which engine to read from
+    # Number of tokens of a prompt that the engine computes in one step. Only the KV of longer prompts can be
+    # read before the end.
     step_tokens: int
 
     @classmethod

@@ -30,23 +30,17 @@ _STOPPED = ApiError(503, "the router is being stopped", "router_stopped")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An HTTP request of a client, with its complete body.
-
-    Attributes:
-        query: query of the URL, encoded, without the question mark.
-        headers: headers of the request to the engine: those of the client, with x-request-id, and with this
-            router's entry added to Via.
-        reply_headers: headers to add to the answer for the client: only x-request-id.
-        record: facts about the request for the metrics, which the handler adds to.
-    """
+    """An HTTP request of a client, with its complete body."""
 
     method: str
     path: str
-    query: str
+    query: str  # query of the URL, encoded, without the question mark
+    # Headers of the request to the engine: those of the client, with x-request-id, and with this router's
+    # entry added to Via.
     headers: Headers
-    reply_headers: Headers
+    reply_headers: Headers  # headers to add to the answer for the client: only x-request-id
     body: bytes
-    record: RequestRecord
+    record: RequestRecord  # facts about the request for the metrics, which the handler adds to
 
     def target(self, path: str) -> str:
         return f"{path}?{self.query}" if self.query else path

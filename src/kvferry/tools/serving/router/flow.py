@@ -77,23 +77,19 @@ _log = logging.getLogger("kvferry.router")
 
 @dataclass(slots=True)
 class Completion:
-    """A completion request of a client, and what has happened to it.
-
-    Attributes:
-        session: session of the request, as `session_of` returns it; None if it has none.
-        keeper: decode engine that keeps the response which the request continues; None if any may answer.
-        failures: failures of engines during this request, and deaths during equal ones.
-        held: prefill engines that may hold KV for this request, by the name of that KV.
-        refusals: prefill engines that have refused this request, each with a description of its answer.
-    """
+    """A completion request of a client, and what has happened to it."""
 
     call: Call
     body: dict[str, Any]
     send: Send
-    session: int | None = None
+    session: int | None = None  # session of the request, as `session_of` returns it; None if it has none
+    # Decode engine that keeps the response which the request continues; None if any may answer.
     keeper: Backend | None = None
+    # Failures of engines during this request, and deaths during equal ones.
     failures: Failures = field(default_factory=Failures)
+    # Prefill engines that may hold KV for this request, by the name of that KV.
     held: dict[str, Backend] = field(default_factory=dict)
+    # Prefill engines that have refused this request, each with a description of its answer.
     refusals: list[tuple[Backend, str]] = field(default_factory=list)
 
     @property

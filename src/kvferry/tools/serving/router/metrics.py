@@ -51,26 +51,19 @@ class AloneReason(StrEnum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts about one request that the metrics count when the request has ended.
+    """The facts about one request that the metrics count when the request has ended."""
 
-    Attributes:
-        begun: monotonic seconds when the request's headers had arrived.
-        first_byte: monotonic seconds when the first part of the answer's body was sent; None before.
-        prefill_seconds: time until a prefill engine had answered with success; None if none has.
-        split: True if the decode engine was given KV of a prefill engine.
-        status: HTTP status of the answer; None if nothing was sent.
-        complete: True once the last part of the answer was sent.
-        broken: True if the answer ended with an error event.
-    """
-
+    # Monotonic seconds when the request's headers had arrived.
     begun: float = field(default_factory=time.monotonic)
+    # Monotonic seconds when the first part of the answer's body was sent; None before.
     first_byte: float | None = None
+    # Time until a prefill engine had answered with success; None if none has.
     prefill_seconds: float | None = None
-    split: bool = False
+    split: bool = False  # True if the decode engine was given KV of a prefill engine
     alone: AloneReason | None = None
-    status: int | None = None
-    complete: bool = False
-    broken: bool = False
+    status: int | None = None  # HTTP status of the answer; None if nothing was sent
+    complete: bool = False  # True once the last part of the answer was sent
+    broken: bool = False  # True if the answer ended with an error event
     received_bytes: int = 0
     sent_bytes: int = 0
 

@@ -60,16 +60,11 @@ def has_media(body: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """The prompt of a request by its digest, to recognise prompts that begin with it.
+    """The prompt of a request by its digest, to recognise prompts that begin with it."""
 
-    Attributes:
-        digest: XXH3 of the fields beside the prompt, and of the prompt's bytes.
-        tokens: approximate number.
-    """
-
-    digest: bytes
+    digest: bytes  # XXH3 of the fields beside the prompt, and of the prompt's bytes
     size: int
-    tokens: int
+    tokens: int  # approximate number
 
     @classmethod
     def of(cls, path: str, body: dict[str, Any]) -> PromptPrefix:

@@ -55,15 +55,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error of the router's own, which clients get in the form of vLLM's errors of the endpoint.
-
-    Attributes:
-        reason: name of the reason, for programs. vLLM's errors have no such field.
-    """
+    """An error of the router's own, which clients get in the form of vLLM's errors of the endpoint."""
 
     status: int
     message: str
-    reason: str
+    reason: str  # name of the reason, for programs. vLLM's errors have no such field.
     headers: Headers = ()
 
     def reply(self, path: str) -> Reply:

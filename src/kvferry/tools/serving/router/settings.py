@@ -27,41 +27,34 @@ _BEARER = b"bearer "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """The engines and limits of a router.
+    """The engines and limits of a router."""
 
-    Attributes:
-        prefill: base URLs of the prefill engines; empty if those of `decode` compute prompts.
-        decode: base URLs of the other engines, at least one.
-        silent_seconds: time without a good probe after which an engine is silent, in seconds. It is then
-            down, and each request that has got nothing from it for as long ends or is sent to another engine.
-            Also the longest time to connect.
-        keep_connection_seconds: longest time that an idle connection to an engine is used again.
-        api_keys: keys of which clients must send one; none to serve everybody.
-        engine_key: key to send to engines instead of the client's; None to send no other.
-        allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.
-        engines_file: file for `fleet.read_engines`, whose changes replace the engines; None to keep them.
-        min_prefill_tokens: least number of tokens of a prompt that goes to a prefill engine, apart from those
-            that the decode engine has already; 0 to send every prompt to a prefill engine.
-        introduce: True to hand a short prompt over between engines that come up, so that they are connected
-            before the first request; False if they connect by themselves.
-        trust_kv_params: True to keep ``kv_transfer_params`` that clients send; False to remove them.
-        clock: function that returns monotonic seconds, for the time that engines rest.
-    """
-
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[str, ...]  # base URLs of the prefill engines; empty if those of `decode` compute prompts
+    decode: tuple[str, ...]  # base URLs of the other engines, at least one
+    # Time without a good probe after which an engine is silent, in seconds. It is then down, and each request
+    # that has got nothing from it for as long ends or is sent to another engine. Also the longest time to
+    # connect.
     silent_seconds: float = 5.0
     # vLLM's server closes an idle connection after 5 seconds. A request that is sent just then fails.
-    keep_connection_seconds: float = 2.0
+    keep_connection_seconds: float = 2.0  # longest time that an idle connection to an engine is used again
     probe_seconds: float = 1.0
     max_body_bytes: int = 64 << 20
+    # Keys of which clients must send one; none to serve everybody.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # Key to send to engines instead of the client's; None to send no other.
     engine_key: str | None = field(default=None, repr=False)
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # origins whose web pages may use the router (CORS); ``*`` for all
+    # File for `fleet.read_engines`, whose changes replace the engines; None to keep them.
     engines_file: Path | None = None
+    # Least number of tokens of a prompt that goes to a prefill engine, apart from those that the decode
+    # engine has already; 0 to send every prompt to a prefill engine.
     min_prefill_tokens: int = 0
+    # True to hand a short prompt over between engines that come up, so that they are connected before the
+    # first request; False if they connect by themselves.
     introduce: bool = False
+    # True to keep ``kv_transfer_params`` that clients send; False to remove them.
     trust_kv_params: bool = False
+    # Function that returns monotonic seconds, for the time that engines rest.
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:

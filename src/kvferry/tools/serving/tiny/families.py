@@ -31,29 +31,21 @@ _NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model architecture and the settings of its tiny checkpoint.
-
-    Attributes:
-        groups: description of the KV cache groups that an engine creates for this architecture.
-        config: name of the configuration class in transformers.
-        settings: arguments of this class, in addition to those that all families share.
-        engine_reads: fields to add to the checkpoint's config.json, because the engine needs them and
-            transformers does not write them.
-        scale: standard deviation of the random weight matrices, except for the embedding.
-        embedding_scale: standard deviation of the embedding's random weights.
-        engine: keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
-    """
+    """A model architecture and the settings of its tiny checkpoint."""
 
     name: str
-    groups: str
-    config: str
-    settings: Mapping[str, Any]
+    groups: str  # description of the KV cache groups that an engine creates for this architecture
+    config: str  # name of the configuration class in transformers
+    settings: Mapping[str, Any]  # arguments of this class, in addition to those that all families share
+    # Fields to add to the checkpoint's config.json, because the engine needs them and transformers does not
+    # write them.
     engine_reads: Mapping[str, Any] = field(default_factory=dict)
-    scale: float = 0.08
+    scale: float = 0.08  # standard deviation of the random weight matrices, except for the embedding
     # If it is too large, the output depends only on the last token and not on the KV cache. If it is too
     # small, the last token has no effect. In both cases the generated tokens repeat.
-    embedding_scale: float = 0.08
+    embedding_scale: float = 0.08  # standard deviation of the embedding's random weights
     dtype: str = "float32"
+    # Keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_options(self) -> dict[str, Any]:
