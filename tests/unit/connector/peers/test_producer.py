@@ -7,7 +7,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.connector.peers.offer import Offer, read_offer, write_nothing, write_offer
+from kvferry.connector.peers.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
@@ -165,6 +165,15 @@ def test_kv_that_is_no_longer_wanted_before_it_is_computed_is_kept_for_nobody() 
     assert end(engine, "b", kv_transfer_params=named(2, 3))[0]
     assert end(engine, "c", kv_transfer_params=named(3))[0]
     assert ended(engine) == {"c"}
+
+
+def test_prompts_are_offered_however_many_names_the_router_no_longer_wants() -> None:
+    engine = start()
+    for first in range(0, 4 * MAX_UNWANTED, MAX_UNWANTED):
+        unwanted = range(first + 1, first + 1 + MAX_UNWANTED)
+        assert end(engine, f"r{first}", kv_transfer_params=named(0, *unwanted))[0]
+    assert ended(engine, LeasesReleased(["r0"])) == {"r0"}
+    assert len(engine.producer.agenda[-1]) == 0, "no request is left that is to be offered"
 
 
 def test_unclaimed_leases_end_soon_while_the_engine_is_paused() -> None:
