@@ -27,15 +27,12 @@ A parent trace is kept after its request has ended, because stores and leases of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """An OpenTelemetry span of a finished operation, such as a load or a store of KV.
-
-    Attributes:
-        begin, end: start time and end time of the operation, in monotonic seconds.
-    """
+    """An OpenTelemetry span of a finished operation, such as a load or a store of KV."""
 
     name: str
     request_id: str
     parent: Headers  # W3C trace headers of the parent span; empty if the request has none
+    # `begin`, `end`: start time and end time of the operation, in monotonic seconds.
     begin: float
     end: float
     attributes: Attributes = field(default_factory=dict)

@@ -54,20 +54,17 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of an engine: the first line of its answer to `kvferry explain`.
-
-    Attributes:
-        wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
-        remembered, most: number of requests that the engine remembers, and its maximum.
-    """
+    """A description of an engine: the first line of its answer to `kvferry explain`."""
 
     kvferry: str
     engine_id: str
     model: str
     pid: int
     role: str  # ``prefill``, ``decode`` or ``both``
+    # `wall`, `monotonic`: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
     wall: float = 0.0
     monotonic: float = 0.0
+    # `remembered`, `most`: number of requests that the engine remembers, and its maximum.
     remembered: int = 0
     most: int = 0
     connector: str = ""  # name of the connector if the engine has several; empty otherwise

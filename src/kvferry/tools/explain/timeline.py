@@ -231,11 +231,7 @@ def _heartbeats(count: int) -> str:
 
 @dataclass(slots=True)
 class Summary:
-    """The key figures of a request, from its arrival until the engine first scheduled it.
-
-    Attributes:
-        loading, looking: parts of it in which a load was under way, or a source was looking up the prompt.
-    """
+    """The key figures of a request, from its arrival until the engine first scheduled it."""
 
     tokens: int
     # Prompt tokens by the origin of their KV: the name of a tier, ``peer``, ``prefix cache``, ``another
@@ -243,6 +239,7 @@ class Summary:
     tokens_by_origin: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     seconds: float | None = None  # time from arrival to scheduling; None if the request is not scheduled yet
+    # `loading`, `looking`: parts of it in which a load was under way, or a source was looking up the prompt.
     loading: float = 0.0
     looking: float = 0.0
 

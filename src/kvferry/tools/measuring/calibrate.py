@@ -103,16 +103,13 @@ def _not_negative(matrix: _Floats, target: _Floats) -> _Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
-    """The sizes of READs and copies that a calibration measures, and the number of its rounds.
-
-    Attributes:
-        read_bytes, read_descriptors: maximum of a READ. The latter limits READs with short descriptors.
-    """
+    """The sizes of READs and copies that a calibration measures, and the number of its rounds."""
 
     repeats: int = 9
     transports: str | None = None
     # Descriptor sizes in bytes. One READ is measured per size.
     read_sizes: tuple[int, ...] = tuple(1 << n for n in range(10, 23, 2))
+    # `read_bytes`, `read_descriptors`: maximum of a READ. The latter limits READs with short descriptors.
     read_bytes: int = 64 << 20
     read_descriptors: int = 8192
     runs: tuple[int, ...] = (64, 256, 1024, 4096, 16384)

@@ -46,15 +46,12 @@ _LEASE_SLOTS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The scheduler's request to a worker to load a prompt's KV from a peer.
-
-    Attributes:
-        src_tables, dst_tables: block ids of each KV cache group, on the peer and on this rank.
-    """
+    """The scheduler's request to a worker to load a prompt's KV from a peer."""
 
     key: str  # name of the load and of its lease, unique in this engine
     peer: str
     span: LoadSpan
+    # `src_tables`, `dst_tables`: block ids of each KV cache group, on the peer and on this rank.
     src_tables: Sequence[list[int]]
     dst_tables: Sequence[list[int]]
     lease: LeaseWord

@@ -36,13 +36,10 @@ def _shard_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedField:
-    """A field and its position inside a page.
-
-    Attributes:
-        start, count: heads on this rank; (0, 1) without heads.
-    """
+    """A field and its position inside a page."""
 
     stored: StoredField
+    # `start`, `count`: heads on this rank; (0, 1) without heads.
     start: int
     count: int
     offset: int  # byte offset in a snapshot, otherwise in one head's bytes for one token or entry
@@ -62,15 +59,12 @@ class _PlacedField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageInterior:
-    """The inner structure of one rank's page.
-
-    Attributes:
-        kernels, heads, tokens: number of kernel blocks in the page, of this rank's heads, and of entries in a
-            kernel block; 1 for a snapshot.
-    """
+    """The inner structure of one rank's page."""
 
     snapshot: bool
     state_tokens: int
+    # `kernels`, `heads`, `tokens`: number of kernel blocks in the page, of this rank's heads, and of entries
+    # in a kernel block; 1 for a snapshot.
     kernels: int
     heads: int
     tokens: int

@@ -77,11 +77,7 @@ def parse_strategy(name: str) -> Strategy | None:
 
 @dataclass(slots=True)
 class TransferEstimate:
-    """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
-
-    Attributes:
-        read_descriptors, read_bytes: total number of descriptors, and of bytes, of all READs.
-    """
+    """The expected transfer of a prompt's KV, for one kind of layer or for all layers."""
 
     pages: int = 0  # number of pages that are written at the destination, over all ranks
     descriptors: int = 0  # number of runs, after adjacent runs of consecutive cells are merged
@@ -91,6 +87,7 @@ class TransferEstimate:
     full_bytes: int | None = 0
     runs: Counter[int] = field(default_factory=Counter)  # number of bytes in runs of each length
     strategies: set[Strategy] = field(default_factory=set)
+    # `read_descriptors`, `read_bytes`: total number of descriptors, and of bytes, of all READs.
     read_descriptors: int = 0
     read_bytes: int = 0
     rank_seconds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -163,12 +160,7 @@ class TransferEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForecast:
-    """The forecast of transferring a prompt's KV for one kind of layer: all layers with equal `LayerCache`.
-
-    Attributes:
-        page_bytes, to_page_bytes: size of the largest page at the source and at the destination, without
-            padding.
-    """
+    """The forecast of transferring a prompt's KV for one kind of layer: those with equal `LayerCache`."""
 
     cache: LayerCache
     layers: int
@@ -176,6 +168,8 @@ class LayerForecast:
     # Number of tokens of the prompt that are transferred; for recurrent state, the position of the
     # transferred state.
     tokens: int
+    # `page_bytes`, `to_page_bytes`: size of the largest page at the source and at the destination, without
+    # padding.
     page_bytes: int
     to_page_bytes: int
     whole: bool  # True if pages of these layers have unknown content and move whole

@@ -22,15 +22,12 @@ _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """The requested settings of one engine that decide its memory layout.
-
-    Attributes:
-        block_tokens, backend: None for vLLM's choice.
-    """
+    """The requested settings of one engine that decide its memory layout."""
 
     tp: int = 1
     pp: int = 1
     layout: str = "LBNHC"  # one of `LAYOUTS`, NHD or HND
+    # `block_tokens`, `backend`: None for vLLM's choice.
     block_tokens: int | None = None
     backend: str | None = None
 

@@ -25,12 +25,10 @@ from kvferry.tools.replay.settings import ServedModel
 
 @dataclass(slots=True)
 class TierCounts:
-    """The chunks that a simulated tier has stored, given to loads and evicted so far.
+    """The chunks that a simulated tier has stored, given to loads and evicted so far."""
 
-    Attributes:
-        stored, read, evicted, dropped: numbers of chunks. A chunk is dropped if there is no room for it.
-    """
-
+    # `stored`, `read`, `evicted`, `dropped`: numbers of chunks. A chunk is dropped if there is no room for
+    # it.
     stored: int = 0
     stored_bytes: int = 0
     read: int = 0

@@ -127,13 +127,7 @@ class Times:
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """Sums over the counted requests of a replay. Tokens are tokens of prompts.
-
-    Attributes:
-        units, unit_hits: number of units of the trace in all prompts, and of those that were not computed.
-        first_arrival, last_arrival: seconds from the start of the trace to the first and the last counted
-            arrival.
-    """
+    """Sums over the counted requests of a replay. Tokens are tokens of prompts."""
 
     tier_tokens: list[int]  # tokens that each tier provided, host memory first
     tier_bytes: list[int]
@@ -145,8 +139,11 @@ class Results:
     # Tokens whose full-attention KV was at hand, but that were computed again because a window or a snapshot
     # was missing at their end.
     lost_tokens: int = 0
+    # `units`, `unit_hits`: number of units of the trace in all prompts, and of those that were not computed.
     units: int = 0
     unit_hits: int = 0
+    # `first_arrival`, `last_arrival`: seconds from the start of the trace to the first and the last counted
+    # arrival.
     first_arrival: float = 0.0
     last_arrival: float = 0.0
     waits: Times = field(default_factory=Times)  # times from arrival to the first token

@@ -31,12 +31,9 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFigures:
-    """The queries and loads of a source of KV (``peer`` or ``tiers``), in total or per second.
+    """The queries and loads of a source of KV (``peer`` or ``tiers``), in total or per second."""
 
-    Attributes:
-        queries, hits: number of requests for which the source was queried, and for which it loaded KV.
-    """
-
+    # `queries`, `hits`: number of requests for which the source was queried, and for which it loaded KV.
     queries: float
     hits: float
     # Hits as a share of queries, from 0 to 1; None without queries. Queries for requests whose usable tokens
@@ -105,13 +102,9 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityCounts:
-    """The counts of tokens, requests, loads and leases, either per second or since the engines' start.
+    """The counts of tokens, requests, loads and leases, either per second or since the engines' start."""
 
-    Attributes:
-        prompt_tokens, generated_tokens, first_token_seconds: as vLLM counts them.
-        pages_per_descriptor, descriptor_bytes: means for loads from peers; None without loads.
-    """
-
+    # `prompt_tokens`, `generated_tokens`, `first_token_seconds`: as vLLM counts them.
     prompt_tokens: float
     generated_tokens: float
     # Prompt tokens by origin: ``computed``, ``local`` (the engine's own prefix cache), the name of a tier, or
@@ -124,6 +117,7 @@ class ActivityCounts:
     misses: tuple[MissCount, ...]  # the most frequent first
     moved: tuple[LoadedBytes, ...]  # the largest first
     stages: Mapping[str, Latency]  # latency of loads from peers, by stage: ``plan``, ``read`` and ``check``
+    # `pages_per_descriptor`, `descriptor_bytes`: means for loads from peers; None without loads.
     pages_per_descriptor: float | None
     descriptor_bytes: float | None
     tiers: Mapping[str, TierCounts]
@@ -155,16 +149,13 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """The current state of one engine, or of several together, from the metrics that are gauges.
-
-    Attributes:
-        pending_loads, pending_connectors: number of loads under way, by source and by connector.
-    """
+    """The current state of one engine, or of several together, from the metrics that are gauges."""
 
     running: float
     waiting: float
     # Used share of the engine's own KV cache, from 0 to 1; for several engines, the largest.
     cache_usage: float
+    # `pending_loads`, `pending_connectors`: number of loads under way, by source and by connector.
     pending_loads: Mapping[str, float]
     pending_connectors: Mapping[str, float]
     late_blocks: float  # number of blocks held by loads past their deadline

@@ -128,15 +128,12 @@ def place(lanes: Sequence[MemoryLane]) -> list[_DrawnLane]:
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """Copied bytes that are drawn as one band: a run, a part of a run, or parts of several runs.
+    """Copied bytes that are drawn as one band: a run, a part of a run, or parts of several runs."""
 
-    Attributes:
-        src, dst: address of the first byte on each side.
-        src_span, dst_span: number of bytes from the first to the last byte, gaps included, on each side.
-    """
-
+    # `src`, `dst`: address of the first byte on each side.
     src: int
     dst: int
+    # `src_span`, `dst_span`: number of bytes from the first to the last byte, gaps included, on each side.
     src_span: int
     dst_span: int
     bytes: int

@@ -25,13 +25,10 @@ class CompletionError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """A complete answer to a streamed completion request at temperature 0.
-
-    Attributes:
-        prompt, tokens: token ids of the prompt and of the answer.
-    """
+    """A complete answer to a streamed completion request at temperature 0."""
 
     request_id: str
+    # `prompt`, `tokens`: token ids of the prompt and of the answer.
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     # Log probabilities of the likeliest tokens by id, per token of the answer; empty if the request does not
