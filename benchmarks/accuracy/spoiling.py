@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.connector.load import Load
+from kvferry.connector.messages import Load
 from kvferry.engines.vllm.compat.connectors import KVConnectorTransferResults
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.messages import WorkerCard

@@ -22,8 +22,7 @@ from benchmarks.checkpoint import VOCABULARY
 from benchmarks.choice.workload import Workload
 from benchmarks.served import SteppedEngine
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.events import Event, LoadEnded
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import Event, LoadEnded, LoadOutcome
 
 FAR = "far "
 """Prefix of the names of places in all connectors but the first, if there are several."""

@@ -19,9 +19,9 @@ import torch
 from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, CheckState
 from kvferry.common.errors import TransferError
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
-from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.bids import Bid
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
+from kvferry.connector.mover import ChunkMover
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.memory.device_stream import DeviceEvent, record_event

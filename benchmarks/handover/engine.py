@@ -13,8 +13,7 @@ from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.served import prepare_process
 from kvferry.common.errors import TransferError
-from kvferry.connector.events import Event, LoadEnded
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import Event, LoadEnded, LoadOutcome
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 
 _IDLE_SECONDS = 1e-3

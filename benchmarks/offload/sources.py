@@ -18,18 +18,16 @@ from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import EventStream
-from kvferry.connector.load import PlaceTokens
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import RunningLoads, Source
-from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import GroupKind
@@ -54,6 +52,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 

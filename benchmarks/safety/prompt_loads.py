@@ -17,9 +17,9 @@ from pathlib import Path
 from kvferry.cache.chunk_cache import ChunkCache, Fetch, SlowTier, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
-from kvferry.connector.worker.mover import ChunkMover
+from kvferry.connector.bids import Bid
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
+from kvferry.connector.mover import ChunkMover
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier

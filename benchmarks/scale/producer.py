@@ -15,13 +15,13 @@ from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import read_offer
 from kvferry.connector.peers.producer import Producer
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts
+from kvferry.transport.offer import read_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from kvferry.transport.security import random_keys
 

@@ -26,7 +26,7 @@ from benchmarks.scale.memory import traced_bytes
 from benchmarks.scale.producer import RetainingProducer
 from benchmarks.scale.result import Measure
 from kvferry.common.errors import TransferError
-from kvferry.connector.peers.producer import LEASE_SLOTS
+from kvferry.connector.messages import LEASE_SLOTS
 from kvferry.transport.redeem import Redeemed
 
 PROMPT_TOKENS = 1024

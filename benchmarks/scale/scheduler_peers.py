@@ -16,14 +16,13 @@ from benchmarks.no_blocks import NoBlocks
 from benchmarks.offload.sources import model
 from benchmarks.scale.producer import BLOCK_TOKENS
 from kvferry.common.errors import TransferError
+from kvferry.connector.bids import Bid
 from kvferry.connector.blocks import TransferBook
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import PlainRequest
 from kvferry.connector.events import EventStream
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import Report, StepOrders
-from kvferry.connector.peers.offer import Offer, write_offer
+from kvferry.connector.messages import Load, Report, StepOrders
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import RunningLoad
@@ -34,6 +33,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.served import prepare_process
 from kvferry.common.errors import TransferError
-from kvferry.connector.events import Event, LoadBegan, LoadEnded
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import Event, LoadBegan, LoadEnded, LoadOutcome
 
 _CONNECTOR = {
     "kv_connector": "KVFerryConnector",

@@ -22,7 +22,7 @@ from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, Plai
 from kvferry.connector.events import EventStream, Listener
 from kvferry.connector.messages import EndedRequests
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.worker.half import WorkerHalf
+from kvferry.connector.worker import WorkerHalf
 from kvferry.transport.messages import Facts
 
 _POLL_SECONDS = 0.001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvferry.connector.worker.loads import MOVED
+from kvferry.connector.messages import MOVED
 from support.vllm_engine.inside import distance
 from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import Pair, Setup, prompt

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.test_refusals import other_weights
-from kvferry.connector.worker.loads import MOVED
+from kvferry.connector.messages import MOVED
 from kvferry.tools.serving.tiny import FAMILIES, tiny_checkpoint
 from support.vllm_engine.inside import distance
 from support.vllm_engine.pair import SOON, connector, prompt

@@ -68,7 +68,7 @@ def _no_peers(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_weights(engine: Any) -> Iterator[None]:
     """The engine does not notice that its weights change."""
-    from kvferry.connector.worker.loads import StaleEpochs
+    from kvferry.connector.worker import StaleEpochs
 
     with (
         mock.patch.object(StaleEpochs, "on_weights_changed", return_value=None),

@@ -13,18 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, CacheGroup, PlainStep
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import Report, StepOrders, StepReports
+from kvferry.connector.messages import Load, Report, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Feed, Source
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.store_orders import StoreOrders
-from kvferry.connector.tiers.storing import Storing
+from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan, first_attended

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.connector.events import DecisionReason, LoadBegan, LoadEnded, SourcesAsked, ValuedBid
-from kvferry.connector.load import LoadOutcome, PlaceTokens
+from kvferry.connector.bids import PlaceTokens
+from kvferry.connector.events import (
+    DecisionReason,
+    LoadBegan,
+    LoadEnded,
+    LoadOutcome,
+    SourcesAsked,
+    ValuedBid,
+)
 
 
 def sources_asked(at: float, *bids: ValuedBid, request_id: str = "a", **more: Any) -> SourcesAsked:

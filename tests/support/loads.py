@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.connector.load import Bid, Load
-from kvferry.connector.messages import LoadPart
+from kvferry.connector.bids import Bid
+from kvferry.connector.messages import Load, LoadPart
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
 from kvferry.transport.lease import LeaseWord

@@ -17,10 +17,8 @@ from vllm.v1.request import Request
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.load import Load
-from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.messages import Load, Report, StepReports, WorkerInfo
 from kvferry.connector.peers import peering
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.messages import SchedulerMeta
@@ -30,6 +28,7 @@ from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesRel
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import AskTurn, Facts, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import TicketBook
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.turns import TurnIndex, TurnQueries

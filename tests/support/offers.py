@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.choosing import (
     BidChooser,
     Choice,
     RequestState,
 )
-from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.speeds import Speeds
 from support.clock import Clock
 
 PLACES = ("peer", "host", "file", "object")

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import TurnNames
-from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.peers.producer import LEASE_SLOTS, Producer
+from kvferry.connector.messages import LEASE_SLOTS, StepOrders, StepReports
+from kvferry.connector.peers.producer import Producer
 from kvferry.transport.redeem import TicketBook
 from kvferry.transport.turns import TurnIndex
 from support.engine_info import FULL_GROUP

@@ -43,17 +43,16 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, SourceMiss
-from kvferry.connector.load import Bid, Load, PlaceTokens
-from kvferry.connector.messages import LoadPart, Report, StepReports
+from kvferry.connector.messages import Load, LoadPart, Report, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Answer, RunningLoads
-from kvferry.connector.speeds import Speeds
 from kvferry.connector.tiers.source import TierSource
 from kvferry.engines.vllm.compat.requests import request_wrapper
 from kvferry.engines.vllm.compat.scheduler import VLLMPrefixCache, defer_frees

@@ -1,6 +1,8 @@
+from kvferry.connector.bids import Bid as Bid, PlaceTokens as PlaceTokens, trim_parts as trim_parts
 from kvferry.connector.choosing import (
     LocalPrefix as LocalPrefix,
     last_boundary_before as last_boundary_before,
+    saves_computation as saves_computation,
 )
 from kvferry.connector.config import (
     DEFAULT as DEFAULT,
@@ -14,18 +16,16 @@ from kvferry.connector.config import (
 from kvferry.connector.events import (
     Arrived as Arrived,
     DecisionReason as DecisionReason,
+    LoadOutcome as LoadOutcome,
     MissReason as MissReason,
     RequestEvent as RequestEvent,
     SourceMiss as SourceMiss,
 )
-from kvferry.connector.load import (
-    Bid as Bid,
+from kvferry.connector.messages import (
     Load as Load,
-    LoadOutcome as LoadOutcome,
-    PlaceTokens as PlaceTokens,
-    saves_computation as saves_computation,
-    trim_parts as trim_parts,
+    LoadPart as LoadPart,
+    Piece as Piece,
+    StoreOrder as StoreOrder,
 )
-from kvferry.connector.messages import LoadPart as LoadPart, Piece as Piece, StoreOrder as StoreOrder
-from kvferry.connector.worker.loads import Loads as Loads
-from kvferry.connector.worker.mover import ChunkRoutes as ChunkRoutes
+from kvferry.connector.mover import ChunkRoutes as ChunkRoutes
+from kvferry.connector.worker import Loads as Loads

@@ -1,13 +1,11 @@
 """Admission: choose the source that loads a request's KV, follow its loads, and try again after a failure.
 
-Each request that a source may be able to serve has a `RequestState`. Each time that the engine wants to admit
-it, admission asks the sources (`Answer`), makes plans of what they offer (`load_plans`), and chooses one
-(`BidChooser.choose`). No request is admitted again forever, because loads that cannot help are not begun and
-attempts are capped.
+Each time that the engine wants to admit a request, admission asks the sources (`Answer`), makes plans of what
+they offer (`load_plans`), and chooses one (`BidChooser.choose`). Attempts are capped.
 
-Two sources may load one prefix together, one its start and the other its rest. The request then waits for two
-loads. If one of them fails on any worker, admission drops the other and does not exclude its source. The
-request goes on at once. Bytes that are still in flight arrive in blocks that no longer belong to the request.
+Two sources may load one prefix together, one its start and the other its rest. If one of the two loads fails
+on any worker, admission drops the other and does not exclude its source. The request goes on at once. Bytes
+that are still in flight arrive in blocks that no longer belong to the request.
 
 The engine's own prefix may need a load before it can be used (`LocalPrefix`). Admission then prefers loads
 that begin where this prefix ends. If there is none, but a source has a shorter prefix, admission shortens the
@@ -21,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field, replace
 
+from kvferry.connector.bids import Bid
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import (
     BidChooser,
@@ -38,16 +37,16 @@ from kvferry.connector.events import (
     EventStream,
     Finished,
     LateBlocks,
+    LoadBegan,
     LoadEnded,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourceMiss,
     SourcesAsked,
     log_errors,
 )
-from kvferry.connector.load import Bid, LoadOutcome
 from kvferry.connector.messages import StepOrders, StepReports
-from kvferry.connector.peers.offer import has_offer
 from kvferry.connector.source import (
     Answer,
     LoadPlan,
@@ -58,37 +57,30 @@ from kvferry.connector.source import (
     load_plans,
 )
 from kvferry.planning.select import LoadSpan
+from kvferry.transport.offer import has_offer
 
 _OTHER_PART = "another part of the prefix has failed"
 """Reason for dropping a load when another load of the same attempt has failed."""
 _LONGEST_HEADER = 512
 """Maximum length of a trace header in characters. Longer headers are left out."""
-_OUTCOMES = {"ready": LoadOutcome.READY, "failed": LoadOutcome.FAILED, "expired": LoadOutcome.EXPIRED}
 
 
 @dataclass(slots=True, kw_only=True)
 class _RequestState(RequestState):
-    """The state of one request whose KV a source may be able to load.
+    """The state of one request whose KV a source may be able to load."""
 
-    Attributes:
-        sources: sources that may be able to serve the request.
-        plan: plan of the proposed bid.
-        loads: loads of the request that not all workers have reported yet.
-        loaded: loads of the current attempt that have succeeded.
-        broken: True if a load of the current attempt has failed.
-        shortened: True if the engine's own prefix of the request was shortened since the request was last
-            admitted. It is then not shortened again, so that the request is not put off for ever.
-        event: the last event about the choice of a source; None before the first.
-        shown: values that `event` shows. A choice that repeats them emits no event.
-    """
-
-    sources: tuple[Source, ...]
-    plan: LoadPlan | None = None
+    sources: tuple[Source, ...]  # sources that may be able to serve the request
+    plan: LoadPlan | None = None  # plan of the proposed bid
+    # Loads of the request that not all workers have reported yet.
     loads: list[RunningLoad] = field(default_factory=list)
-    loaded: list[RunningLoad] = field(default_factory=list)
-    broken: bool = False
+    # Loads of the current attempt that have succeeded.
+    loaded: list[LoadBegan] = field(default_factory=list)
+    broken: bool = False  # True if a load of the current attempt has failed
+    # True if the engine's own prefix of the request was shortened since the request was last admitted. It is
+    # then not shortened again, so that the request is not put off for ever.
     shortened: bool = False
-    event: SourcesAsked | None = None
+    event: SourcesAsked | None = None  # the last event about the choice of a source; None before the first
+    # Values that `event` shows. A choice that repeats them emits no event.
     shown: object = None
 
 
@@ -103,9 +95,7 @@ class _Asked:
 
 
 class Admission:
-    """Chooses the source that loads each request's KV, starts the load, and tries another source if it fails.
-
-    It emits events about the choices, and about the loads that follow. Only the engine's thread calls it.
+    """Chooses the source that loads each request's KV. Only the engine's thread calls it.
 
     Attributes:
         loads: loads that may still write to their blocks.
@@ -126,13 +116,10 @@ class Admission:
         prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without requests.
+        """Begin without requests. Of equally good offers, that of the first of `sources` is taken.
 
-        Args:
-            attempts: maximum number of attempts to load one request's prefix.
-            sources: all sources of KV. Of equally good offers, that of the first source is taken.
-            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-                state; None if the engine can use its own prefix without a load.
+        `attempts` is the maximum number of attempts to load one request's prefix. `prefix_cache` is None if
+        the engine can use its own prefix without a load.
         """
         self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
         self._parts, self._headroom, self._events, self._clock = parts, headroom, events, clock
@@ -215,8 +202,9 @@ class Admission:
                 self._prefix_cache.shorten(request, last_boundary_before(end, self._alignment_tokens))
                 state.shortened, state.proposed = True, None
                 return None
-            state.plan = next(plan for plan in asked.plans if plan.bid is bid)
-            crowded = not self._has_room(state.plan, request, local_tokens)
+            for plan in asked.plans:
+                if plan.bid is bid:
+                    state.plan, crowded = plan, not self._has_room(plan, request, local_tokens)
         return state.propose(
             bid, local_tokens, now, crowded=crowded, patience_seconds=self._chooser.patience_seconds
         )
@@ -242,10 +230,11 @@ class Admission:
         return _Asked(local_tokens, answers, plans, choice)
 
     def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        # While a source is still looking up its KV, the alignment is not known yet.
+        # While a source is still looking up its KV, it cannot be asked for the alignment.
+        if plan.bid.looking:
+            return False
         span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
-        alignments = plan.last.alignments(request.request_id)
-        return not plan.bid.looking and self._parts.would_fill_partly(span, alignments)
+        return self._parts.would_fill_partly(span, plan.last.alignments(request.request_id))
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         tokens, load_tokens = request.num_tokens, plan.bid.tokens
@@ -259,9 +248,7 @@ class Admission:
     def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
-        Args:
-            blocks: all blocks of the request. The loads write into them.
-            load_tokens: number of tokens to load, as `matched` returned it last.
+        The loads write into `blocks`, all of the request. `load_tokens` is as `matched` returned it last.
         """
         self.admitted += 1
         name = request.request_id
@@ -341,7 +328,7 @@ class Admission:
         self.loads.take_orders(orders)
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the workers' reports, and unpin the KV blocks that no load can write to any more."""
+        """Process the workers' reports, and unpin the blocks that no load can write to any more."""
         bad = []
         for key, report in reports.reports.items():
             if key not in self.loads:
@@ -370,7 +357,7 @@ class Admission:
             return
         state.loads.remove(one)
         if merged.failure is None:
-            state.loaded.append(one)
+            state.loaded.append(one.began)
         else:
             state.broken = True
             self._parts.forget(name)
@@ -387,11 +374,11 @@ class Admission:
         self._loaded[name] = state
         self._settle(name, state)
         # Computing the last token gives the next one, so an engine computes it even if its KV was loaded.
-        cached, began = min(load.span.total, load.span.prompt - 1), tuple([one.began for one in state.loaded])
-        self._events.emit(Scheduled(name, self._clock(), cached, load.span.prompt, loads=began))
+        cached = min(load.span.total, load.span.prompt - 1)
+        event = Scheduled(name, self._clock(), cached, load.span.prompt, loads=tuple(state.loaded))
+        self._events.emit(event)
 
     def _drop_sibling_loads(self, failed: RunningLoad) -> None:
-        """Drop the loads of the other parts of a prefix. Their sources are not excluded."""
         state = self._states.get(failed.load.request_id)
         for one in state.loads if state is not None else ():
             if one is not failed and one.load.attempt == failed.load.attempt and not one.given_up:
@@ -427,7 +414,10 @@ class Admission:
         shown = prefix, asked.local_tokens, offered, choice.bid, state.attempts <= 0
         if state.shown == shown:
             return
-        offering = {id(plan.last) for plan in asked.plans}
+        offering, misses = [plan.last for plan in asked.plans], list[SourceMiss]()
+        for source, answer in asked.answers:
+            if source not in offering:
+                misses.append(answer.why_none())
         event = SourcesAsked(
             request.request_id,
             self._clock(),
@@ -435,7 +425,7 @@ class Admission:
             resumable_tokens=prefix.resumable_tokens,
             bids=choice.bids,
             compute_value=choice.compute_value,
-            misses=tuple([answer.why_none() for one, answer in asked.answers if id(one) not in offering]),
+            misses=tuple(misses),
             chosen=choice.bid,
             why=choice.why,
         )
@@ -483,13 +473,17 @@ class Admission:
         """Emit a `LoadEnded` event. `unwanted` says why no request waits for the load; None if one does."""
         assert one.report is not None
         report, failed = one.report, one.report.failure is not None
-        moved = one.feed.moved(report)
+        moved, outcome = one.feed.moved(report), LoadOutcome.DROPPED
+        if unwanted is None:
+            outcome = LoadOutcome.READY
+            if failed:
+                outcome = LoadOutcome.EXPIRED if report.late else LoadOutcome.FAILED
         self._events.emit(
             LoadEnded(
                 one.load.request_id,
                 self._clock(),
                 began=one.began,
-                outcome=_OUTCOMES[report.outcome] if unwanted is None else LoadOutcome.DROPPED,
+                outcome=outcome,
                 miss=one.feed.miss(report) if failed and unwanted is None else None,
                 failure=(report.failure or "") if unwanted is None else unwanted,
                 moved=() if failed else moved,

@@ -56,23 +56,14 @@ def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bo
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer:
-    """A load or a store under way. Mutable.
+    """A load or a store under way. Mutable."""
 
-    Attributes:
-        key: unique name.
-        holder: who answers for the blocks: for a load, the peer's name or ``tiers``.
-        blocks: blocks that it may read or write.
-        report: merged report of the workers that have reported; None before the first.
-        late: True if its request no longer waits, while it may still write to its blocks.
-        landed: number of workers on which nothing of it is in flight any more.
-    """
-
-    key: str
-    holder: str
-    blocks: Sequence[Block]
-    report: Report | None = None
-    late: bool = False
-    landed: int = 0
+    key: str  # unique name
+    holder: str  # who answers for the blocks: for a load, the peer's name or ``tiers``
+    blocks: Sequence[Block]  # blocks that it may read or write
+    report: Report | None = None  # merged report of the workers that have reported; None before the first
+    late: bool = False  # True if its request no longer waits, while it may still write to its blocks
+    landed: int = 0  # number of workers on which nothing of it is in flight any more
 
 
 TransferT = TypeVar("TransferT", bound=Transfer)
@@ -104,7 +95,6 @@ class TransferBook(Generic[TransferT]):
         return self._transfers[key]
 
     def begin(self, transfer: TransferT) -> None:
-        """Pin the blocks of a transfer, and remember it until it is over."""
         if transfer.key in self._transfers:
             raise ValueError(f"transfer {transfer.key!r} has begun already")
         self._pool.touch(transfer.blocks)
@@ -112,20 +102,14 @@ class TransferBook(Generic[TransferT]):
         self.pinned += len(transfer.blocks)
 
     def add_report(self, key: str, report: Report) -> TransferT | None:
-        """Merge a report into that of its transfer. Return the transfer if all workers have reported it now.
-
-        Its blocks stay pinned until `release`.
-        """
+        """Merge a report into that of its transfer. Return the transfer if all workers have reported it."""
         one = self._transfers[key]
         one.report = report if one.report is None else one.report.with_other(report)
         one.late |= bool(report.late)
         return one if one.report.workers == self._workers else None
 
     def release(self, reports: StepReports) -> None:
-        """Unpin the blocks of transfers of which nothing is in flight on any worker any more.
-
-        Call this once for each message of the workers, after `add_report` for its reports.
-        """
+        """Unpin the blocks of transfers that are over. Call this once per message, after `add_report`."""
         for key, report in reports.reports.items():
             self.end(key, report.workers - report.late)
         for key, workers in reports.released.items():
@@ -134,7 +118,7 @@ class TransferBook(Generic[TransferT]):
     def end(self, key: str, workers: int) -> bool:
         """Record that nothing of a transfer is in flight any more on so many further workers.
 
-        Return True if the transfer is over now, and its blocks are unpinned. Other names are ignored.
+        Return True if the transfer is over now, and its blocks are unpinned.
         """
         if (one := self._transfers.get(key)) is None:
             return False
@@ -149,7 +133,7 @@ class TransferBook(Generic[TransferT]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Number of pinned blocks, by holder. A holder without any is absent."""
+        """Number of pinned blocks, by holder."""
         found = Counter[str]()
         for one in self._transfers.values():
             found[one.holder] += len(one.blocks)
@@ -179,13 +163,11 @@ class Headroom:
 
     Attributes:
         groups: the engine's KV cache groups; empty if no group has an attention window.
-        step_tokens: maximum number of tokens of one request that a step computes.
-        pool: the engine's block pool; None if no group has an attention window.
     """
 
     groups: Sequence[CacheGroup] = ()
-    step_tokens: int = 0
-    pool: BlockPool | None = None
+    step_tokens: int = 0  # maximum number of tokens of one request that a step computes
+    pool: BlockPool | None = None  # the engine's block pool; None if no group has an attention window
     _needs: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -195,7 +177,6 @@ class Headroom:
         return cls(groups, step_tokens, pool)
 
     def __len__(self) -> int:
-        """Return the number of requests that hold blocks for a load and have not been scheduled since."""
         return len(self._needs)
 
     def fits(self, request_id: str, tokens_after_load: int, tokens: int) -> bool:
@@ -224,20 +205,18 @@ class Headroom:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
     def on_resumed(self, requests: Container[str]) -> None:
-        """Stop keeping blocks free for requests that the engine has scheduled again after their loads."""
+        """Stop keeping blocks free for requests that the engine has scheduled again."""
         for name in list(self._needs):
             if name in requests:
                 del self._needs[name]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, or whose load has failed. The request holds no blocks any more."""
+        """Forget a request that holds no blocks any more."""
         self._needs.pop(request_id, None)
 
     def _blocks_to_resume(self, tokens_after_load: int, tokens: int) -> int:
-        """Return the number of additional blocks that a request needs to continue after its load.
-
-        These are the blocks of its next step, or of all later steps for groups that attend to all tokens.
-        """
+        """Return how many more blocks a request needs to go on after its load."""
+        # Those of its next step, or of all later steps for groups that attend to all tokens.
         step = min(tokens, min(tokens_after_load, tokens - 1) + self.step_tokens)
         blocks = 0
         for group in self.groups:
@@ -338,7 +317,7 @@ class PartBlocks:
         return self._loading, self._resumed
 
     def end_pass(self) -> None:
-        """End a scheduling pass: evict the partly loaded blocks that the engine cached during the pass."""
+        """End a scheduling pass: evict the partly loaded blocks that the engine cached during it."""
         self._evict(self._loading)
         self._evict(self._resumed)
         self._looked = False
@@ -366,7 +345,7 @@ class PartBlocks:
         return tuple(whole)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's partly loaded blocks, because they are freed or will be computed instead."""
+        """Forget a request's partly loaded blocks: they are freed or will be computed instead."""
         self._distrusted.discard(request_id)
         for of in (self._parts, self._loading, self._resumed):
             of.pop(request_id, None)
@@ -387,44 +366,3 @@ class PartBlocks:
         if cached:
             self._pool.evict_blocks(cached)
         return bool(cached)
-
-
-class BlocksWanted:
-    """Computes how many KV blocks the largest waiting request needs."""
-
-    def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
-        """Begin without requests, each of at most `tokens_in_flight` tokens scheduled but not computed."""
-        self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
-        self._requests: dict[str, Request] = {}
-
-    def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-
-    def remove(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
-
-    def blocks(self) -> int:
-        """Return the number of blocks that the largest waiting request needs; 0 if none waits for blocks."""
-        waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
-        tokens = max(waiting, default=0)
-        return sum(self._of_group(group, tokens) for group in self._groups) if tokens else 0
-
-    def _of_group(self, group: CacheGroup, tokens: int) -> int:
-        if not attends_to_all(group.kind):
-            tokens = min(tokens, group.attention_span + self._tokens_in_flight + group.block_tokens)
-        return 1 + -(-tokens // group.block_tokens)
-
-
-def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
-    """Return the first leases that together hold at least `lacking` blocks; all if they hold fewer.
-
-    >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
-    (['a', 'b'], [])
-    """
-    found = []
-    for name, blocks in held.items():
-        if lacking <= 0:
-            break
-        found.append(name)
-        lacking -= blocks
-    return found

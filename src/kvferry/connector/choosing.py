@@ -5,17 +5,15 @@
     RequestState  the phase of the request, its attempts, excluded sources, and how long it has waited
     Choice        the bid to load or to wait for, or none, and why
 
-`BidChooser.choose` is the decision. It reads the first three, and changes nothing. Sources that have answered
-are used at once. A request waits for a source that is still looking only if
+`BidChooser.choose` is the decision. It reads the first three, and changes nothing. A request waits for a
+source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
 - the policy estimates times (``cost``), and the answer is expected to save more time than it takes.
 
-Another engine has computed a ticket's tokens for this request, so only patience limits the wait for it. The
-source withdraws the bid if the ticket's engine refuses it or is gone. Every other wait ends when it has taken
-as long as what it could save: no request waits longer than the engine would take to compute its prompt, once
-the speed of computing is known, and none beyond its patience.
+Only patience limits the wait for a ticket. Every other wait ends when it has taken as long as what it could
+save: no request waits longer than the engine would take to compute its prompt, once that speed is known.
 """
 
 from __future__ import annotations
@@ -27,23 +25,18 @@ from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, Speeds
 from kvferry.connector.engine import PrefixCache, Request
 from kvferry.connector.events import DecisionReason, MissReason, ValuedBid
-from kvferry.connector.load import Bid, saves_computation
-from kvferry.connector.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefix:
-    """The part of a request's prompt that is in the engine's own prefix cache.
+    """The part of a request's prompt that is in the engine's own prefix cache."""
 
-    Attributes:
-        tokens: number of tokens whose attention blocks the engine has.
-        resumable_tokens: number of tokens after which the engine can continue without a load; at most
-            `tokens`. It is less if the engine lacks the recurrent state after `tokens`.
-    """
-
-    tokens: int
+    tokens: int  # number of tokens whose attention blocks the engine has
+    # Number of tokens after which the engine can continue without a load; at most `tokens`. It is less if the
+    # engine lacks the recurrent state after `tokens`.
     resumable_tokens: int
 
     @classmethod
@@ -55,19 +48,22 @@ class LocalPrefix:
 
     @property
     def needs_load(self) -> bool:
-        """Whether the engine can use all of its attention blocks only after a load."""
         return self.resumable_tokens < self.tokens
 
 
 def last_boundary_before(end: int, alignment_tokens: int) -> int:
     """Return the position of the last block boundary before the last token of a prefix of `end` tokens.
 
-    A prefix cache that finds this many tokens leaves at least one token to a load that ends at `end`.
-
     >>> last_boundary_before(512, 128), last_boundary_before(500, 128), last_boundary_before(513, 128)
     (384, 384, 512)
     """
     return (end - 1) // alignment_tokens * alignment_tokens
+
+
+def saves_computation(missing_tokens: int) -> bool:
+    """Return whether a load could save computing any of the tokens that are not in the prefix cache."""
+    # The engine always computes the last token, to sample from it.
+    return missing_tokens > 1
 
 
 def must_compute(request: Request, local_tokens: int) -> tuple[MissReason, str] | None:
@@ -104,25 +100,20 @@ class RequestState:
 
     RETRYING goes on like OPEN, but a bid that does not find enough blocks at once is not waited for.
     All times are monotonic seconds.
-
-    Attributes:
-        attempts: number of attempts that are left to load the request's KV.
-        excluded: why a source is not used for this request any more, by the source's name in bids. The
-            sources add to it.
-        proposed: bid that the engine was last asked to load; None if there is none.
-        local_tokens: number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
-        crowded: True if there was no room for the loads of `proposed`: they would leave too few blocks free,
-            or exceed the number of blocks that their source may hold.
-        awaited: bid that the request waits for, because its sources are still looking up their KV or there is
-            no room; None if the request does not wait.
     """
 
-    attempts: int
+    attempts: int  # number of attempts that are left to load the request's KV
+    # Why a source is not used for this request any more, by the source's name in bids. The sources add to it.
     excluded: dict[str, str] = field(default_factory=dict)
     phase: RequestPhase = RequestPhase.OPEN
-    proposed: Bid | None = None
+    proposed: Bid | None = None  # bid that the engine was last asked to load; None if there is none
+    # Number of the request's tokens in the engine's prefix cache when `proposed` was chosen.
     local_tokens: int = 0
+    # True if there was no room for the loads of `proposed`: they would leave too few blocks free, or exceed
+    # the number of blocks that their source may hold.
     crowded: bool = False
+    # Bid that the request waits for, because its sources are still looking up their KV or there is no room;
+    # None if the request does not wait.
     awaited: Bid | None = None
     _succeeded: int = 0
     _waited_seconds: float = 0.0
@@ -151,11 +142,11 @@ class RequestState:
         return ""
 
     def waited_seconds(self, now: float) -> float:
-        """Return how long the request has waited for a source or for blocks, not otherwise in the queue."""
+        """Return how long the request has waited for a source or for blocks."""
         return self._waited_seconds + (0.0 if self._waits_since is None else now - self._waits_since)
 
     def end_wait(self, unanswered: AbstractSet[str], speeds: Speeds, now: float) -> None:
-        """End a wait, as the sources have been asked again. Record how long new answers took."""
+        """End a wait, as the sources have been asked again. Record how long answers took."""
         self._waited_seconds, self._waits_since = self.waited_seconds(now), None
         for name in self._asked_at.keys() - unanswered:
             speeds.record_answer(name, now - self._asked_at.pop(name))
@@ -185,9 +176,7 @@ class RequestState:
     def admit(self, load_tokens: int, speeds: Speeds, now: float, *, waits: bool = True) -> Bid | None:
         """Record that the engine has allocated blocks to the request; return the bid to load, if any.
 
-        Args:
-            load_tokens: number of tokens that the engine expects to be loaded.
-            waits: True if the request waits for the end of its loads.
+        The engine expects `load_tokens` tokens to be loaded. `waits` is False if the request goes on.
         """
         for name, since in self._asked_at.items():
             speeds.record_unanswered(name, now - since)
@@ -211,7 +200,7 @@ class RequestState:
         self.phase = RequestPhase.FAILED
 
     def on_computed(self) -> None:
-        """Give back the attempts that succeeded, because the engine computes tokens of the request."""
+        """Give back the attempts that succeeded: the engine computes tokens of the request."""
         # A request that is preempted later may have to load its KV again, and needs attempts for that.
         self.attempts, self._succeeded = self.attempts + self._succeeded, 0
 
@@ -222,20 +211,14 @@ PolicyName: TypeAlias = Literal["weight", "cost", "first"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to do with a request, and why.
+    """What to do with a request, and why."""
 
-    Attributes:
-        bid: bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
-        bids: all bids, with their values.
-        compute_value: value of computing the prompt.
-        unanswered: names of the answers that bids wait for.
-    """
-
+    # Bid to load or, if its sources are still looking up their KV, to wait for; None to compute.
     bid: Bid | None
     why: DecisionReason
-    bids: tuple[ValuedBid, ...]
-    compute_value: float
-    unanswered: frozenset[str]
+    bids: tuple[ValuedBid, ...]  # all bids, with their values
+    compute_value: float  # value of computing the prompt
+    unanswered: frozenset[str]  # names of the answers that bids wait for
 
 
 # Without a margin, requests that wait for free blocks would switch back and forth between sources.
@@ -289,26 +272,21 @@ class BidChooser:
                 eligible.append(one)
                 unanswered |= bid.unanswered
         best = _best([one for one in eligible if not one.bid.looking], state.proposed, compute_value)
-        answered = None if best is None else best.bid
-        rivals = [
-            one
-            for one in eligible
-            if one is best
-            or (
+        answered, rivals = None if best is None else best.bid, list[ValuedBid]()
+        for one in eligible:
+            if one is best or (
                 one.bid.looking
                 and waited < self._wait_seconds(one.bid, answered, missing_tokens, computed_tokens)
-            )
-        ]
+            ):
+                rivals.append(one)
         best = _best(rivals, state.proposed, compute_value)
         why = _why(valued, best, compute_value, attempts=state.attempts)
         return Choice(None if best is None else best.bid, why, tuple(valued), compute_value, unanswered)
 
     def value(self, bid: Bid | None, missing_tokens: int) -> float:
-        """Return the value of a bid, 0 or more: a bid of twice the value is twice as good.
+        """Return the value of a bid, or of computing for None, 0 or more: twice the value is twice as good.
 
-        Args:
-            bid: None for computing all tokens.
-            missing_tokens: number of the request's tokens after the prefix that the bid extends.
+        `missing_tokens` is the number of the request's tokens after the prefix that the bid extends.
         """
         if self.policy == "cost":
             return 1 / max(self._seconds(bid, missing_tokens), 1e-9)
@@ -338,8 +316,7 @@ class BidChooser:
     ) -> float:
         """Return how long a request may wait, in all, for a bid whose sources are still looking.
 
-        Args:
-            answered: best bid of the sources that have answered; None if computing is better.
+        `answered` is the best bid of the sources that have answered; None if computing is better.
         """
         more_tokens = computed_tokens if answered is None else bid.tokens - answered.tokens
         # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.

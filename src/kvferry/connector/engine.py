@@ -80,8 +80,7 @@ class BlockPool(Protocol):
 class PrefixCache(Protocol):
     """The prefix cache of an engine that shares attention blocks even where it lacks recurrent state.
 
-    Such an engine passes to `Admission.matched` the tokens that its layers with full attention have. It uses
-    them only if a load brings the recurrent state after them. Otherwise it continues from a shorter prefix.
+    Such an engine passes to `Admission.matched` the tokens that its layers with full attention have.
     """
 
     def resumable_tokens(self, request: Request) -> int:
@@ -118,11 +117,7 @@ class PromptItem(Protocol):
     def is_ambiguous(self) -> bool: ...  # the engine has seen different content under its identifier
 
     def name(self) -> str:
-        """Return a digest of the item's content.
-
-        Raises:
-            Unnameable: the content is not available, or `is_ambiguous`.
-        """
+        """Return a digest of the content. Raise Unnameable if it is unavailable or `is_ambiguous`."""
 
 
 class Request(Protocol):
@@ -194,10 +189,7 @@ class Request(Protocol):
     def cache_refusal(self) -> str | None: ...
 
     def report_cached_tokens(self, tokens: int) -> None:
-        """Set `cached_tokens`, because another engine has computed the prompt.
-
-        Ignored if the engine reports no cached tokens, or if the answer has begun.
-        """
+        """Set `cached_tokens`, unless the engine reports none or the answer has begun."""
 
     def take_snapshot_at(self, tokens: int) -> None:
         """Set `snapshot_at`. An engine that cannot end a step there ignores the call."""
@@ -205,7 +197,7 @@ class Request(Protocol):
     def trim_prompt(self) -> bool:
         """Drop the last prompt token, which the engine that reads the KV computes, and ask for one token.
 
-        Return False if the request needs the token, for example its only one, and is unchanged.
+        Return False if the request needs the token, and is unchanged.
         """
 
 
@@ -312,7 +304,6 @@ class EngineFacts:
         return any(group.kind is GroupKind.STATE for group in self.groups)
 
     def tables(self, block_ids: BlockIds, tokens: int) -> BlockIds:
-        """Return `CacheGroup.table` of each group."""
         return tuple(group.table(ids, tokens) for group, ids in zip(self.groups, block_ids, strict=True))
 
 

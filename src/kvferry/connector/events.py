@@ -27,8 +27,8 @@ from typing import ParamSpec, TypeAlias
 
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import BlockRun
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,15 @@ class DecisionReason(StrEnum):
     ATTEMPTS = "no attempt is left"
 
 
+class LoadOutcome(StrEnum):
+    """The outcome of a load."""
+
+    READY = "ready"
+    FAILED = "failed"
+    EXPIRED = "expired"  # failed in flight, mostly at its deadline; late writes may still land in its blocks
+    DROPPED = "dropped"  # the request ended first, or another part of its prefix failed
+
+
 @dataclass(frozen=True, slots=True)
 class SourceMiss:
     """The reason why a source offers a request no tokens."""
@@ -88,15 +97,21 @@ class SourceMiss:
 
 @dataclass(frozen=True, slots=True)
 class ValuedBid:
-    """A source's bid, and its value under the policy.
-
-    `excluded` is the reason why the bid may not be taken, and `value` is then 0; empty if it may.
-    """
+    """A source's bid, and its value under the policy."""
 
     source: str
     bid: Bid
-    value: float
-    excluded: str = ""
+    value: float  # 0 if excluded
+    excluded: str = ""  # why the bid may not be taken; empty if it may
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """The bytes that a load moved for one KV cache group, summed over all ranks."""
+
+    group: str  # number and kind of the group, such as ``0 full_attention``
+    strategy: str  # name of the transfer strategy; ``copied`` for a load from tiers
+    size: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,6 @@ class Arrived(_OfRequest):
 
     Attributes:
         sources, declined: sources that may be able to serve the request, and those that cannot.
-        trace_headers: (name, value) of each W3C header of the request's trace.
     """
 
     _: KW_ONLY
@@ -119,7 +133,7 @@ class Arrived(_OfRequest):
     sources: tuple[str, ...]
     declined: tuple[SourceMiss, ...] = ()
     ticket: bool = False
-    trace_headers: tuple[tuple[str, str], ...] = ()
+    trace_headers: tuple[tuple[str, str], ...] = ()  # (name, value) of each W3C header of the request's trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +141,17 @@ class SourcesAsked(_OfRequest):
     """Admission chose a source's bid for a request, or chose to compute the tokens.
 
     It is emitted again when the bids, the choice or the numbers of tokens change.
-
-    Attributes:
-        local_tokens: number of tokens in the engine's own prefix cache.
-        resumable_tokens: number of these tokens that the engine can use if nothing is loaded. It is less than
-            `local_tokens` if the engine lacks the recurrent state after them.
-        compute_value: value of computing all tokens that are not in the prefix cache.
-        chosen: the best bid, for which the request waits if its source is still looking; None to compute.
     """
 
     _: KW_ONLY
-    local_tokens: int
+    local_tokens: int  # number of tokens in the engine's own prefix cache
+    # Number of these tokens that the engine can use if nothing is loaded. It is less than `local_tokens` if
+    # the engine lacks the recurrent state after them.
     resumable_tokens: int
     bids: tuple[ValuedBid, ...]
-    compute_value: float
+    compute_value: float  # value of computing all tokens that are not in the prefix cache
     misses: tuple[SourceMiss, ...]
+    # The best bid, for which the request waits if its source is still looking; None to compute.
     chosen: Bid | None
     why: DecisionReason
 
@@ -168,17 +178,14 @@ class LoadEnded(_OfRequest):
     """All ranks have reported that a load succeeded, failed, or was given up.
 
     A load that was given up, or that passed its deadline, may still write to its blocks after this event.
-
-    Attributes:
-        miss: None if the load did not fail, or if its request no longer waits for the load.
-        failure: reason why the load failed or was dropped; empty for a successful load.
     """
 
     _: KW_ONLY
     began: LoadBegan
     outcome: LoadOutcome
+    # None if the load did not fail, or if its request no longer waits for the load.
     miss: MissReason | None = None
-    failure: str = ""
+    failure: str = ""  # reason why the load failed or was dropped; empty for a successful load
     moved: tuple[GroupBytes, ...] = ()  # bytes per KV cache group; empty for a failed load
     figures: LoadFigures = NO_FIGURES  # of a load from a peer, even if it has failed
 
@@ -256,27 +263,21 @@ class LeaseExtended(_OfRequest):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded(_OfRequest):
-    """The consumer released a lease, it expired, or the engine ended it.
-
-    Attributes:
-        expired: True if no heartbeat arrived in time, or if requests waited for blocks and no consumer had
-            claimed the lease. Always False for the lease of a turn.
-        withdrawn: True if the cache was reset, the engine stopped offering KV, or another sample of the
-            prompt was aborted. Always False for the lease of a turn.
-    """
+    """The consumer released a lease, it expired, or the engine ended it."""
 
     _: KW_ONLY
     granted: LeaseGranted
+    # True if no heartbeat arrived in time, or if requests waited for blocks and no consumer had claimed the
+    # lease. Always False for the lease of a turn.
     expired: bool
+    # True if the cache was reset, the engine stopped offering KV, or another sample of the prompt was
+    # aborted. Always False for the lease of a turn.
     withdrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The size of a tier, and its activity since the tier's last event.
-
-    If any tier has changed, an event is emitted for each tier.
-    """
+    """The size of a tier, and its activity since the tier's last event."""
 
     at: float
     tier: str

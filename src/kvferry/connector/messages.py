@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.connector.bids import Bid
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
-from kvferry.connector.load import Load
 from kvferry.geometry import RankGeometry
 from kvferry.memory.shared_memory import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
+from kvferry.planning.descriptors import Int64s
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
+
+# Reasons for which an engine exchanges no KV.
+CHANGED = "the weights of this engine have changed since it was started"
+MOVED = "the KV cache of this engine is no longer in the memory that was registered for transfers"
+ASLEEP = "this engine sleeps: its KV cache has no memory"
+
+LEASE_SLOTS = 8192
+"""Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +48,15 @@ class ArenaCard:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """The order to copy chunks from KV blocks to host memory. Every rank copies and reports its part.
-
-    Attributes:
-        tables: the slice of the request's block table that contains the blocks to copy, for each KV cache
-            group of the engine; None for groups without chunks in this order.
-        available: range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest
-            of the chunk is filled with zeros.
-    """
+    """The order to copy chunks from KV blocks to host memory. Every rank copies and reports its part."""
 
     key: str
     pieces: tuple[Piece, ...]  # sorted by group, then by number
+    # The slice of the request's block table that contains the blocks to copy, for each KV cache group of the
+    # engine; None for groups without chunks in this order.
     tables: tuple[TableSlice | None, ...]
+    # Range of prompt tokens that the blocks hold. If it begins or ends inside a chunk, the rest of the chunk
+    # is filled with zeros.
     available: range
 
 
@@ -69,25 +76,44 @@ class WorkerInfo:
     Attributes:
         card, key: what peers need to read the worker's KV cache, and the fingerprint of its secret key; None
             if the worker exchanges no KV.
-        settings: without this machine's address. They tell several connectors of an engine apart.
-        machine: boot id of the kernel that the worker runs on.
-        stale: as in `StepReports`.
     """
 
     geometry: RankGeometry
     card: RankCard | None
+    # Without this machine's address. They tell several connectors of an engine apart.
     settings: ConnectorConfig
     key: str | None = None
-    machine: str = field(default_factory=boot_id)
-    stale: int | None = None
+    machine: str = field(default_factory=boot_id)  # boot id of the kernel that the worker runs on
+    stale: int | None = None  # as in `StepReports`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """A load of the KV of a prompt prefix, or of a part of a prefix, from one source."""
+
+    key: str  # name of the load, unique in this engine
+    request_id: str
+    attempt: str  # name of the attempt to load the prefix, which has one load, or two that each load a part
+    loads: int  # number of loads of the attempt
+    bid: Bid
+    span: LoadSpan
+    # Destination block table of each KV cache group, int64, indexed by block position. The table of a
+    # recurrent state group has one entry, the block that receives the state snapshot.
+    tables: tuple[Int64s, ...]
+    timeout_seconds: float  # seconds from the time when a worker begins the load to its deadline
+    began: float  # monotonic seconds in the scheduler's process
+
+    @property
+    def source(self) -> str:
+        """Name of the source: the peer's name, or ``tiers``."""
+        return self.bid.source
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
     """The next part of a load: what the workers do for it in one step.
 
-    The parts of a load follow each other as chunks arrive in host memory, or as a peer computes the prompt.
-    If the KV is complete at the peer, the load has one part.
+    Parts follow each other as chunks arrive in host memory, or as a peer computes the prompt.
     """
 
     load: str  # its key
@@ -106,19 +132,6 @@ class StepOrders:
 
     The slot of a lease is the index of its lease word. Workers *raise* (increment) the word when the lease
     ends. A peer that is still reading then notices that the blocks may be reused.
-
-    Attributes:
-        ended: slot of each ended lease, by request id. Workers raise the word, then report the request as
-            sent. The engine keeps the blocks until then.
-        raised: slot of each ended lease on blocks that the engine does not keep for the lease (those of a
-            prompt that is still computed, and those of a kept turn), by lease name. Workers raise the word
-            before the forward pass, then report the lease in `StepReports.raised`.
-        saves: (block table per group, number of tokens) of each prompt whose computation this step completes.
-            Workers copy the prompt's blocks to the host buffer, from which peers read them.
-        idle: True if the engine computes nothing while workers execute this step, so that the step may wait
-            for loads.
-        quiet: True if the step computes tokens and workers have nothing else to do. All fields above but
-            `epoch` and `computes` then have their default values, and several steps may share one object.
     """
 
     connects: dict[str, tuple[RankCard, ...]] = field(default_factory=dict)  # all ranks, by name of the peer
@@ -126,33 +139,30 @@ class StepOrders:
     loads: list[Load] = field(default_factory=list)
     parts: list[LoadPart] = field(default_factory=list)  # of these and of earlier loads
     given_up: dict[str, str] = field(default_factory=dict)  # by load: why workers report it as failed at once
+    # Slot of each ended lease, by request id. Workers raise the word, then report the request as sent. The
+    # engine keeps the blocks until then.
     ended: dict[str, int] = field(default_factory=dict)
+    # Slot of each ended lease on blocks that the engine does not keep for the lease (those of a prompt that
+    # is still computed, and those of a kept turn), by lease name. Workers raise the word before the forward
+    # pass, then report the lease in `StepReports.raised`.
     raised: dict[str, int] = field(default_factory=dict)
+    # (block table per group, number of tokens) of each prompt whose computation this step completes. Workers
+    # copy the prompt's blocks to the host buffer, from which peers read them.
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
     arena: ArenaCard | None = None  # sent once, before the first copies
     stores: list[StoreOrder] = field(default_factory=list)  # to execute after the forward pass
     epoch: int = 0  # number of cache resets of the engine before this step was scheduled
     computes: bool = False
+    # True if the engine computes nothing while workers execute this step, so that the step may wait for
+    # loads.
     idle: bool = False
+    # True if the step computes tokens and workers have nothing else to do. All fields above but `epoch` and
+    # `computes` then have their default values, and several steps may share one object.
     quiet: bool = False
 
     @property
     def writes_cache(self) -> bool:
-        """True if the step computes KV or begins to load it."""
         return self.computes or bool(self.loads)
-
-    @property
-    def begins_nothing(self) -> bool:
-        """True if workers have nothing to do before the forward pass, except for raising lease words."""
-        return not (
-            self.loads
-            or self.parts
-            or self.connects
-            or self.disconnects
-            or self.given_up
-            or self.ended
-            or self.arena
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +179,7 @@ class Report:
     figures: LoadFigures = NO_FIGURES
     workers: int = 1  # number of workers whose reports these are
 
-    @property
-    def outcome(self) -> str:
-        """``ready``, ``failed``, or ``expired`` if a load is late."""
-        return "ready" if self.failure is None else "expired" if self.late else "failed"
-
     def with_other(self, other: Report) -> Report:
-        """Return the merged report of this and of other workers about the same work."""
         return Report(
             self.failure or other.failure,
             late=self.late + other.late,
@@ -187,25 +191,20 @@ class Report:
 
 @dataclass(slots=True, kw_only=True)
 class StepReports:
-    """Reports of worker halves to the scheduler half, after one step.
+    """Reports of worker halves to the scheduler half, after one step."""
 
-    Attributes:
-        reports: merged reports by key of the load, store, or order to copy a part of a load's chunks. Every
-            worker reports each of them once.
-        released: number of workers on which nothing of a late load is in flight any more, by load key.
-        raised: number of workers that have raised the word of a lease in `StepOrders.raised`, by lease name.
-        stale: number, from 0, of the last epoch in which the weights changed; None if they have not changed.
-        moved: True if the KV cache of a worker has moved to memory that is not registered.
-    """
-
+    # Merged reports by key of the load, store, or order to copy a part of a load's chunks. Every worker
+    # reports each of them once.
     reports: dict[str, Report] = field(default_factory=dict)
+    # Number of workers on which nothing of a late load is in flight any more, by load key.
     released: dict[str, int] = field(default_factory=dict)
+    # Number of workers that have raised the word of a lease in `StepOrders.raised`, by lease name.
     raised: dict[str, int] = field(default_factory=dict)
+    # Number, from 0, of the last epoch in which the weights changed; None if they have not changed.
     stale: int | None = None
-    moved: bool = False
+    moved: bool = False  # True if the KV cache of a worker has moved to memory that is not registered
 
     def add(self, other: StepReports) -> None:
-        """Merge reports of other workers into this object."""
         for key, report in other.reports.items():
             self.reports[key] = self.reports[key].with_other(report) if key in self.reports else report
         for mine, theirs in ((self.released, other.released), (self.raised, other.raised)):

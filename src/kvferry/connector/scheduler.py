@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.common.errors import ConfigError
 from kvferry.connector.admin import DRAINED, AdminCalls, AdminServer
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Speeds, StepTimes
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig, read_tiers
@@ -25,12 +26,10 @@ from kvferry.connector.engine import (
     Step,
 )
 from kvferry.connector.events import EventStream
-from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import CHANGED, MOVED, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import RunningLoads, Source
-from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
-from kvferry.connector.worker.loads import CHANGED, MOVED
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.addresses import is_loopback
@@ -48,14 +47,9 @@ _RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true
 class SchedulerHalf:
     """The scheduler half of one engine's connector.
 
-    It owns the admission, the exchange of KV with peers (`Peering`) and the tiers (`Tiering`). Only the
-    engine's thread calls it. For every step the engine calls `on_new_request` for new requests, `admission`
-    for requests to schedule, `orders` before the step, `take_reports` after it, and `finished` for requests
-    that have ended.
+    Only the engine's thread calls it. `engine` says when it calls what.
 
     Attributes:
-        events: stream that receives the events about requests.
-        admission: chooses a source of KV for each request.
         parts: record of the blocks that loads fill only in part.
         chunking: tokens per chunk, between kept snapshots, and before the first one; None without tiers.
     """
@@ -79,11 +73,9 @@ class SchedulerHalf:
         """Start the control channel to other engines, and open the tiers. All workers of the engine run.
 
         Args:
-            workers: descriptions of all workers, sorted by rank.
+            workers: sorted by rank.
             facts: returns the facts about the engine that peers compare, given its incarnation.
-            namespace: returns the namespace of chunk keys, given the format in which chunks are stored.
-            prefix_cache: the engine's prefix cache, if it shares attention blocks where it lacks recurrent
-                state; else None.
+            prefix_cache: None unless the engine shares attention blocks where it lacks recurrent state.
             describe_blocks: None unless the engine publishes events about its blocks.
             wake: makes the engine run a step soon, although it has no requests.
 
@@ -204,7 +196,6 @@ class SchedulerHalf:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Ask which sources can load a new request's KV, and prepare to offer and to store it."""
         if self._peering is not None:
             self._peering.on_new_request(request)
         self.admission.on_new_request(request)
@@ -230,7 +221,7 @@ class SchedulerHalf:
         return (False, None) if self._peering is None else self._peering.producer.finished(request, whole)
 
     def orders(self, step: Step) -> StepOrders:
-        """Return the message that tells all workers what to load, store and send in the coming step."""
+        """Return what all workers do in the coming step."""
         computed = step.num_tokens
         self._scheduled += 1
         if self._admin is not None:
@@ -258,7 +249,6 @@ class SchedulerHalf:
         return orders
 
     def take_reports(self, reports: StepReports) -> None:
-        """Process the workers' reports of the last step."""
         if reports.moved or reports.stale is not None:
             self._stop_stale_exchange(reports)
         if self._tiering is not None:
@@ -326,7 +316,6 @@ class SchedulerHalf:
         }
 
     def on_pause(self, *, paused: bool) -> None:
-        """Record that the engine was paused or resumed."""
         self._paused = paused
         if self._peering is not None:
             self._peering.producer.on_pause(paused=paused)
@@ -356,8 +345,7 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Invalidate all KV that was kept, offered or stored so far, because the engine's cache is reset.
 
-        If the engine falls asleep, chunks in the tiers stay valid. `wake` invalidates them if the weights
-        have changed meanwhile.
+        If the engine falls asleep, chunks in the tiers stay valid, until `wake` finds other weights.
         """
         if self._peering is not None:
             self._peering.reset()

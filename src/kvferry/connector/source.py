@@ -1,8 +1,7 @@
 """The sources of KV, peers and tiers: what they answer, the plans made of it, and their loads under way.
 
-A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid, or those of two sources
-for the start and the rest of the prefix, and has the sources load them. A source answers with a *feed*, which
-brings the KV to the workers in parts as it becomes available.
+A source offers the KV of a prompt prefix as a *bid*. Admission takes the best bid, or two for the start and
+the rest of the prefix. The *feed* of a load brings its KV to the workers in parts, as it becomes available.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.common.text import shown
+from kvferry.connector.bids import Bid, trim_parts
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
-from kvferry.connector.events import LoadBegan, MissReason, SourceMiss, short_id
-from kvferry.connector.load import Bid, GroupBytes, Load, trim_parts
-from kvferry.connector.messages import LoadPart, Report, StepOrders
+from kvferry.connector.events import GroupBytes, LoadBegan, MissReason, SourceMiss, short_id
+from kvferry.connector.messages import Load, LoadPart, Report, StepOrders
 from kvferry.geometry import GroupKind
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, attends_to_all, max_writable_blocks, writable_blocks
@@ -31,20 +30,15 @@ def _no_part(_: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of a source that was asked for a request. It is of use until the source is asked again.
-
-    Attributes:
-        why_none: returns why there are no bids. It may be slow, so it is called only if the reason is told.
-        head: returns an offer to load only the start of the prefix, if another source loads the rest; None if
-            there is none. It covers only layers that attend to all tokens. The argument is the alignment of
-            its end, in tokens from the start of the prompt.
-        tail: returns an offer to load the rest of the prefix, if another source loads its start; None if
-            there is none. The argument is the position of the first token of the rest.
-    """
+    """The answer of a source that was asked for a request. It is of use until the source is asked again."""
 
     bids: Sequence[Bid]
+    # Returns why there are no bids. It may be slow.
     why_none: Callable[[], SourceMiss]
+    # Returns an offer to load only the start of the prefix, of layers that attend to all tokens. The argument
+    # is the alignment of its end, in tokens from the start of the prompt.
     head: Callable[[int], Bid | None] = _no_part
+    # Returns an offer to load the rest of the prefix. The argument is the position of its first token.
     tail: Callable[[int], Bid | None] = _no_part
 
 
@@ -59,19 +53,13 @@ class Feed(Protocol):
         """``peer``, or the name of the slowest tier that the load uses."""
 
     def next_parts(self) -> Sequence[LoadPart]:
-        """Return what the workers do for the load in the coming step.
-
-        Nothing follows a part that is the last, or that says why no more will come.
-        """
+        """Return what the workers do for the load in the coming step. Nothing follows a part that `ends`."""
 
     def drop(self) -> None:
-        """Bring nothing more, because the request has ended, or another load of its attempt has failed.
-
-        What is in flight cannot be cancelled: the workers still report the load's end.
-        """
+        """Bring nothing more. What is in flight cannot be cancelled: the workers still report the end."""
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        """Return what the load has copied, per KV cache group."""
+        """Return what the load has copied."""
 
     def miss(self, report: Report) -> MissReason:
         """Return why the load has failed."""
@@ -99,19 +87,16 @@ class Source(Protocol):
         """
 
     def declined(self, request: Request) -> SourceMiss | None:
-        """Return why `arrived` has refused a request; None if there is no reason to report."""
+        """Return why `arrived` has refused a request; None for no reason to report."""
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
         """Return what this source offers to load beyond the tokens in the engine's own prefix cache."""
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
-        """Return whether this source may begin a load that holds at most so many blocks.
-
-        A source may refuse if its loads, including those past their deadline, would hold too many blocks.
-        """
+        """Return whether this source may begin a load that holds at most so many blocks."""
 
     def begin(self, load: Load, request: Request) -> Feed:
-        """Begin to load KV from this source. Return what brings it to the workers, part by part."""
+        """Begin to load KV from this source."""
 
     def alignments(self, request_id: str) -> tuple[int, ...]:
         """Return the multiple of tokens at which loaded KV begins, for each KV cache group."""
@@ -125,15 +110,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each.
+    """A plan to load the KV of a prompt prefix, from one source, or from two that load a part each."""
 
-    Attributes:
-        bid: offer to load the whole prefix.
-        source_bids: source and bid of each part, the start of the prompt first.
-    """
-
-    bid: Bid
-    source_bids: tuple[tuple[Source, Bid], ...]
+    bid: Bid  # offer to load the whole prefix
+    source_bids: tuple[tuple[Source, Bid], ...]  # source and bid of each part, the start of the prompt first
 
     @property
     def last(self) -> Source:
@@ -143,9 +123,7 @@ class LoadPlan:
     def parts(self, local_tokens: int, load_tokens: int, prompt: int) -> list[tuple[Source, Bid, LoadSpan]]:
         """Return source, bid and range of prompt tokens of each part that is not loaded yet.
 
-        Args:
-            local_tokens: number of tokens of the prefix that the engine had when the plan was made.
-            load_tokens: number of tokens of the prefix that the engine does not have now.
+        The engine had `local_tokens` of the prefix when the plan was made, and lacks `load_tokens` now.
         """
         total, last = local_tokens + self.bid.tokens, local_tokens
         found = list[tuple[Source, Bid, LoadSpan]]()
@@ -179,7 +157,8 @@ def load_plans(
     """
     found = list[LoadPlan]()
     for source, answer in answers:
-        found += [LoadPlan(bid, ((source, bid),)) for bid in answer.bids]
+        for bid in answer.bids:
+            found.append(LoadPlan(bid, ((source, bid),)))
     if len(answers) < 2 or not alignment_tokens:
         return found
     for first, of_first in answers:
@@ -194,24 +173,17 @@ def load_plans(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningLoad(Transfer):
-    """A load that may still write to its blocks.
+    """A load that may still write to its blocks."""
 
-    Attributes:
-        load: the load as sent to the workers.
-        told: True if the workers know of the load.
-        fed: True if no more parts come from the feed.
-        useless: reason to give the load up, which the workers are to be told; None if there is none.
-        given_up: True if this load was dropped because another load of the same attempt failed.
-    """
-
-    load: Load
+    load: Load  # the load as sent to the workers
     source: Source
     feed: Feed
     began: LoadBegan
-    told: bool = False
-    fed: bool = False
+    told: bool = False  # True if the workers know of the load
+    fed: bool = False  # True if no more parts come from the feed
+    # Reason to give the load up, which the workers are to be told; None if there is none.
     useless: str | None = None
-    given_up: bool = False
+    given_up: bool = False  # True if this load was dropped because another load of the same attempt failed
 
 
 class RunningLoads(TransferBook[RunningLoad]):
@@ -226,7 +198,6 @@ class RunningLoads(TransferBook[RunningLoad]):
         timeout_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Begin without loads. `workers` is the number of workers, each of which reports every load."""
         super().__init__(workers, pool)
         self._groups, self._timeout, self._clock = tuple(groups), timeout_seconds, clock
         # The loads about which the workers are to be told something, now or later.
@@ -248,7 +219,9 @@ class RunningLoads(TransferBook[RunningLoad]):
             tables, written = list[Int64s](), list[Block]()
             for group, ids, of_group in zip(self._groups, blocks.get_block_ids(), blocks.blocks, strict=True):
                 tables.append(np.array(group.table(ids, span.total), np.int64))
-                written += [block for block in of_group[writable_blocks(group, span)] if not block.is_null]
+                for block in of_group[writable_blocks(group, span)]:
+                    if not block.is_null:
+                        written.append(block)
             load = Load(
                 key=f"{attempt}.{number}",
                 request_id=request.request_id,
@@ -275,7 +248,7 @@ class RunningLoads(TransferBook[RunningLoad]):
         return found
 
     def give_up(self, one: RunningLoad, reason: str) -> None:
-        """Tell the workers not to go on with a load, for a reason that they report."""
+        """Tell the workers not to go on with a load."""
         one.given_up |= one.report is None or one.report.failure is None
         one.useless = reason
         self._agenda[one.key] = one
@@ -302,7 +275,7 @@ class RunningLoads(TransferBook[RunningLoad]):
         return one
 
     def max_written_blocks(self, span: LoadSpan) -> int:
-        """Return the maximum number of blocks that a load of these tokens may write, over all groups."""
+        """Return the maximum number of blocks that a load of these tokens may write."""
         blocks = 0
         for group in self._groups:
             blocks += max_writable_blocks(group, span)

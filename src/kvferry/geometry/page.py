@@ -147,6 +147,9 @@ class PageFormat:
     def __post_init__(self) -> None:
         if not self.fields:
             raise GeometryError(f"page {self.content!r} has no fields")
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise GeometryError(f"page {self.content!r}: field names {names} must differ")
         for field in self.fields:
             low, high = field.extent()
             if low < 0 or high > self.page_bytes:

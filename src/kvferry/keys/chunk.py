@@ -104,6 +104,7 @@ class ChunkKeys:
         self.extend(tokens)
 
     def __len__(self) -> int:
+        """Number of tokens that the request has so far."""
         return len(self._ids) // _ID_BYTES
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:

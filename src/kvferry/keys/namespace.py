@@ -280,7 +280,6 @@ def text_of(value: Any) -> str:
 
 
 def _flatten(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of each setting in a nested configuration at a dotted key."""
     for key, value in config.items():
         if str(key) in NOT_CONTENT or value is None:
             continue

@@ -15,8 +15,8 @@ from benchmarks.choice import report as choice_report
 from benchmarks.choice.measure import ChoiceJob, MeasuredChoice, Replay, SourceSpeeds
 from benchmarks.choice.policy_engine import CompletedLoad, LoadListener, ReplayAnswer
 from benchmarks.choice.workload import Prompt, Workload
-from kvferry.connector.events import EventStream, LoadBegan, LoadEnded
-from kvferry.connector.load import LoadOutcome, PlaceTokens
+from kvferry.connector.bids import PlaceTokens
+from kvferry.connector.events import EventStream, LoadBegan, LoadEnded, LoadOutcome
 from kvferry.tools.measuring.rounds import MachineFacts, Spread
 from support.load_events import load_began, load_ended
 

@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connector.admission import Admission
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import (
     DecisionReason,
+    GroupBytes,
     LateBlocks,
     LoadEnded,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.load import Bid, GroupBytes, Load, LoadOutcome, PlaceTokens
-from kvferry.connector.messages import LoadPart, Report, StepOrders, StepReports
+from kvferry.connector.messages import Load, LoadPart, Report, StepOrders, StepReports
 from kvferry.connector.source import Answer, RunningLoads
-from kvferry.connector.speeds import Speeds
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
@@ -1331,7 +1332,9 @@ def test_a_bid_that_would_fill_a_block_partly_is_refused_with_whole_blocks():
     engine = engine_with(fine, coarse, whole=True)
     assert engine.admit(arrive(engine)) == 16
     fine.looking = fine.promised = True
+    fine.alignments = {}.__getitem__  # a peer source knows no peer yet
     assert engine.admit(arrive(engine, "c")) is None, "its alignment is not known yet"
+    del fine.alignments
     fine.looking, fine.alignment_tokens = False, BLOCK
     assert engine.admit(arrive(engine, "d")) == 24
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from kvferry.connector.bids import LATELY_SECONDS, Speeds
 from kvferry.connector.choosing import RequestState
-from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 from support.offers import bid
 

@@ -1,7 +1,7 @@
 """The bids that a request may take: sources are excluded until only computing is left."""
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.choosing import RequestState
-from kvferry.connector.load import Bid, PlaceTokens
 from support.offers import choose, first_policy
 
 CHOOSER = first_policy()

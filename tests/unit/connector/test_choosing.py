@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
+from kvferry.connector.bids import Bid, Speeds
 from kvferry.connector.choosing import BidChooser, RequestState
 from kvferry.connector.events import DecisionReason
-from kvferry.connector.load import Bid
-from kvferry.connector.speeds import Speeds
 from support.examples import examples
 from support.offers import PARTS, PROMPT, RATES, WEIGHTS, best, bid, choose, speeds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.load import Bid, PlaceTokens
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.source import Answer, LoadPlan, load_plans
 from kvferry.planning.select import LoadSpan
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from kvferry.connector.bids import LATELY_SECONDS, Bid, PlaceTokens, Speeds
 from kvferry.connector.choosing import MARGIN, BidChooser
-from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.speeds import LATELY_SECONDS, Speeds
 from support.clock import Clock
 from support.examples import examples
 from support.offers import (

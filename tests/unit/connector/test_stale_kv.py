@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 
 from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.messages import StepReports
+from kvferry.connector.messages import CHANGED, MOVED, StepReports
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.worker.loads import CHANGED, MOVED
 from unit.connector.test_calm_steps import ASKS, PROMPT, ask, started
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.speeds import StepTimes
+from kvferry.connector.bids import StepTimes
 from support.clock import Clock
 
 DONE = None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.worker.loads import MOVED
+from kvferry.connector.messages import MOVED
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.cache_guard import CacheGuard
 from kvferry.engines.vllm.worker import VLLMWorker

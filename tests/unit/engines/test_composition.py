@@ -19,7 +19,6 @@ from hypothesis import event, given, strategies as st
 
 from kvferry.connector.content import Adapters
 from kvferry.connector.events import EventStream
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import common_alignment, load_plans
 from kvferry.connector.tiers.prompts import Prompts
@@ -31,6 +30,7 @@ from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import Cells, LoadSpan, partly_written_blocks, select_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
 from support.examples import examples

@@ -11,8 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.connector.events import Arrived, MissReason
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import Arrived, LoadOutcome, MissReason
 from kvferry.engines.vllm.compat.process import is_traced, tracing
 from support.load_events import load_began, load_ended
 

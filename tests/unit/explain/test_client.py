@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.errors import ConfigError, ProtocolError
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,
     Finished,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourceMiss,
@@ -31,7 +34,6 @@ from kvferry.connector.events import (
     StoreBegan,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe import socket_directory
 from kvferry.observe.trace_server import (
     MAX_QUESTION_BYTES,

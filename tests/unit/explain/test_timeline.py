@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Finished,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
+    LoadOutcome,
     MissReason,
     RequestEvent,
     Scheduled,
@@ -19,7 +22,6 @@ from kvferry.connector.events import (
     SourceRefused,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.traces import FIRST_EVENTS, RequestTrace, StoredChunks
 from kvferry.tools.explain.timeline import summary, timeline
 from kvferry.transport.read_plan import LoadFigures

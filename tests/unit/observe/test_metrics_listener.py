@@ -8,17 +8,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,
     Finished,
+    GroupBytes,
     LateBlocks,
     LeaseEnded,
     LeaseExtended,
     LeaseGranted,
     LoadBegan,
     LoadEnded,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SnapshotsPlaced,
@@ -29,7 +32,6 @@ from kvferry.connector.events import (
     TierChanged,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.metrics import METRICS, MetricKind, MetricsDelta
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.transport.read_plan import LoadFigures

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import pytest
 
 from kvferry.common.errors import Unnameable
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainRequest
-from kvferry.connector.events import Arrived, Event, Finished, MissReason, Scheduled
-from kvferry.connector.load import LoadOutcome, PlaceTokens
+from kvferry.connector.events import Arrived, Event, Finished, LoadOutcome, MissReason, Scheduled
 from kvferry.geometry import GroupKind
 from kvferry.keys import ChunkKeys
 from kvferry.observe.line_file import LineFile

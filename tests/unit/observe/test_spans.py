@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
     Event,
     Finished,
+    GroupBytes,
     LeaseEnded,
     LeaseGranted,
+    LoadOutcome,
     MissReason,
     Scheduled,
     SourcesAsked,
     StoreBegan,
     StoreEnded,
 )
-from kvferry.connector.load import Bid, GroupBytes, LoadOutcome, PlaceTokens
 from kvferry.observe.spans import SpanListener, TraceSpan
 from kvferry.transport.read_plan import LoadFigures
 from support.load_events import load_began, load_ended, sources_asked

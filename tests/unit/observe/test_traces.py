@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -20,7 +21,6 @@ from kvferry.connector.events import (
     StoreEnded,
     ValuedBid,
 )
-from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.observe.traces import (
     EVENTS_PER_REQUEST,
     FIRST_EVENTS,

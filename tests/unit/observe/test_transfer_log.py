@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.events import Event, MissReason
-from kvferry.connector.load import LoadOutcome
+from kvferry.connector.events import Event, LoadOutcome, MissReason
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.observe.line_file import TransferLog
 from kvferry.transport.read_plan import LoadFigures

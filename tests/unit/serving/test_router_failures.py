@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 
-from kvferry.connector.peers.offer import MAX_UNWANTED, read_wanted
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.tools.serving.router.endpoint import ActiveRequests, RouterEndpoint
@@ -16,6 +15,7 @@ from kvferry.tools.serving.router.failures import failure_of
 from kvferry.tools.serving.router.metrics import RouterMetrics
 from kvferry.tools.serving.router.replies import Reply
 from kvferry.tools.serving.router.upstream import Hop
+from kvferry.transport.offer import MAX_UNWANTED, read_wanted
 from support.clock import Clock
 from support.waiting import wait_for
 

@@ -2,5 +2,4 @@
 
 `peering` holds both ends of the control channel, and what uses them: `producer` offers the KV of computed
 prompts to peers, and `source` reads the KV that peers offer. `turns` keeps turns, and finds them at peers.
-`offer` has what travels with a request.
 """

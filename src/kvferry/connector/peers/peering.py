@@ -10,7 +10,6 @@ from msgspec import structs
 
 from kvferry.common.errors import Incompatible
 from kvferry.common.units import counted
-from kvferry.connector.blocks import TransferBook
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
@@ -19,7 +18,7 @@ from kvferry.connector.messages import StepOrders, WorkerInfo
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
-from kvferry.connector.source import RunningLoad
+from kvferry.connector.source import RunningLoads
 from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
@@ -58,7 +57,7 @@ class Peering:
         ranks: tuple[RankCard, ...],
         *,
         pool: BlockPool,
-        loads: TransferBook[RunningLoad],
+        loads: RunningLoads,
         adapters: Adapters,
         events: EventStream,
         idle: Callable[[], bool],

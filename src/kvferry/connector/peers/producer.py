@@ -34,13 +34,17 @@ from typing import Any, NamedTuple
 from kvferry.common.errors import TransferError, Unnameable
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
-from kvferry.connector.blocks import BlocksWanted, choose_leases_to_end
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, LeaseGranted
-from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import (
+from kvferry.connector.messages import LEASE_SLOTS, StepOrders
+from kvferry.connector.peers.turns import BlocksWanted, TurnKeeper, choose_leases_to_end
+from kvferry.planning.select import NULL_BLOCK, attends_to_all
+from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.handshake import Address
+from kvferry.transport.lease import LeaseBook, LeaseWord
+from kvferry.transport.offer import (
     MAX_UNWANTED,
     Offer,
     read_wanted,
@@ -49,17 +53,9 @@ from kvferry.connector.peers.offer import (
     write_nothing,
     write_offer,
 )
-from kvferry.connector.peers.turns import TurnKeeper
-from kvferry.planning.select import NULL_BLOCK, attends_to_all
-from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
-from kvferry.transport.handshake import Address
-from kvferry.transport.lease import LeaseBook, LeaseWord
 from kvferry.transport.redeem import Grant, new_ticket
 
 logger = logging.getLogger(__name__)
-
-LEASE_SLOTS = 8192
-"""Maximum number of leases at a time. Each has a lease word in the registered memory of every worker."""
 
 _PAUSED_SECONDS = 1.0
 """Minimum age of an unclaimed lease that ends because of a pause: its ticket may be on its way."""
@@ -67,48 +63,31 @@ _PAUSED_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease.
-
-    Attributes:
-        ticket: the router's if the prompt may be read while it is computed, else a new one.
-        streamed: True if it may be read while it is computed.
-        router_name: the router's name for the KV; None without one.
-        parent: id that the samples of the prompt share (``n`` above 1); None if there is only one.
-        preemptions: number of the request's preemptions when its last step was scheduled.
-        cached_tokens: number of prompt tokens that the engine's caches had; None before the first step, and
-            if it is not streamed: then the engine adds the number to the offer.
-        word: lease word of the blocks; None before the first tokens were published.
-        over: True once a lease has ended that it had while it was computed.
-        blocks: number of leased blocks; 0 until the request has ended.
-        params: offer, as the response carries it; empty until the request has ended.
-    """
+    """A prompt whose KV this engine offers, from the arrival of its request to the end of its lease."""
 
     request: Request
-    ticket: bytes
-    streamed: bool
-    router_name: str | None
-    parent: str | None
-    preemptions: int = 0
+    ticket: bytes  # the router's if the prompt may be read while it is computed, else a new one
+    streamed: bool  # True if it may be read while it is computed
+    router_name: str | None  # the router's name for the KV; None without one
+    parent: str | None  # id that the samples of the prompt share (``n`` above 1); None if there is only one
+    preemptions: int = 0  # number of the request's preemptions when its last step was scheduled
+    # Number of prompt tokens that the engine's caches had; None before the first step, and if it is not
+    # streamed: then the engine adds the number to the offer.
     cached_tokens: int | None = None
-    word: LeaseWord | None = None
-    over: bool = False
-    blocks: int = 0
+    word: LeaseWord | None = None  # lease word of the blocks; None before the first tokens were published
+    over: bool = False  # True once a lease has ended that it had while it was computed
+    blocks: int = 0  # number of leased blocks; 0 until the request has ended
+    # Offer, as the response carries it; empty until the request has ended.
     params: dict[str, Any] = field(default_factory=dict)
 
 
 class _Computed(NamedTuple):
-    """The tokens of a prompt that will have been computed when a step is done.
-
-    Attributes:
-        preemptions: number of the request's preemptions when the step was scheduled.
-        tokens: number of computed tokens, from the start of the prompt.
-        tables: block table of the request for each KV cache group.
-    """
+    """The tokens of a prompt that will have been computed when a step is done."""
 
     prompt: _Prompt
-    preemptions: int
-    tokens: int
-    tables: BlockIds
+    preemptions: int  # number of the request's preemptions when the step was scheduled
+    tokens: int  # number of computed tokens, from the start of the prompt
+    tables: BlockIds  # block table of the request for each KV cache group
 
 
 def _readable_step_tokens(engine: EngineFacts) -> int:
@@ -165,12 +144,11 @@ class Producer:
             index=channel.turns,
             pool=pool,
             workers=workers,
-            clock=clock,
         )
         # Minimum age of an unclaimed lease that ends because requests wait for blocks.
         self._unclaimed_seconds = config.lease_seconds / 4
         self._pool, self._workers = pool, workers
-        self._host, self._keeps_turns = config.advertise_host or config.host, config.turn_seconds > 0
+        self._host, self._turn_seconds = config.advertise_host or config.host, config.turn_seconds
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, _Prompt] = {}  # of requests that have not ended
         self._steps: deque[tuple[int, list[_Computed]]] = deque()  # with their numbers
@@ -191,7 +169,7 @@ class Producer:
     @property
     def keeps_turns(self) -> Address | None:
         """Address (host, port) at which peers ask for turns; None if this engine keeps none."""
-        return (self._host, self.port) if self._keeps_turns else None
+        return (self._host, self.port) if self._turn_seconds else None
 
     @property
     def leases(self) -> int:
@@ -212,8 +190,8 @@ class Producer:
         self._unwanted.update(dict.fromkeys(wanted.remote_unwanted))
         # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers send
         # more names over time, so the oldest are forgotten.
-        for name in list(self._unwanted)[:-MAX_UNWANTED]:
-            del self._unwanted[name]
+        for old in list(self._unwanted)[:-MAX_UNWANTED]:
+            del self._unwanted[old]
         if wants_prefill(params) and request.trim_prompt():
             parent, ticket = self._engine.parent_of(name), ticket_of(params)
             # Samples of a prompt have the same ticket, and only one of them may publish it.
@@ -292,7 +270,7 @@ class Producer:
             prompt.word = word = self._book.grant(request.request_id, math.inf)
         except (TransferError, Unnameable):
             return  # tried again after the next step
-        self._say_granted(request.request_id, request.num_prompt_tokens)
+        self._say_granted(request.request_id, request.num_prompt_tokens, self._book.seconds)
         self._tickets.publish(
             prompt.ticket,
             request.request_id,
@@ -319,8 +297,9 @@ class Producer:
         name = request.request_id
         self._wanted.remove(request)
         if not wants_prefill(request.kv_transfer_params):
-            if not (self._stopped or self._paused):
-                self._note_granted(self.turns.finished(request, block_ids))
+            keeps = not (self._stopped or self._paused)
+            if keeps and (tokens := self.turns.finished(request, block_ids)):
+                self._say_granted(name, tokens, self._turn_seconds, turn=True)
             return False, None
         tokens = request.num_prompt_tokens - self._unsettled
         stopped = self._stopped or self._sleeps
@@ -366,7 +345,7 @@ class Producer:
             # The content is computed first, so that a prompt without a name leaves no lease behind.
             content = content_of(one.request, tokens, self._adapters)
             one.word = word = self._book.grant(name)
-            self._say_granted(name, tokens)
+            self._say_granted(name, tokens, self._book.seconds)
             grant = Grant.of(word.slot, word.generation, tables)
             self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
         offer = Offer(
@@ -385,13 +364,10 @@ class Producer:
         if one.parent is not None:
             self._lease_of_sample[one.parent] = name
 
-    def _say_granted(self, lease: str, tokens: int) -> None:
-        self._note_granted(LeaseGranted(lease, self._clock(), tokens, self._book.seconds))
-
-    def _note_granted(self, granted: LeaseGranted | None) -> None:
-        if granted is not None:
-            self._granted[granted.request_id] = granted
-            self._events.emit(granted)
+    def _say_granted(self, lease: str, tokens: int, seconds: float, *, turn: bool = False) -> None:
+        granted = LeaseGranted(lease, self._clock(), tokens, seconds, turn=turn)
+        self._granted[lease] = granted
+        self._events.emit(granted)
 
     def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
         """Take the messages of other engines, and add to `orders` which leases the workers end."""

@@ -24,13 +24,12 @@ from functools import partial
 
 from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
-from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
-from kvferry.connector.messages import LoadPart, Report, StepOrders
-from kvferry.connector.peers.offer import read_offer
+from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
+from kvferry.connector.messages import Load, LoadPart, Report, StepOrders
 from kvferry.connector.peers.turns import TurnFinder, TurnSearch
 from kvferry.connector.source import Answer, RunningLoad, common_alignment
 from kvferry.geometry import GroupKind, RankGeometry
@@ -39,6 +38,7 @@ from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
+from kvferry.transport.offer import read_offer
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.redemptions import Redemption
@@ -63,61 +63,45 @@ def peer_name(engine_id: str, address: Address, incarnation: int | None) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Pull:
-    """The KV at one peer that one request may read, and the state of the exchange with this peer.
-
-    Attributes:
-        peer: name of the peer (`peer_name`), with the run of its engine once that is known.
-        tokens: number of offered tokens, from the start of the prompt.
-        excluded: `RequestState.excluded` of the request.
-        began: monotonic seconds at which the request arrived, or at which its ticket was sent.
-        cached_tokens: number of prompt tokens that the peer's caches had when it computed the prompt; None
-            until that is known, and for a turn.
-        foreseen: True if the peer may still be computing the prompt, or may not know the ticket yet.
-        redemption: the claim on the ticket's lease; None before, and for a turn.
-        granted: last answer with block tables and lease; None until there is one. For a turn, there is one
-            from the start.
-        info: description of the peer when it was last asked; None if the handshake was not complete.
-        settled: True when the request will read no more from this peer.
-        gone: True if the peer is excluded because it cannot be reached or has not answered in time.
-        loading: the load under way from this peer, the newest if an earlier one is still awaited; else None.
-        bid: last bid for the request; None if there was none.
-    """
+    """The KV at one peer that one request may read, and the state of the exchange with this peer."""
 
     request: Request
-    peer: str
+    peer: str  # name of the peer (`peer_name`), with the run of its engine once that is known
     address: Address
     engine_id: str
     ticket: bytes
-    tokens: int
-    excluded: dict[str, str]
-    began: float
+    tokens: int  # number of offered tokens, from the start of the prompt
+    excluded: dict[str, str]  # `RequestState.excluded` of the request
+    began: float  # monotonic seconds at which the request arrived, or at which its ticket was sent
+    # Number of prompt tokens that the peer's caches had when it computed the prompt; None until that is
+    # known, and for a turn.
     cached_tokens: int | None = None
+    # True if the peer may still be computing the prompt, or may not know the ticket yet.
     foreseen: bool = False
-    redemption: Redemption | None = None
+    redemption: Redemption | None = None  # the claim on the ticket's lease; None before, and for a turn
+    # Last answer with block tables and lease; None until there is one. For a turn, there is one from the
+    # start.
     granted: Redeemed | None = None
+    # Description of the peer when it was last asked; None if the handshake was not complete.
     info: PeerInfo | None = None
-    settled: bool = False
+    settled: bool = False  # True when the request will read no more from this peer
+    # True if the peer is excluded because it cannot be reached or has not answered in time.
     gone: bool = False
+    # The load under way from this peer, the newest if an earlier one is still awaited; else None.
     loading: _PeerFeed | None = None
-    bid: Bid | None = None
+    bid: Bid | None = None  # last bid for the request; None if there was none
 
 
 @dataclass(slots=True)
 class _Run:
-    """A run of a peer's engine from which requests of this engine may read.
+    """A run of a peer's engine from which requests of this engine may read."""
 
-    Attributes:
-        alignments: alignment in tokens of loaded content, for each KV cache group.
-        part_tokens: alignment in tokens of the positions at which two parts of a load may meet; 0 if a load
-            has only one part.
-        used: monotonic seconds of the last request that asked for its KV.
-        connected: True if the workers are connected to it, or will be with the next step.
-    """
-
-    alignments: tuple[int, ...]
+    alignments: tuple[int, ...]  # alignment in tokens of loaded content, for each KV cache group
+    # Alignment in tokens of the positions at which two parts of a load may meet; 0 if a load has only one
+    # part.
     part_tokens: int
-    used: float = 0.0
-    connected: bool = False
+    used: float = 0.0  # monotonic seconds of the last request that asked for its KV
+    connected: bool = False  # True if the workers are connected to it, or will be with the next step
 
 
 _LOOKING = Bid("peers that keep earlier turns", (), looking=True)
@@ -159,7 +143,8 @@ class PeerSource:
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._turns, self._asking = turns, dict[str, tuple[dict[str, str], TurnSearch]]()
         self._pulls: dict[str, _Pull] = {}
-        self._idle, self._waits = idle, list[float]()  # seconds of this step's waits for answers
+        # Seconds that this step has waited for answers in all; empty before the first.
+        self._idle, self._waits = idle, list[float]()
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
@@ -481,12 +466,12 @@ class PeerSource:
 
     def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
         """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
-        now = self._clock()
-        most = IDLE_STEP_WAIT_SECONDS - sum(self._waits)
+        now, waited = self._clock(), sum(self._waits)
+        most = IDLE_STEP_WAIT_SECONDS - waited
         if not self._idle():
-            most = STEP_WAIT_SECONDS - max(sum(self._waits), now - pull.began)
+            most = STEP_WAIT_SECONDS - max(waited, now - pull.began)
         answer = self._client.answer(redemption, max(0.0, most))
-        self._waits.append(self._clock() - now)
+        self._waits[:] = [waited + self._clock() - now]
         if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
             pull.cached_tokens = answer.cached_tokens
         return answer

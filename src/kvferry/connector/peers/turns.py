@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.blocks import BlocksWanted, Transfer, TransferBook, choose_leases_to_end
+from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import CHUNK_TOKENS, TurnNames
-from kvferry.connector.engine import BlockIds, BlockPool, EngineFacts, Request
-from kvferry.connector.events import LeaseGranted
+from kvferry.connector.engine import BlockIds, BlockPool, CacheGroup, EngineFacts, Request
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import NULL_BLOCK, attends_to_all, first_independent
 from kvferry.transport.control_client import ControlClient
@@ -34,20 +33,57 @@ _FREE = 1 / 16
 """Share of free blocks in the pool below which kept turns are released."""
 
 
+class BlocksWanted:
+    """Computes how many KV blocks the largest waiting request needs."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tokens_in_flight: int) -> None:
+        """Begin without requests, each of at most `tokens_in_flight` tokens scheduled but not computed."""
+        self._groups, self._tokens_in_flight = tuple(groups), tokens_in_flight
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+
+    def blocks(self) -> int:
+        """Return the number of blocks that the largest waiting request needs; 0 if none waits for blocks."""
+        waiting = (one.num_tokens for one in self._requests.values() if one.needs_blocks)
+        tokens = max(waiting, default=0)
+        return sum(self._of_group(group, tokens) for group in self._groups) if tokens else 0
+
+    def _of_group(self, group: CacheGroup, tokens: int) -> int:
+        if not attends_to_all(group.kind):
+            tokens = min(tokens, group.attention_span + self._tokens_in_flight + group.block_tokens)
+        return 1 + -(-tokens // group.block_tokens)
+
+
+def choose_leases_to_end(held: Mapping[str, int], lacking: int) -> list[str]:
+    """Return the first leases that together hold at least `lacking` blocks; all if they hold fewer.
+
+    >>> choose_leases_to_end({"a": 2, "b": 3, "c": 1}, 3), choose_leases_to_end({"a": 2}, 0)
+    (['a', 'b'], [])
+    """
+    found = []
+    for name, blocks in held.items():
+        if lacking <= 0:
+            break
+        found.append(name)
+        lacking -= blocks
+    return found
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Turn(Transfer):
     """A finished request's KV, kept for the next turn of its conversation.
 
     It is late from the end of its lease until all workers have confirmed the end: peers may still read.
-
-    Attributes:
-        kept: reply to a peer that asks for the content.
-        steps: number of engine steps until peers may find the turn; 0 or less if they may find it already.
     """
 
     content: TurnContent
-    kept: KeptTurn
-    steps: int
+    kept: KeptTurn  # reply to a peer that asks for the content
+    steps: int  # number of engine steps until peers may find the turn; 0 or less if they may find it already
 
 
 class TurnKeeper:
@@ -65,7 +101,6 @@ class TurnKeeper:
         index: TurnIndex,
         pool: BlockPool,
         workers: int,
-        clock: Callable[[], float],
     ) -> None:
         """Create a keeper without turns.
 
@@ -73,7 +108,7 @@ class TurnKeeper:
             seconds: maximum age of a turn; 0 to keep none.
             share: maximum part of the block pool that turns may pin, from 0 to 1.
         """
-        self._engine, self._clock = engine, clock
+        self._engine = engine
         self._book, self._names, self._wanted = book, names, wanted
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
@@ -96,26 +131,26 @@ class TurnKeeper:
         """True if blocks of ended turns will soon be free, so that the engine should wait and not preempt."""
         return self._pins.late_blocks() > 0
 
-    def finished(self, request: Request, block_ids: BlockIds) -> LeaseGranted | None:
+    def finished(self, request: Request, block_ids: BlockIds) -> int:
         """Keep the blocks of a finished request, if a peer can use them and they fit in the turns' share.
 
-        Withdraw the earlier turns that the request continues. Return the lease; None if none is kept.
+        Withdraw the earlier turns that the request continues. Return the number of kept tokens; 0 if none.
         """
         if not self._seconds:
-            return None
+            return 0
         tokens = self._computed_tokens(request)
         content = self._names.content(request, tokens) if tokens else None
         if content is None or not content.keys:
-            return None
+            return 0
         offered = self._engine.tables(block_ids, tokens)
         least = self._shortest_usable_prefix(offered, tokens)
         blocks = [self._pool.blocks[number] for ids in offered for number in ids if number != NULL_BLOCK]
         if least is None or len(blocks) > self._most:
-            return None
+            return 0
         try:
             word = self._book.grant(request.request_id, self._seconds)
         except TransferError:
-            return None
+            return 0
         turn = _Turn(
             key=request.request_id,
             holder="turns",
@@ -137,7 +172,7 @@ class TurnKeeper:
         self._pins.begin(turn)
         self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
         self._turns[turn.key] = turn
-        return LeaseGranted(turn.key, self._clock(), tokens, self._seconds, turn=True)
+        return tokens
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.

@@ -30,7 +30,6 @@ from kvferry.cache.chunk_cache import ChunkCache, TransferTimes
 from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
-from kvferry.connector.tiers.store_orders import StoreOrders
 from kvferry.tiers.host.settings import HostDropReason
 from kvferry.tiers.index import KeyTable, tag_of
 from kvferry.tiers.names import HOST
@@ -45,19 +44,20 @@ MOST_TOKENS = MOST_CHUNKS * 256
 class TierEvents:
     """Emits an event for every tier in each step in which any tier has changed."""
 
-    def __init__(self, cache: ChunkCache, stores: StoreOrders, events: EventStream) -> None:
-        self._cache, self._stores, self._events = cache, stores, events
+    def __init__(self, cache: ChunkCache, not_stored: Counter[str], events: EventStream) -> None:
+        """Begin before the first change. `not_stored` is `StoreOrders.dropped`."""
+        self._cache, self._not_stored, self._events = cache, not_stored, events
         self._totals: dict[str, TierChanged] = {}  # of each tier at its last event, since the engine's start
         self._last_fingerprint: tuple[object, ...] = ()
 
     @log_errors
     def emit_changes(self) -> None:
         """Emit a `TierChanged` event for every tier if any tier has changed since the last call."""
-        cache, host, stores, times = self._cache, self._cache.host, self._stores, self._cache.times
+        cache, host, times = self._cache, self._cache.host, self._cache.times
         # Called in every engine step: the fingerprint takes about a microsecond, and all counts take much
         # longer. It is taken before them, so that the next call sees concurrent changes.
         usages = [one.queue.usage for one in cache.slow_tiers]
-        fingerprint = (cache.events, stores.dropped.total(), *usages)
+        fingerprint = (cache.events, self._not_stored.total(), *usages)
         if fingerprint == self._last_fingerprint and not times.copies:
             return
         self._last_fingerprint, cache.times = fingerprint, TransferTimes()
@@ -73,7 +73,7 @@ class TierEvents:
                 stored=counters.stored,
                 stored_bytes=counters.stored_bytes,
                 evicted=counters.evicted,
-                dropped=(*dropped.items(), *stores.dropped.items()),
+                dropped=(*dropped.items(), *self._not_stored.items()),
                 fetch_seconds=tuple(times.copies),
             )
         )
@@ -118,20 +118,13 @@ class TierEvents:
 
 @dataclass(slots=True)
 class _Chunk:
-    """The blocks of one chunk.
-
-    Attributes:
-        runs: blocks that end in it.
-        begin: position of its first token in the prompt.
-        beginnings: keys of its beginnings; none if no prefix may end inside it.
-        tiers: bits of the tiers for which the blocks are reported as stored.
-    """
+    """The blocks of one chunk."""
 
     chunk: BegunChunk
-    runs: Sequence[BlockRun]
-    begin: int
-    beginnings: Sequence[bytes]
-    tiers: int = 0
+    runs: Sequence[BlockRun]  # blocks that end in it
+    begin: int  # position of its first token in the prompt
+    beginnings: Sequence[bytes]  # keys of its beginnings; none if no prefix may end inside it
+    tiers: int = 0  # bits of the tiers for which the blocks are reported as stored
 
     @property
     def tokens(self) -> int:

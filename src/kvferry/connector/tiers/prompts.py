@@ -41,7 +41,7 @@ class Prompts:
         *,
         prompts_only: bool = False,
     ) -> None:
-        """Create an empty collection of chunk keys.
+        """Begin without requests.
 
         Args:
             beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
@@ -73,10 +73,7 @@ class Prompts:
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
-        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no chunk keys.
-
-        A request loses its keys if its content can no longer be identified for certain.
-        """
+        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no keys."""
         name = request.request_id
         if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
             self.remove(name)
@@ -141,11 +138,7 @@ class Prompts:
             self.remove(name)
 
     def chunks_of(self, request: Request) -> PromptChunks:
-        """Return the chunks of a prompt that this engine need not have, without remembering it.
-
-        Raises:
-            Unnameable: the content cannot be identified for certain.
-        """
+        """Return the chunks of a prompt, without remembering it. Raise Unnameable if it has no keys."""
         if self._suspended:
             raise Unnameable(self._suspended)
         epoch = self._epoch + self._salt_epochs.get(request.cache_salt or "", "")
@@ -155,21 +148,14 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotRule:
-    """The positions of snapshots in an engine's prompts, and what they cost.
+class _SnapshotRule:
+    """The positions of snapshots in an engine's prompts, and what they cost."""
 
-    Attributes:
-        first: first position in tokens; 0 if kvferry places no snapshots.
-        usual: first position by default, in tokens; 0 for a model without recurrent state.
-        interval: number of tokens of which every position is a multiple.
-        longest: length of the longest prompt in tokens.
-    """
-
-    first: int
-    usual: int
-    interval: int
+    first: int  # first position in tokens; 0 if kvferry places no snapshots
+    usual: int  # first position by default, in tokens; 0 for a model without recurrent state
+    interval: int  # number of tokens of which every position is a multiple
     state_bytes: int
-    longest: int
+    longest: int  # length of the longest prompt in tokens
 
     def announce(self, events: EventStream) -> None:
         """Log which snapshots are kept for shared prefixes, and emit an event. Warn if none is kept.
@@ -202,32 +188,27 @@ class SnapshotRule:
 
 def snapshot_rule(
     config: ConnectorConfig, engine: EngineFacts, canonical: CanonicalForm, snapshot_tokens: int
-) -> SnapshotRule:
+) -> _SnapshotRule:
     """Return the positions of snapshots, which are stored at multiples of `snapshot_tokens`."""
     state_bytes, token_bytes = bytes_of_snapshots(canonical)
     block = lcm(*(group.block_tokens for group in engine.groups))
     interval = snapshot_interval_of(block, snapshot_tokens)
     if not state_bytes:
-        return SnapshotRule(0, 0, interval, 0, engine.longest_request)
+        return _SnapshotRule(0, 0, interval, 0, engine.longest_request)
     first, usual = (
         first_snapshot(requested, interval, state_bytes, token_bytes)
         for requested in (config.first_snapshot_tokens, None)
     )
-    return SnapshotRule(first, usual, interval, state_bytes, engine.longest_request)
+    return _SnapshotRule(first, usual, interval, state_bytes, engine.longest_request)
 
 
 @dataclass(slots=True)
 class _Places:
-    """The positions of one request that no step has reached.
-
-    Attributes:
-        left: positions in tokens, ascending.
-        given: position that the request was given last; 0 for none.
-    """
+    """The positions of one request that no step has reached."""
 
     request: Request
-    left: list[int]
-    given: int = 0
+    left: list[int]  # positions in tokens, ascending
+    given: int = 0  # position that the request was given last; 0 for none
 
     def give_next(self, done: int) -> bool:
         """Give the request its next position after `done` tokens. Return False if there is none."""

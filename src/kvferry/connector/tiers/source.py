@@ -15,10 +15,10 @@ import numpy as np
 from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.units import counted
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import Request
-from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, Load, PlaceTokens
-from kvferry.connector.messages import LoadOrder, LoadPart, Piece, Report, StepReports
+from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
+from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, Report, StepReports
 from kvferry.connector.source import Answer
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group
@@ -52,32 +52,27 @@ class _CopiedPart:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ChunkFeed:
-    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part.
-
-    Attributes:
-        excluded_tiers: tiers that are not used again for the request. Mutated if reads fail or are late.
-        copying: parts that ranks copy, by key of the order.
-        told: True if the ranks know the end of the load, or need not know it.
-        end: end of the load, for the ranks; None while chunks are read, or wait to be copied.
-        sizes: bytes that ranks have copied, by index of the KV cache group.
-    """
+    """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part."""
 
     load: Load
     fetch: Fetch
     cache: ChunkCache
+    # Tiers that are not used again for the request. Mutated if reads fail or are late.
     excluded_tiers: set[str]
     events: EventStream
     labels: Sequence[str]
+    # Parts that ranks copy, by key of the order.
     copying: dict[str, _CopiedPart] = field(default_factory=dict)
     parts: int = 0
-    told: bool = False
+    told: bool = False  # True if the ranks know the end of the load, or need not know it
+    # End of the load, for the ranks; None while chunks are read, or wait to be copied.
     end: LoadPart | None = None
+    # Bytes that ranks have copied, by index of the KV cache group.
     sizes: Counter[int] = field(default_factory=Counter)
     cause: MissReason = MissReason.FAILED
 
     @property
     def busy(self) -> bool:
-        """True until the ranks know the end of the load and have copied all its chunks."""
         return not self.told or bool(self.copying)
 
     @property
@@ -118,10 +113,7 @@ class _ChunkFeed:
         self.stop("nobody waits for it any more")
 
     def take_report(self, key: str, report: Report, workers: int) -> _CopiedPart | None:
-        """Merge a report into that of its part. Return the part, and forget it, if all ranks have copied it.
-
-        None is returned for orders of other loads too.
-        """
+        """Merge a report into that of its part, if any. Return and forget a part that all have copied."""
         if (part := self.copying.get(key)) is None:
             return None
         part.report = report if part.report is None else part.report.with_other(report)
@@ -152,14 +144,11 @@ class _ChunkFeed:
 
 @dataclass(slots=True)
 class _TierRequest:
-    """The state of a request whose KV the tiers may hold.
+    """The state of a request whose KV the tiers may hold."""
 
-    Attributes:
-        excluded_tiers: tiers from which a read for this request failed or missed its deadline.
-        coverage: result of the last look-up of the request's chunks; None before the first.
-    """
-
+    # Tiers from which a read for this request failed or missed its deadline.
     excluded_tiers: set[str] = field(default_factory=set)
+    # Result of the last look-up of the request's chunks; None before the first.
     coverage: Coverage | None = None
 
 
@@ -184,7 +173,6 @@ class TierSource:
 
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
-            workers: number of workers, each of which reports every copy.
             most_loads: maximum number of concurrent loads.
             bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
                 that the source policy can choose a shorter but faster load.
@@ -198,7 +186,6 @@ class TierSource:
 
     @property
     def busy(self) -> bool:
-        """True while a load is under way, or ranks still copy chunks out of host memory."""
         return any(feed.busy for feed in self._feeds)
 
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
@@ -211,11 +198,7 @@ class TierSource:
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
 
     def ask(self, request: Request, local_tokens: int) -> Answer:
-        """Return what the tiers offer.
-
-        The first bid is for the longest prefix from which every KV cache group can continue. With
-        `bid_per_tier`, further bids are for shorter prefixes without chunks of the slowest tiers.
-        """
+        """Return what the tiers offer. The first bid is for the longest prefix."""
         chunks, state = self._prompts.get(request), self._requests[request.request_id]
         state.coverage = found = None
         if chunks is not None:

@@ -1,27 +1,34 @@
-"""Selection of the chunks of running requests to store.
+"""Stores: which chunks of running requests the ranks copy to host memory, and the copies under way.
 
 A chunk is ordered in the step that computes its last token: its blocks are pinned, and ranks copy them after
-the forward pass (`store_orders`). It is not stored if host memory has it already, if its tokens have left the
+the forward pass (`StoreOrders`). It is not stored if host memory has it already, if its tokens have left the
 attention window, or if there is no room. If the engine computes a chunk although a slow tier has it, host
-memory gets a copy, and that tier is not written again (`Writing.enqueue`). `planning.retention` says which
+memory gets a copy, and that tier is not written again (`SlowTier.enqueue`). `planning.retention` says which
 chunks and snapshots are worth storing.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import BegunChunk, PromptChunks
-from kvferry.connector.blocks import PartBlocks
-from kvferry.connector.engine import BlockIds, Request, Step
+from kvferry.common.limited_log import LimitedLog
+from kvferry.connector.blocks import PartBlocks, Transfer, TransferBook
+from kvferry.connector.engine import BlockIds, BlockPool, Request, Step
+from kvferry.connector.events import EventStream, StoreBegan, StoreEnded, short_id
+from kvferry.connector.messages import Piece, StepReports, StoreOrder
 from kvferry.connector.tiers.events import BlockEvents
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.store_orders import ChunkToStore, StoreOrders
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup
 from kvferry.geometry.canonical.derive import content_alignment, snapshot_interval
@@ -33,33 +40,171 @@ from kvferry.planning.retention import (
     last_prefix_ends,
 )
 from kvferry.planning.select import NULL_BLOCK, first_attended, first_needed_token
+from kvferry.tiers.host.tier import Slot
+
+logger = logging.getLogger(__name__)
+
+MOST_PINNED = 0.25
+"""Maximum share of the engine's blocks that stores may pin."""
 
 _ANY_NUMBER_OF_STEPS = 1 << 62
 
 
-@dataclass(slots=True)
-class Progress:
-    """The progress of storing the chunks of one running request.
+class _ChunkToStore(NamedTuple):
+    """A chunk to store."""
+
+    number: int  # index of the chunk in the request
+    key: bytes  # key of the chunk
+    tokens: int  # number of tokens in the chunk; 0 for a snapshot
+    cold: bool = False  # True if host memory evicts the chunk before all others, until it is used
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Store(Transfer):
+    """A store under way, with the slot of each chunk in host memory."""
+
+    request_id: str
+    began: StoreBegan
+    slots: list[tuple[Slot, _ChunkToStore]]
+
+
+class StoreOrders:
+    """Orders stores from the ranks, and completes them. Only the engine's thread calls it.
 
     Attributes:
-        computed: number of tokens that will have been computed when all steps scheduled so far have run.
-        preemptions: number of preemptions when the request was last admitted; -1 before its first step.
-        found: number of tokens that the request had when it was last admitted: cached or loaded.
-        chunks: number of whole chunks that `take` has returned.
-        tail: True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
-        ends: result of `last_prefix_ends` for its prompt.
-        due: number of computed tokens at which the next chunk is complete.
-        needed: result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
+        dropped: number of chunks that were not stored, by reason.
+        most_pinned: maximum number of blocks that stores may pin at a time.
     """
 
+    def __init__(
+        self, cache: ChunkCache, pool: BlockPool, workers: int, labels: Sequence[str], events: EventStream
+    ) -> None:
+        self.dropped: Counter[str] = Counter()
+        self.most_pinned = int(MOST_PINNED * len(pool.blocks))
+        self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
+        self._stores = TransferBook[_Store](workers, pool)
+        self._orders: list[StoreOrder] = []
+        self._ended: dict[str, tuple[list[bytes], list[bytes]]] = {}
+        self._numbers = count()
+        self._log = LimitedLog(logger)
+
+    @property
+    def busy(self) -> bool:
+        return len(self._stores) > 0
+
+    @property
+    def chunks(self) -> int:
+        return sum(len(store.slots) for store in self._stores)
+
+    def order(
+        self,
+        request_id: str,
+        group: int,
+        chunks: Sequence[_ChunkToStore],
+        table_slices: Sequence[TableSlice | None],
+        available: range,
+    ) -> None:
+        """Order the ranks to store chunks. Reserve slots, and pin the blocks until all ranks have copied.
+
+        A chunk is not stored if host memory has it already or has no room for it. No chunk is stored if
+        stores would pin more than `most_pinned` blocks.
+
+        Args:
+            group: index of the KV cache group in the storage format.
+            table_slices: as `StoreOrder.tables`.
+            available: as `StoreOrder.available`.
+        """
+        ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
+        if self._stores.pinned + len(ids) > self.most_pinned:
+            self.dropped["too many stores under way"] += len(chunks)
+            return
+        slots: list[tuple[Slot, _ChunkToStore]] = []
+        pieces = []
+        for chunk in chunks:
+            slot = self._cache.reserve(chunk.key, group)
+            if slot is not None:
+                slots.append((slot, chunk))
+                pieces.append(Piece(group, chunk.number, slot.offset))
+        if not pieces:
+            return
+        name = f"store#{next(self._numbers)}"
+        began = StoreBegan(short_id(request_id), time.monotonic(), name, self._labels[group], len(pieces))
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._stores.begin(
+            _Store(key=name, holder="stores", blocks=blocks, request_id=request_id, began=began, slots=slots)
+        )
+        self._events.emit(began)
+        self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
+
+    def take(self) -> list[StoreOrder]:
+        """Return, and clear, the orders that were queued since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_reports(self, reports: StepReports) -> None:
+        """Complete the stores that all ranks have reported: unpin the blocks, make the chunks available."""
+        ended = []
+        for key, report in reports.reports.items():
+            if key in self._stores and (store := self._stores.add_report(key, report)) is not None:
+                ended.append(store)
+        self._stores.release(reports)
+        for store in ended:
+            assert store.report is not None
+            failure, figures = store.report.failure, store.report.figures
+            # In reverse order, so that the end of the prompt is evicted before its start.
+            for slot, chunk in reversed(store.slots):
+                self._cache.filled(slot, chunk.tokens, failure, cold=chunk.cold)
+            if failure is not None:
+                self._log.say(failure, f"tiers: ranks could not store chunks: {failure}")
+            self._mark_chunks_used(store.request_id)
+            self._events.emit(
+                StoreEnded(
+                    store.request_id,
+                    time.monotonic(),
+                    began=store.began,
+                    failure=failure or "",
+                    size=sum(figures.bytes_by_group),
+                    seconds=figures.transfer_seconds,
+                )
+            )
+
+    def ended(self, request_id: str, used: list[bytes], cold: list[bytes]) -> None:
+        """Mark the chunks of an ended request for the eviction policy, when all its stores have ended.
+
+        Args:
+            used: keys of chunks to mark as used, the first chunk of the request first.
+            cold: keys of chunks that host memory evicts before all others.
+        """
+        self._ended[request_id] = used, cold
+        self._mark_chunks_used(request_id)
+
+    def start_anew(self) -> None:
+        """Forget the ended requests whose stores are still under way, because the cache was reset."""
+        self._ended.clear()
+
+    def _mark_chunks_used(self, request_id: str) -> None:
+        if request_id in self._ended and all(one.request_id != request_id for one in self._stores):
+            # The end of the prompt is to be evicted before its start: the start is useful without the rest,
+            # but not the rest without the start.
+            self._cache.mark_used(*self._ended.pop(request_id))
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of storing the chunks of one running request."""
+
     request: Request
+    # Number of tokens that will have been computed when all steps scheduled so far have run.
     computed: int = 0
+    # Number of preemptions when the request was last admitted; -1 before its first step.
     preemptions: int = -1
-    found: int = 0
-    chunks: int = 0
+    found: int = 0  # number of tokens that the request had when it was last admitted: cached or loaded
+    chunks: int = 0  # number of whole chunks that `take` has returned
+    # True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
     tail: bool = False
-    ends: tuple[int, int] = (0, 0)
-    due: int = 0
+    ends: tuple[int, int] = (0, 0)  # result of `last_prefix_ends` for its prompt
+    due: int = 0  # number of computed tokens at which the next chunk is complete
+    # Result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     needed: tuple[Collection[int] | None, ...] = ()
 
     def step(self, tokens: int) -> bool:
@@ -99,20 +244,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """A KV cache group of the storage format.
+    """A KV cache group of the storage format."""
 
-    Attributes:
-        number: its index in the storage format.
-        parts: indices of the engine's KV cache groups that it holds.
-        alignment: alignment of valid content in its chunks, in tokens.
-        order_chunks: maximum number of chunks in one order.
-    """
-
-    number: int
+    number: int  # its index in the storage format
     form: CanonicalGroup
-    parts: tuple[int, ...]
-    alignment: int
-    order_chunks: int
+    parts: tuple[int, ...]  # indices of the engine's KV cache groups that it holds
+    alignment: int  # alignment of valid content in its chunks, in tokens
+    order_chunks: int  # maximum number of chunks in one order
 
 
 class Storing:
@@ -347,7 +485,7 @@ class Storing:
         # runs.
         needed, of_prompt = progress.needed[group.number], progress.request.num_prompt_tokens // self._chunk
         chunks = [
-            ChunkToStore(
+            _ChunkToStore(
                 number,
                 key,
                 min((number + 1) * self._chunk, high) - number * self._chunk,
@@ -381,5 +519,5 @@ class Storing:
             table_slices = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._block_tokens))
             ]
-            chunk = ChunkToStore(number, key, tokens=0)
+            chunk = _ChunkToStore(number, key, tokens=0)
             self._orders.order(request.request_id, state.number, [chunk], table_slices, range(tokens))

@@ -21,12 +21,11 @@ from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.mover import check_storable
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
-from kvferry.connector.tiers.store_orders import StoreOrders
-from kvferry.connector.tiers.storing import Storing
-from kvferry.connector.worker.mover import check_storable
+from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.canonical.derive import (
@@ -164,7 +163,7 @@ class Tiering:
             self._block_events,
         )
         self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)
-        self._events = TierEvents(self._cache, self._stores, events)
+        self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
             chunk_tokens, self._arena.region.length / 2**30,
@@ -196,10 +195,7 @@ class Tiering:
             self._places.admit(request, start, chunks.shared_tokens)
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Collect finished reads and writes, and tell the ranks which chunks to store in the coming step.
-
-        Mutates `orders`. Admission adds the chunks to load.
-        """
+        """Collect finished reads and writes, and add to `orders` which chunks the ranks store."""
         self._cache.poll()
         # Ranks attach the arena once, with the first step.
         orders.arena, self._card = self._card, None
@@ -218,10 +214,7 @@ class Tiering:
             self._block_events.emit_changes()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the ranks to store the last chunks of a request that has ended, and forget the request.
-
-        `block_ids` is its block table for each KV cache group, up to the last computed token.
-        """
+        """Order the ranks to store the last chunks of a request that has ended, and forget the request."""
         self._storing.finished(request, block_ids)
         self._places.forget(request.request_id)
         self._prompts.remove(request.request_id)
@@ -247,11 +240,7 @@ class Tiering:
             self._block_events.start_anew()
 
     def look_up(self, request: Request) -> dict[str, int]:
-        """Return the number of a prompt's tokens that each tier could load by itself, by name of the tier.
-
-        Raises:
-            Unnameable: the content cannot be identified for certain.
-        """
+        """Return how many of a prompt's tokens each tier could load by itself. Raise Unnameable."""
         chunks, table = self._prompts.chunks_of(request), self._cache.host.keys.table
         found = {}
         for bit, name in self._bits.items():
@@ -263,13 +252,9 @@ class Tiering:
         return found
 
     def pin(self, name: str, request: Request) -> tuple[int, int, int]:
-        """Pin the chunks of a prompt in host memory. An earlier pin of this name is removed.
+        """Pin the chunks of a prompt in host memory, in place of an earlier pin. Raise Unnameable.
 
-        Returns:
-            (number of chunks of the prompt, how many are in host memory, how many of those are pinned).
-
-        Raises:
-            Unnameable: the content cannot be identified for certain.
+        Return (number of chunks of the prompt, how many are in host memory, how many of those are pinned).
         """
         keys = self._prompts.chunks_of(request).all_keys(request.num_prompt_tokens)
         in_host = int(self._cache.host.contains(keys).sum())
@@ -308,11 +293,7 @@ class Tiering:
 
 
 def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the format in which this engine stores chunks.
-
-    Raises:
-        ConfigError: no chunk of this engine could ever be stored.
-    """
+    """Return the format in which this engine stores chunks. Raise ConfigError if none can be stored."""
     blocks = [group.snapshot_tokens for group in engine.groups]
     if engine.has_rings:
         raise ConfigError(

@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.loads import MOVED
+from kvferry.connector.messages import MOVED
+from kvferry.connector.worker import WorkerHalf
 from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.cache_guard import CacheGuard, CopyBlocks, HostBuffer

@@ -9,12 +9,11 @@ import pytest
 from msgspec import structs
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.events import MissReason, SourceMiss
-from kvferry.connector.load import Bid, GroupBytes, PlaceTokens
+from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import LoadPart, Report
-from kvferry.connector.peers.offer import Offer, write_offer
 from kvferry.connector.peers.source import (
     IDLE_STEP_WAIT_SECONDS,
     STEP_WAIT_SECONDS,
@@ -27,6 +26,7 @@ from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import LoadFigures
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
 from kvferry.transport.redemptions import Redemptions
@@ -338,6 +338,13 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
     for one in (ones[0], engine.arrive(offered("e", of="e"))):
         engine.source.ask(one, 0)
     assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
+
+
+def test_a_question_takes_no_longer_for_each_one_before_it_in_a_step():
+    engine = with_peer(redeemed=Pending())
+    for name in "abcd":
+        engine.source.ask(engine.arrive(offered(name, of=name)), 0)
+    assert sum(map(len, engine.source.agenda)) == 1, "one sum of all waits"
 
 
 @pytest.mark.parametrize(

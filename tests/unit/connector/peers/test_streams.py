@@ -10,9 +10,9 @@ from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LeaseEnded, LeaseGranted
 from kvferry.connector.messages import StepOrders
-from kvferry.connector.peers.offer import write_nothing
 from kvferry.geometry import GroupKind
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.offer import write_nothing
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from support.block_pool import request
 from support.engine_info import FULL_GROUP

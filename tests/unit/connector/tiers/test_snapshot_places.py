@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream, SnapshotsPlaced
-from kvferry.connector.tiers.prompts import SnapshotPlaces, SnapshotRule, snapshot_rule
+from kvferry.connector.tiers.prompts import SnapshotPlaces, snapshot_rule
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -89,7 +90,7 @@ def test_no_snapshot_is_placed_without_the_setting_or_in_a_short_prompt() -> Non
         assert (one.snapshot_at, run(places, one, 32, 64)) == (0, [0, 0])
 
 
-def rule(*stores: LayerCache, **settings: int) -> SnapshotRule:
+def rule(*stores: LayerCache, **settings: int) -> Any:
     shape = EngineShape(1, (len(stores),), BLOCK, "LBNHC", 8)
     ranks = lay_out(model(*stores), shape)
     groups = (CacheGroup(kind=group.kind, attention_span=0, block_tokens=BLOCK) for group in ranks[0].groups)

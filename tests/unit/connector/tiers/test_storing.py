@@ -15,8 +15,7 @@ from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
-from kvferry.connector.tiers.store_orders import MOST_PINNED, StoreOrders
-from kvferry.connector.tiers.storing import Storing
+from kvferry.connector.tiers.storing import MOST_PINNED, StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of, derive as length
 from kvferry.planning.select import LoadSpan, first_attended

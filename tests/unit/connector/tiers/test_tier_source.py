@@ -7,8 +7,7 @@ import pytest
 from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.events import EventStream, MissReason, SourceMiss
-from kvferry.connector.load import GroupBytes
+from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import Report, StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 from kvferry.cache.chunk_cache import ChunkCache, SlowTier, TransferTimes, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
@@ -34,10 +33,10 @@ class Tiers:
             CANONICAL.groups,
             [SlowTier(self.queue)],
         )
-        self.stores = SimpleNamespace(dropped=Counter())
+        self.not_stored = Counter()
         self.heard: list[TierChanged] = []
         events = EventStream(self.heard.append)
-        self.tier_events = TierEvents(self.cache, self.stores, events)
+        self.tier_events = TierEvents(self.cache, self.not_stored, events)
 
     def store(self, key):
         self.cache.filled(self.cache.reserve(key, 0), 8, None)
@@ -80,7 +79,7 @@ def test_dropped_chunks_are_reported_with_a_reason_unless_they_are_present():
     tiers = Tiers()
     tiers.store(FIRST)
     assert tiers.cache.reserve(FIRST, 0) is None
-    tiers.stores.dropped["too many stores under way"] += 3
+    tiers.not_stored["too many stores under way"] += 3
     slot = tiers.cache.reserve(SECOND, 0)
     tiers.cache.filled(slot, 8, "gone")
     assert dict(tiers.told()["host"].dropped) == {"too many stores under way": 3, "failed": 1}
@@ -96,8 +95,8 @@ def test_copies_by_ranks_are_reported_for_host_memory():
 
 def test_an_error_of_tier_events_is_logged(caplog):
     tiers = Tiers()
-    del tiers.stores.dropped
     tiers.store(FIRST)
+    tiers.cache.counts = None
     assert tiers.told() == {}
     assert "TierEvents.emit_changes emitted no event" in caplog.text
 

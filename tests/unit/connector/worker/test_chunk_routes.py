@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.common.errors import TransferError
 from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
-from kvferry.connector.worker.mover import ChunkMover, ChunkRoutes
+from kvferry.connector.mover import ChunkMover, ChunkRoutes
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.memory import address_space, device_copy as host_registration, device_stream, pool_cells
@@ -343,7 +343,7 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
     mover = ChunkMover((0, 0))
     order = StoreOrder("s", pieces_of(a, range(3)), tables_of(a, 0, TOKENS), WHOLE)
     card = ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)
-    monkeypatch.setattr("kvferry.connector.worker.mover.enter_stream", fail)
+    monkeypatch.setattr("kvferry.connector.mover.enter_stream", fail)
     mover.attach(card)
     mover.store(order, SimpleNamespace(query=fail, synchronize=fail))
     first = wait_for(mover.take_reports)

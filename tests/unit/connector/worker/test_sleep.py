@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry.common.errors import ConfigError
+from kvferry.connector import worker as module
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.messages import StepOrders, StoreOrder
-from kvferry.connector.worker import half as module
-from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.loads import ASLEEP
+from kvferry.connector.messages import ASLEEP, StepOrders, StoreOrder
+from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.tools.models.layout import EngineShape, lay_out
 from support.loads import made_up_load, only_read

@@ -9,9 +9,17 @@ from unittest import mock
 
 import pytest
 
-from kvferry.connector.messages import LoadOrder, LoadPart, Report, StepOrders, StepReports, StoreOrder
-from kvferry.connector.worker.half import WorkerHalf
-from kvferry.connector.worker.loads import CHANGED, MOVED, StaleEpochs
+from kvferry.connector.messages import (
+    CHANGED,
+    MOVED,
+    LoadOrder,
+    LoadPart,
+    Report,
+    StepOrders,
+    StepReports,
+    StoreOrder,
+)
+from kvferry.connector.worker import StaleEpochs, WorkerHalf
 from kvferry.engines.vllm.compat import model as weights
 from kvferry.planning.select import LoadSpan
 from support.loads import made_up_load, only_read

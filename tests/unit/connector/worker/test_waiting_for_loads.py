@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from kvferry.connector.messages import LoadOrder, LoadPart, StepOrders
-from kvferry.connector.worker.half import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
+from kvferry.connector.worker import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.read_plan import ReadOrder, ReadResult
 from support.clock import Clock

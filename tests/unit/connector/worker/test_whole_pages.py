@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.connector.messages import Piece, StoreOrder
-from kvferry.connector.worker.mover import ChunkRoutes
+from kvferry.connector.mover import ChunkRoutes
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.geometry.page import PageFormat, opaque_page

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.load import Bid, PlaceTokens
-from kvferry.connector.speeds import Speeds
 from kvferry.engines.vllm.multi.child_admission import ChildAdmission
 from kvferry.geometry import GroupKind
 from support.clock import Clock

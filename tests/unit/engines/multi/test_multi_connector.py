@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.common.errors import ConfigError
-from kvferry.connector.load import Bid, PlaceTokens
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.children import check, children_of

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import Headroom
 from kvferry.connector.choosing import BidChooser, LocalPrefix, RequestPhase, RequestState
 from kvferry.connector.engine import PrefixCache
-from kvferry.connector.load import Bid, PlaceTokens
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.multi.completions import LateLoad, LateLoads
 from kvferry.engines.vllm.multi.stats import Counts

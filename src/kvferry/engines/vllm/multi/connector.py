@@ -17,10 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from kvferry.common.errors import ConfigError
+from kvferry.connector.bids import Bid, Speeds, StepTimes
 from kvferry.connector.blocks import Headroom
 from kvferry.connector.choosing import BidChooser
-from kvferry.connector.load import Bid
-from kvferry.connector.speeds import Speeds, StepTimes
 from kvferry.engines.vllm.compat.connectors import (
     KVConnectorBase_V1,
     KVConnectorRole,

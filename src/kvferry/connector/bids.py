@@ -1,4 +1,4 @@
-"""Measured speeds: of loading tokens from each place, of computing them, and of sources' answers.
+"""Bids: what sources offer to load, and the measured speeds that tell how long a load takes.
 
 A *place* is where tokens come from: ``peer``, or a tier. Each load has a fixed cost (engine steps, round
 trips), which dominates a small load: 64 tokens may take as long as 600. So the time of a place is modelled as
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from kvferry.connector.load import PlaceTokens
 
 NEWEST = 0.3
 """Weight of the newest measurement. All earlier ones share the rest."""
@@ -25,6 +23,94 @@ _ALIKE = 0.1
 """If the relative standard deviation of the measured sizes is at most this, the slope is unknown."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTokens:
+    """The number of tokens that a source offers to load from one place: ``peer``, or a tier."""
+
+    place: str
+    tokens: int
+
+
+def trim_parts(parts: Iterable[PlaceTokens], tokens: int) -> tuple[PlaceTokens, ...]:
+    """Return the places of the first `tokens` tokens of an offer, at most the sum of its parts.
+
+    >>> trim_parts((PlaceTokens("host", 300), PlaceTokens("file", 200), PlaceTokens("object", 100)), 400)
+    (PlaceTokens(place='host', tokens=300), PlaceTokens(place='file', tokens=100))
+    """
+    found = []
+    for part in parts:
+        taken = min(part.tokens, tokens)
+        if taken > 0:
+            found.append(PlaceTokens(part.place, taken))
+        tokens -= taken
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """A source's offer to load KV of tokens that the engine does not have.
+
+    Attributes:
+        head, tail: bids for the start and the rest of the prefix, if two sources load one prefix together:
+            another source and `source`. None if `source` loads everything.
+    """
+
+    source: str  # a peer's name, or ``tiers``
+    parts: tuple[PlaceTokens, ...]  # number of offered tokens from each place, including the tokens of `head`
+    # True while the source is still looking up how much KV it has. The numbers in `parts` are then upper
+    # bounds.
+    looking: bool = False
+    # True if the source is still looking, but the request came with a peer's ticket, which says the numbers
+    # in `parts`.
+    promised: bool = False
+    head: Bid | None = None
+    tail: Bid | None = None
+    # True if the place still computes some of the tokens. The time of the load then tells nothing about the
+    # speed of the place.
+    growing: bool = False
+
+    @classmethod
+    def composed(cls, head: Bid, tail: Bid) -> Bid:
+        looking = [bid for bid in (head, tail) if bid.looking]
+        return cls(
+            tail.source,
+            head.parts + tail.parts,
+            looking=bool(looking),
+            promised=bool(looking) and all(bid.promised for bid in looking),
+            head=head,
+            tail=tail,
+        )
+
+    @property
+    def tokens(self) -> int:
+        tokens = 0
+        for part in self.parts:
+            tokens += part.tokens
+        return tokens
+
+    @property
+    def places(self) -> frozenset[str]:
+        return frozenset(part.place for part in self.parts)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, that of the prompt's start first."""
+        return (self.source,) if self.head is None else (*self.head.sources, self.source)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Names of the answers that this bid waits for."""
+        if self.head is not None and self.tail is not None:
+            return self.head.unanswered | self.tail.unanswered
+        if not self.looking:
+            return frozenset()
+        # A peer that still computes the prompt answers much later, so its answers are timed apart.
+        return frozenset((f"{self.source}, computing" if self.growing else self.source,))
+
+    def has_same_sources(self, other: Bid | None) -> bool:
+        return other is not None and (self.sources, self.places) == (other.sources, other.places)
 
 
 @dataclass(slots=True)
@@ -52,7 +138,6 @@ class _Line:
 
     @staticmethod
     def of(tokens: int, seconds: float) -> _Line:
-        """Create the line from a single measurement, of at least one token."""
         return _Line(tokens, seconds, tokens * tokens, tokens * seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -117,7 +202,6 @@ class Speeds:
         return line.seconds(tokens) if line else 0.0
 
     def record_computation(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of a step that computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             newest = tokens / seconds
             self._rate = 1 / (NEWEST / newest + (1 - NEWEST) / self._rate) if self._rate else newest
@@ -150,7 +234,6 @@ class Speeds:
             self.record_answer(name, seconds)
 
     def answer_seconds(self, name: str) -> float:
-        """Return the expected seconds from the first question to a source until its answer."""
         return self._recent(self._answers, name) or 0.0
 
     def _recent(self, measured: Mapping[str, tuple[_T, float]], name: str) -> _T | None:
@@ -167,10 +250,7 @@ _PAUSE_SECONDS = 0.005
 
 
 class StepTimes:
-    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle.
-
-    The engine reports when each step is scheduled and when its output is taken, in the order of steps.
-    """
+    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle."""
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
@@ -180,18 +260,17 @@ class StepTimes:
 
     @property
     def computing(self) -> bool:
-        """Whether a step that computes tokens has been scheduled and is not done."""
         return self._computing > 0
 
     @property
     def idle(self) -> bool:
         """Whether the engine computes no request: its last step computed none, or was done some time ago."""
-        if self.computing:
+        if self._computing:
             return False
         return not self._last_tokens or self._clock() - self._done > _PAUSE_SECONDS
 
     def scheduled(self, tokens: int) -> float:
-        """Record that the engine schedules a step of `tokens` tokens now. Return the time, in seconds."""
+        """Record that the engine schedules a step now. Return the time, in seconds."""
         now = self._clock()
         self._under_way.append((now, tokens))
         self._last_tokens = tokens

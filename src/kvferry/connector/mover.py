@@ -21,8 +21,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.load import Load
-from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, Report, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, Report, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.memory.address_space import AddressSpace
@@ -62,11 +61,7 @@ class _RouteCopier(NamedTuple):
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """Check that all ranks of an engine together can store whole chunks, and can load their KV from chunks.
-
-    Raises:
-        Incompatible: some layers cannot be stored or loaded. The message names them and the reasons.
-    """
+    """Raise Incompatible unless all ranks together can store whole chunks, and load their KV from chunks."""
     pools = _pools(canonical)
     for pool in pools:
         build_templates(ranks, pool)
@@ -92,7 +87,6 @@ class ChunkRoutes:
         """Prepare the copies between this rank's KV blocks and the arena.
 
         Args:
-            ranks: geometry of every rank of the engine.
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
             memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
                 CUDA.
@@ -151,9 +145,8 @@ class ChunkRoutes:
         """Copy this rank's part of each chunk to its blocks. Return the bytes copied, per KV cache group.
 
         Args:
-            pieces: chunks to copy, sorted by `Piece.group`, then by `Piece.number`.
-            span: range of prompt tokens of the whole load.
-            tables: destination block table of each KV cache group, int64, indexed by block position.
+            pieces: as `LoadOrder.pieces`.
+            span, tables: of the whole load.
             first: True for the first part of the load: blocks that the load fills only partly are zeroed
                 before.
 

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kvferry.common.errors import ProtocolError, Unnameable
 from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.peers.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
+from kvferry.transport.offer import Offer, read_offer, wants_prefill, write_nothing, write_offer
 from kvferry.transport.redeem import PromptContent
 from support.block_pool import MadeUpRequest
 from support.examples import examples
