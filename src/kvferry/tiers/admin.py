@@ -55,7 +55,9 @@ class StoredFile(Protocol):
 
     size: int  # length of the file in bytes
 
-    def read(self, offset: int, size: int) -> Buffer: ...
+    def read(self, offset: int, size: int) -> Buffer:
+        """Return the `size` bytes at `offset`, or fewer if the file ends earlier."""
+        ...
 
     def quarantine(self) -> bool:
         """Move the file to quarantine, where no engine reads it. Return whether it was moved.

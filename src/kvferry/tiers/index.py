@@ -241,6 +241,7 @@ class KeyTable:
         return self._watch
 
     def count(self, bit: int) -> int:
+        """Return the number of keys of a tier. The time is proportional to the size of the table."""
         with self._lock:
             return self._rows.count(bit)
 
@@ -308,6 +309,7 @@ class TierKeys:
         self.recently_evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
+        """Return the number of keys, in a time proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:

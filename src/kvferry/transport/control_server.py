@@ -155,7 +155,7 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Incarnations of the latest consumers that keep turns, by allowed address that answers `AskTurn`."""
+        """Incarnations of the latest consumers that keep turns, by the address for `AskTurn`."""
         return self._keepers.copy()
 
     @property

@@ -123,7 +123,7 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """`check` returns a peer's ranks with IP addresses in place of host names, or raises Incompatible."""
+        """Start empty. `check` returns ranks with IP addresses for host names, or raises Incompatible."""
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
         self._refused_until: dict[Address, float] = {}

@@ -83,6 +83,7 @@ class LeaseWords:
         return first
 
     def invalidate_all(self) -> None:
+        """Set all words to 0, so that no present or future lease is valid."""
         self.array[:] = 0  # an incarnation is never 0
 
     def end(self, slots: Iterable[int]) -> None:

@@ -211,7 +211,7 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child process. Arguments: the connection's descriptor, parent's process id, NIXL's package."""
+    """Run the child. Arguments: descriptor of the connection, parent's process id, package of NIXL."""
     die_with_parent()
     if os.getppid() != int(arguments[1]):  # the parent ended before
         return

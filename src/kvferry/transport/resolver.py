@@ -168,7 +168,7 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to look a name up, unless one is in progress, or was tried in the last `seconds`."""
+        """Start to look a name up, unless it is looked up, or was in the last `seconds`."""
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:
