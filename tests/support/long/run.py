@@ -99,7 +99,7 @@ def parts() -> dict[str, Part]:
     of_second = (*PYTEST, "--timeout=1500", "-k", "not every_length and not dsv4", *SECOND_RUNNER)
     second_runner = Part(of_second, (f"{VENV}/.triton",), {VARIABLE: "2"})
     # Only the second runner runs it on a CPU.
-    of_v4 = (*PYTEST, "--timeout=1500", "-k", "dsv4 and not any_length", *DEEPSEEK_V4)
+    of_v4 = (*PYTEST, "--timeout=1500", "-k", "dsv4 and not every_length", *DEEPSEEK_V4)
     triton = replace(
         second_runner, command=_long(TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}
     )
