@@ -1,2 +1,2 @@
-from kvferry.cache.tier_queue import Ended as Ended, TierQueue as TierQueue
+from kvferry.cache.tier_queue import TierQueue as TierQueue
 from kvferry.cache.weights import cached_digests as cached_digests

@@ -105,8 +105,6 @@ class SlowTier:
 
 @dataclass(slots=True)
 class _CacheCounts:
-    """Counts of chunks of a tiered cache since its start."""
-
     # Chunks that ranks have copied, or failed to copy, to host memory.
     stored: int = 0
     failed: int = 0
@@ -243,9 +241,7 @@ class ChunkCache:
     def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
         """Make a chunk available for loads, and queue it for every slow tier, once no rank uses its slot.
 
-        Args:
-            tokens: number of tokens in the chunk; 0 for a snapshot.
-            failure: reason why the ranks failed, so that the slot is freed; None if they filled it.
+        `tokens` are those in the chunk, 0 for a snapshot. After a `failure` of the ranks, the slot is freed.
         """
         self.events += 1
         if failure is not None:
@@ -257,10 +253,7 @@ class ChunkCache:
                 slow.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Mark chunks as used, in the order of their prompt, and `cold` ones to be evicted first.
-
-        Keys of chunks that no tier has are allowed.
-        """
+        """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
         self.host.mark_used(keys, cold)
         for queue in self._queues:
             queue.mark_used(keys)
@@ -391,7 +384,6 @@ class ChunkCache:
         return np.where(coming[at] == tags, tier_numbers[at], 0)
 
     def _advance(self, fetch: Fetch) -> None:
-        """Continue a fetch as far as host memory has room."""
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):
             fetch.remaining.popleft()
 
@@ -456,7 +448,6 @@ class ChunkCache:
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
     def _add_ready(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
-        """Add a chunk that is held for a fetch to its ready chunks. It came from the tier `name`."""
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self.counts.fetched[name] += 1

@@ -37,16 +37,14 @@ class BegunChunk(NamedTuple):
 class ChunkBeginnings:
     """Maps the key of each beginning to the chunks that begin so. Not thread-safe.
 
+    `block_tokens` is the least common multiple of the tokens per block of the engine's groups.
+
     >>> beginnings = ChunkBeginnings(4)
     >>> list(beginnings.ends(16, 31))
     [20, 24, 28]
     >>> beginnings.add(BegunChunk(b"chunk", 16), [b"of 4", b"of 8", b"of 12"])
     >>> beginnings.chunks_with(b"of 8")
     (BegunChunk(key=b'chunk', tokens=16),)
-
-    Args:
-        block_tokens: number of tokens per block of the engine; the least common multiple if its KV cache
-            groups differ.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -98,7 +96,6 @@ class PromptChunks:
         self._of_any = tags_of(())  # tags of the whole chunks that were looked up, without a group
 
     def key(self, group: int, number: int) -> bytes:
-        """Return the key of a whole chunk in a group, by its index in the prompt."""
         return self.tail(group, (number + 1) * self.keys.chunk_tokens)
 
     def tail(self, group: int, tokens: int) -> bytes:
@@ -150,7 +147,6 @@ class PromptChunks:
         Args:
             tokens: number of tokens of the request to look up, which `keys` must cover.
             local_tokens: number of tokens at the start of the request whose KV the engine already has.
-            tier_numbers: as `ChunkCache.tier_numbers`.
             in_full: True if a prefix of all `tokens` tokens may be loaded. False if the engine must compute
                 the last of these tokens itself: only whole chunks before this token are looked up.
         """

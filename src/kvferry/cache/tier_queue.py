@@ -57,16 +57,8 @@ class _Threads(Protocol):
 class _Operations:
     """The reads (or the writes) of a tier: the threads that do them, their number, and their results.
 
-    Only the engine's thread may use it.
-
-    Args:
-        call: does one operation, for its key, the description of the chunk, and its memory.
-        kind: name of an operation in logs.
-        failed: outcome if `call` raises.
-        after: called by the thread after each operation, before its result is returned.
-
-    Attributes:
-        count: number of operations whose results `done` has not returned yet.
+    Only the engine's thread may use it. Threads run `call`, whose exception is the outcome `failed`, and then
+    `after`. `count` is the number of operations whose results `done` has not returned yet.
     """
 
     def __init__(
@@ -158,8 +150,6 @@ class TierQueue:
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
-        reads: reads of chunks as `StorageTier.get` does them.
-        writes: writes of chunks as `StorageTier.put` does them.
     """
 
     def __init__(

@@ -41,10 +41,7 @@ def weights_of(model: Path) -> str | None:
     """Return the digest of the weights of a checkpoint, 32 hex digits; None if it has no weight files.
 
     The files, in the directory `model` or `model` itself, are digested in the order of their names. The
-    names themselves are not part of the digest.
-
-    Raises:
-        ConfigError: a file cannot be read, or changes while it is read.
+    names themselves are not part of the digest. ConfigError if one cannot be read, or changes meanwhile.
     """
     files = [model] if model.is_file() else sorted({f for each in _WEIGHTS for f in model.glob(each)})
     return digest_of_files(files) if files else None
@@ -59,13 +56,8 @@ def digest_of_files(
 ) -> str:
     """Return the digest of the content of files, in the given order: 32 hex digits.
 
-    Args:
-        digest_file: None for the one in the user's cache directory.
-        now: seconds since 1970, to compare with file times.
-        digest: read and digest one open file; None for `digest_file_content`.
-
-    Raises:
-        ConfigError: a file cannot be read, or changes while it is read.
+    `digest_file` is None for the user's own. `now` is in seconds since 1970, to compare with file times.
+    Raise ConfigError if a file cannot be read, or changes while it is read.
     """
     digest_file = digest_file or _default_digest_file()
     known, news = _read_digest_file(digest_file), {}

@@ -46,11 +46,7 @@ class NotYetNamed(Unnameable):
 
 
 class Incompatible(KVFerryError):
-    """Raised if KV cannot be moved between two engines or formats, because their descriptions differ.
-
-    Attributes:
-        differences: one sentence each.
-    """
+    """Raised if KV cannot be moved between two engines or formats. `differences` has one sentence each."""
 
     def __init__(self, differences: Sequence[str]) -> None:
         super().__init__("; ".join(differences))

@@ -33,11 +33,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def create_private_file(path: Path, text: str) -> None:
-    """Write a text to a new file in UTF-8. Only its owner can read it.
-
-    Raises:
-        FileExistsError: there is a file, or a symbolic link, at this path.
-    """
+    """Write a text to a new file in UTF-8 for its owner alone. Raise FileExistsError if the path is taken."""
     beside = _write_beside(path, text, 0o600)
     try:
         # An empty file takes the name first, because a rename would replace a file of somebody else.

@@ -15,15 +15,10 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
 
     The stub is the only list of the names. Type checkers read it, and so does this function, as the package
     `lazy_loader` does for scientific Python (SPEC 1). A command imports only the modules that it needs.
-
-    Args:
-        package: ``__name__`` of the package.
-        file: ``__file__`` of the package.
     """
 
     @cache
     def modules() -> dict[str, str]:
-        """Return the modules that define the names."""
         tree = ast.parse(Path(file).with_suffix(".pyi").read_text())
         return {
             alias.name: str(node.module)

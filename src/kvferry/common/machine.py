@@ -29,13 +29,10 @@ __all__ = [
 
 
 class _MissingModule:
-    """Stands for a module that this operating system lacks."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Raise ConfigError."""
         # Python itself looks these up, for example to inspect a module.
         if attribute.startswith("__"):
             raise AttributeError(attribute)

@@ -154,13 +154,12 @@ def _field(settings: type[msgspec.Struct], path: str) -> msgspec.structs.FieldIn
 
 
 def _struct_in(of: Any) -> type[msgspec.Struct] | None:
-    """Return the class of settings that a value of this type may be; None if it may be none."""
+    """Return the class of settings in a type; None if it has none."""
     classes = (one for one in (of, *get_args(of)) if isinstance(one, type))
     return next((one for one in classes if issubclass(one, msgspec.Struct)), None)
 
 
 def _kind(value: Any) -> str:
-    """Return msgspec's name for the type of a value."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -230,10 +230,11 @@ class Admission:
         return _Asked(local_tokens, answers, plans, choice)
 
     def _fills_block_partly(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
-        # While a source is still looking up its KV, the alignment is not known yet.
+        # While a source is still looking up its KV, it cannot be asked for the alignment.
+        if plan.bid.looking:
+            return False
         span = LoadSpan(local_tokens, local_tokens + plan.bid.tokens, request.num_tokens)
-        alignments = plan.last.alignments(request.request_id)
-        return not plan.bid.looking and self._parts.would_fill_partly(span, alignments)
+        return self._parts.would_fill_partly(span, plan.last.alignments(request.request_id))
 
     def _has_room(self, plan: LoadPlan, request: Request, local_tokens: int) -> bool:
         tokens, load_tokens = request.num_tokens, plan.bid.tokens

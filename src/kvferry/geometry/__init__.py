@@ -1,7 +1,6 @@
-"""Descriptions of KV cache memory: the content of pages, their addresses, and the part that each rank holds.
+"""Descriptions of KV cache memory, as frozen dataclasses, from which `planning` computes transfers.
 
-All classes here are frozen dataclasses. `page` describes the bytes of one page as fields with named axes.
-`rank` describes where the pages of one worker lie in memory. `planning` computes transfers from both.
+`page` describes the bytes of one page as fields with named axes, `rank` where a worker's pages lie.
 """
 
 from kvferry.geometry.page import (

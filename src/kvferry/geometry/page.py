@@ -59,17 +59,12 @@ class Axis:
 
     >>> Axis("token", ((2, 4096), (16, 4))).offsets()[[0, 1, 15, 16]].tolist()
     [0, 4, 60, 4096]
-
-    Attributes:
-        loops: (count, stride in bytes) of each loop, outermost first.
-        start: index of this rank's first element, counted over all ranks.
-        total: number of elements over all ranks; 0 if this rank's last element is the last of the axis.
     """
 
     name: str
-    loops: tuple[tuple[int, int], ...]
-    start: int = 0
-    total: int = 0
+    loops: tuple[tuple[int, int], ...]  # (count, stride in bytes), outermost first
+    start: int = 0  # index of this rank's first element, counted over all ranks
+    total: int = 0  # elements over all ranks; 0 if this rank's last one is the last
 
     def __post_init__(self) -> None:
         if not self.loops or any(count < 1 for count, _ in self.loops):
@@ -101,20 +96,14 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One logical tensor inside a page: ``k``, ``v``, ``latent``, ``ssm``, ...
-
-    Attributes:
-        item_bytes: bytes of one element, which is never split.
-        offset: byte offset of this rank's first element from the start of the page.
-        axes: outermost first.
-    """
+    """One logical tensor inside a page: ``k``, ``v``, ``latent``, ``ssm``, ..."""
 
     name: str
-    item_bytes: int
-    offset: int
+    item_bytes: int  # of one element, which is never split
+    offset: int  # byte offset of this rank's first element in the page
     # A transfer between engines converts the order of axes. Stored chunks depend on it, so all engines that
     # share a store must use one order.
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # outermost first
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -148,23 +137,19 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The format of one page.
+    """The format of one page. Opaque pages can move only to a page with the same `content`."""
 
-    Attributes:
-        content: id of the format of the bytes. Fields can move between pages with different ids, opaque
-            pages only to a page with the same id.
-        block_tokens: 0 for a snapshot.
-        page_bytes: may be less than the stride between blocks.
-    """
-
-    content: str
-    block_tokens: int
-    page_bytes: int
+    content: str  # id of the format of the bytes
+    block_tokens: int  # 0 for a snapshot
+    page_bytes: int  # may be less than the stride between blocks
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
         if not self.fields:
             raise GeometryError(f"page {self.content!r} has no fields")
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise GeometryError(f"page {self.content!r}: field names {names} must differ")
         for field in self.fields:
             low, high = field.extent()
             if low < 0 or high > self.page_bytes:
@@ -204,10 +189,8 @@ def opaque_page(
 ) -> PageFormat:
     """Return the format of a page whose inner structure is unknown.
 
-    Args:
-        run_bytes: bytes of one contiguous piece, which is the whole page if it has no `loops`.
-        rank, ranks: of those that hold different bytes; 0 and 1 if all ranks hold the same.
-        loops: (count, stride in bytes) of each nested loop over the pieces, outermost first.
+    `run_bytes` are those of one contiguous piece, the whole page without `loops`: (count, stride in bytes),
+    outermost first. `rank` and `ranks` count those with different bytes: 0 and 1 if all ranks hold the same.
     """
     # This axis lets such a page move only to the same rank of an engine with as many ranks. Without a token
     # axis, it moves only between equal block sizes.

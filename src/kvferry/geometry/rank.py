@@ -58,10 +58,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of memory that is registered with the transport.
-
-    `memory` is "DRAM" or "VRAM". `device` is the index of the GPU; 0 for host memory.
-    """
+    """Memory that is registered with the transport: "DRAM", or "VRAM" of the GPU with index `device`."""
 
     address: int
     length: int
@@ -84,21 +81,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pages of one layer on one rank.
-
-    Attributes:
-        address: of the page of block 0.
-        block_stride: bytes from one block's page to the next.
-        scales: those other than 1.
-        draft: digest of the draft model that the layer belongs to; empty for the model's own layers.
-    """
+    """The pages of one layer on one rank."""
 
     name: str
-    address: int
-    block_stride: int
+    address: int  # of the page of block 0
+    block_stride: int  # bytes from one block's page to the next
     page: PageFormat
-    scales: tuple[Scale, ...] = ()
-    draft: str = ""
+    scales: tuple[Scale, ...] = ()  # those other than 1
+    draft: str = ""  # digest of the draft model that the layer belongs to; empty for the model's own layers
 
     @property
     def identity(self) -> str:
@@ -154,7 +144,6 @@ class RankGeometry:
 
     @property
     def labels(self) -> list[str]:
-        """Index and label of each group as text, e.g. ``0 full_attention``."""
         return [f"{number} {group.label}" for number, group in enumerate(self.groups)]
 
     def check(self) -> None:
@@ -212,7 +201,6 @@ class _Registered:
         self._farthest = list(accumulate((stop for _, stop in ordered), max))
 
     def holds(self, start: int, stop: int) -> bool:
-        """Return True if a single region contains all addresses ``[start, stop)``."""
         before = bisect_right(self._starts, start)
         return before > 0 and stop <= self._farthest[before - 1]
 
@@ -246,18 +234,12 @@ class PageMap:
     (64, 128, 32, 8, 1)
     >>> memory.page(1, 2) - 4096
     320
-
-    Attributes:
-        address: of the first byte of layer 0, block 0.
-        counts: layers, kernel blocks, heads, tokens and content bytes: of recurrent state, of a snapshot.
-        strides: bytes between neighbours along each of these axes.
-        kernels: number of consecutive kernel blocks per block.
     """
 
-    address: int
-    counts: tuple[int, int, int, int, int]
-    strides: tuple[int, int, int, int, int]
-    kernels: int = 1
+    address: int  # of the first byte of layer 0, block 0
+    counts: tuple[int, int, int, int, int]  # layers, kernel blocks, heads, tokens, bytes of content
+    strides: tuple[int, int, int, int, int]  # bytes between neighbours along each of these axes
+    kernels: int = 1  # consecutive kernel blocks per block
 
     @property
     def block_stride(self) -> int:
@@ -270,17 +252,11 @@ class PageMap:
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages.
+    """The space that a block pool reserves for the pages of a group. It may exceed the size of the pages."""
 
-    Attributes:
-        slots: least number of slots per block, each with space for one layer's page.
-        slot_bytes: per kernel block, in layouts with contiguous pages; 0 for the size of the KV.
-        block_stride: bytes from one block to the next, in layouts with blocks outermost; 0 for side by side.
-    """
-
-    slots: int = 0
-    slot_bytes: int = 0
-    block_stride: int = 0
+    slots: int = 0  # least number per block, each with space for one layer's page
+    slot_bytes: int = 0  # per kernel block, in layouts with contiguous pages; 0 for the size of the KV
+    block_stride: int = 0  # bytes between blocks, in layouts with blocks outermost; 0 for side by side
 
 
 def page_map(

@@ -47,7 +47,6 @@ class TensorMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes from the first byte of a block to its last one."""
         return 1 + sum((count - 1) * stride for count, stride in self.loops)
 
     def __str__(self) -> str:

@@ -3,11 +3,4 @@
 from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item, prompt_digest
 from kvferry.keys.namespace import Namespace, differences
 
-__all__ = [
-    "KEY_BYTES",
-    "ChunkKeys",
-    "Item",
-    "Namespace",
-    "differences",
-    "prompt_digest",
-]
+__all__ = ["KEY_BYTES", "ChunkKeys", "Item", "Namespace", "differences", "prompt_digest"]

@@ -104,7 +104,7 @@ class ChunkKeys:
         self.extend(tokens)
 
     def __len__(self) -> int:
-        """Return the number of tokens that the request has so far."""
+        """Number of tokens that the request has so far."""
         return len(self._ids) // _ID_BYTES
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
@@ -192,8 +192,7 @@ def _encode_array(tokens: npt.NDArray[np.integer]) -> bytes:
 def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     """Return the digest of token ids and of other inputs that determine the KV: BLAKE2b, 32 hex digits.
 
-    Args:
-        extras: the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
+    `extras` are the other inputs in order, such as LoRA adapter, multimodal hashes or cache salt.
 
     >>> prompt_digest([1, 2, 3]) == prompt_digest((1, 2, 3))
     True

@@ -61,7 +61,7 @@ class Namespace:
         form: Sequence[str],
         name: str,
     ) -> Namespace:
-        """Create the namespace of an engine.
+        """Create the namespace of an engine. Raise Unnameable if a fact is empty, or does not fit into JSON.
 
         Args:
             weights: digest of the content of the weights.
@@ -69,9 +69,6 @@ class Namespace:
             scales: scales of a quantised KV cache, by name; empty if there are none or if `form` has them.
                 Scales that an engine computes at run time give another namespace in each run.
             form: lines of text that describe the format of a chunk's bytes, from `CanonicalForm.describe`.
-
-        Raises:
-            Unnameable: a required fact is empty, or JSON cannot hold a fact exactly.
         """
         facts: dict[str, Fact] = {
             "dtype": dtype,
@@ -96,7 +93,6 @@ class Namespace:
 
     @property
     def note(self) -> str:
-        """Text of the note of this namespace."""
         return _to_json({"facts": self.facts, "name": self.name})
 
     @property
@@ -284,7 +280,6 @@ def text_of(value: Any) -> str:
 
 
 def _flatten(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of each setting in a nested configuration at a dotted key."""
     for key, value in config.items():
         if str(key) in NOT_CONTENT or value is None:
             continue

@@ -61,11 +61,8 @@ class AddressSpace:
             count: number of blocks or packed cells.
             word: size in bytes of an element of the view: 1, 2, 4 or 8 (`largest_word`).
 
-        Returns:
-            Tensor of shape (count, count of every loop, elements of a run) that shares the memory.
-
-        Raises:
-            TransferError: the view exceeds the registered memory, or spans the memory of several devices.
+        Return a tensor of shape (count, count of every loop, elements of a run) that shares the memory. Raise
+        TransferError if it exceeds the registered memory, or spans the memory of several devices.
         """
         first = copy.src if side == "src" else copy.dst
         distances = [loop.src if side == "src" else loop.dst for loop in copy.loops]

@@ -78,7 +78,6 @@ class ChunkCopies(PoolCells):
         self._copy(cells, cells.src_block, offsets[cells.dst_block])
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
-        """Copy cells from chunks to KV blocks. `cells.src_block` indexes `offsets`, from `offsets_of`."""
         self._copy(cells, cells.dst_block, offsets[cells.src_block])
 
     def blank(self, cells: Cells, offset: int) -> None:

@@ -29,11 +29,7 @@ MAX_LOOPS = 16
 
 
 def load_kernel(library: Path) -> CopyKernel:
-    """Load the kernel from a shared library.
-
-    Raises:
-        OSError: the library is missing, or was built for another kind of machine.
-    """
+    """Load the kernel. Raise OSError if the library is missing, or for another kind of machine."""
     function = ctypes.CDLL(str(library)).kvferry_copy_cells
     function.restype = None
     function.argtypes = [

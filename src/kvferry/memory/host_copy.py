@@ -21,10 +21,7 @@ STREAMED_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyView:
-    """A view of a block pool through which one strided copy can be run for any cell.
-
-    The copy connects a cell in the pool with the same cell outside of it, in packed memory or in a chunk.
-    """
+    """A view of a block pool, for one strided copy between any cell and its place in packed memory."""
 
     copy: StridedCopy
     storing: bool  # whether the pool is the source of the copy
@@ -69,10 +66,8 @@ def copy_cells(
 ) -> None:
     """Copy cells of a block pool in host memory, as `PoolCells.copy` does, by one strided copy.
 
-    The native kernel writes `streamed_bytes` or more past the CPU's caches.
-
-    Raises:
-        TransferError: a cell is outside the block pool or `memory`. Nothing was copied.
+    The native kernel writes `streamed_bytes` or more past the CPU's caches. After TransferError, for a cell
+    outside the block pool or `memory`, nothing was copied.
     """
     if not len(places):
         return

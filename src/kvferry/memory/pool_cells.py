@@ -72,8 +72,7 @@ class PoolCells:
                 If the tensor is in host memory, it must be registered with CUDA.
             offsets: byte offset in `memory` of each packed cell, int64 of shape (n,).
 
-        Raises:
-            TransferError: a cell is outside the block pool or `memory`.
+        Raise TransferError if a cell is outside the block pool or `memory`.
         """
         if not self.on_host:
             copy_cells_on_device(part, places, memory, offsets, self._engine_bytes)

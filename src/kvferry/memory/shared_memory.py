@@ -74,9 +74,8 @@ class SharedFile:
     def open(self, *, writable: bool) -> int:
         """Open the file, which another process of this machine owns, and return a descriptor.
 
-        Raises:
-            TransferError: the owner has ended, its descriptor now refers to another file, its size is not
-                sealed, or this process may not open it.
+        Raise TransferError if the owner has ended, its descriptor now refers to another file, its size is not
+        sealed, or this process may not open it.
         """
         path = f"/proc/{self.pid}/fd/{self.fd}"
         try:
@@ -196,7 +195,6 @@ class HugePageCollapser:
         self._thread.join()
 
     def wait(self) -> None:
-        """Wait until the thread has moved what the kernel can move."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -207,7 +205,6 @@ class HugePageCollapser:
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """Call ``madvise``. Return 0, or the errno if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
         return 0

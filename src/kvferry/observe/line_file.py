@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from io import FileIO
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.files import open_private
@@ -40,15 +39,7 @@ Line: TypeAlias = Callable[[], bytes]
 
 
 def open_line_file(setting: str, path: str) -> FileIO:
-    """Open a file for appending. A new file can be read only by its owner.
-
-    Args:
-        setting: name of the setting that names the file, for the error message.
-        path: path of the file; created if it does not exist.
-
-    Raises:
-        ConfigError: the file cannot be opened.
-    """
+    """Open a file for appending, a new one for its owner alone. Raise ConfigError if that fails."""
     try:
         return open(path, "ab", buffering=0, opener=open_private)
     except (OSError, ValueError) as error:
@@ -57,11 +48,7 @@ def open_line_file(setting: str, path: str) -> FileIO:
 
 
 def check_line_file(setting: str, path: str) -> None:
-    """Check that `open_line_file` can open a file. A file that does not exist is created and removed.
-
-    Raises:
-        ConfigError: the file cannot be opened.
-    """
+    """Check that `open_line_file` can open a file, and leave none behind. Raise ConfigError if it cannot."""
     target = os.path.realpath(path)  # a link may lead to a file that does not exist
     existed = os.path.lexists(target)
     open_line_file(setting, path).close()
@@ -84,11 +71,10 @@ class LineFile:
         most_queued_bytes: int = MOST_QUEUED_BYTES,
         closing_seconds: float = CLOSING_SECONDS,
     ) -> None:
-        """Start the thread.
+        """Start the thread, which closes `file`.
 
         Args:
-            setting, path: name of the setting and path of the file, for log messages.
-            file: file opened for appending, without a buffer. The thread closes it.
+            file: opened for appending, without a buffer.
             most_queued_bytes: maximum memory of the lines that wait to be written.
             closing_seconds: longest time for which `close` waits.
         """
@@ -107,7 +93,6 @@ class LineFile:
         """Add a line to the file, unless the file is closed or too many lines wait.
 
         Args:
-            line: function that returns the line.
             size: memory that `line` holds until it is called, in bytes.
         """
         if not self._is_open:
@@ -164,21 +149,12 @@ class TransferLog:
     """Listener that appends a line for each ended load from a peer. For the engine's thread alone."""
 
     def __init__(self, path: str, ranks: Sequence[RankGeometry]) -> None:
-        """Open the log file for appending.
-
-        Args:
-            path: path of the log file; created if it does not exist.
-            ranks: geometry of every rank of the engine.
-
-        Raises:
-            ConfigError: the file cannot be opened for appending.
-        """
+        """Open the log file for appending. Raise ConfigError if that fails."""
         self._labels = ranks[0].labels
         self._block_tokens, self._block_bytes = _full_attention_block(ranks)
         self._lines = LineFile("transfer_log", path, open_line_file("transfer_log", path))
 
     def __call__(self, event: Event) -> None:
-        """Write the line of a load that has ended."""
         if not isinstance(event, LoadEnded) or event.began.source != PEER:
             return
         if event.outcome is LoadOutcome.DROPPED:
@@ -209,15 +185,11 @@ class TransferLog:
             "read_bytes_per_second": figures.read_bytes_per_second,
             "total_seconds": event.seconds,
         }
-        self._lines.add(partial(_encode, line), _LINE_BYTES)
+        self._lines.add(lambda: json.dumps(line).encode() + b"\n", _LINE_BYTES)
 
     def close(self) -> None:
         """Write the lines that wait, and close the file. Later loads are not logged."""
         self._lines.close()
-
-
-def _encode(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line).encode() + b"\n"
 
 
 def _full_attention_block(ranks: Sequence[RankGeometry]) -> tuple[int, float]:

@@ -31,9 +31,8 @@ class Metric:
     """The definition of a Prometheus metric.
 
     Attributes:
-        name: name of the metric, without the prefix ``kvferry_`` and, for counters, without ``_total``.
-        help_text: description of the metric, which `/metrics` shows.
-        labels: names of the labels that kvferry sets, in the order in which their values are passed; without
+        name: without the prefix ``kvferry_`` and, for counters, without ``_total``.
+        labels: those that kvferry sets, in the order in which their values are passed; without
             labels that vLLM and Prometheus add.
     """
 
@@ -120,13 +119,7 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]
 
 @dataclass(slots=True)
 class MetricsDelta:
-    """Changes of metrics in one engine step, by series. Mutable.
-
-    Attributes:
-        counters: increments of the counters.
-        gauges: current values of the gauges.
-        samples: new observations of the histograms.
-    """
+    """Changes of metrics in one engine step, by series. Mutable."""
 
     counters: Counter[Series] = field(default_factory=Counter)
     gauges: dict[Series, float] = field(default_factory=dict)
@@ -142,7 +135,6 @@ class MetricsDelta:
             self.counters[name, labels] += by
 
     def set(self, name: str, *labels: str, to: float) -> None:
-        """Set a gauge of `METRICS`, with its labels in the order of `Metric.labels`."""
         self.gauges[name, labels] = to
 
     def sample(self, name: str, *labels: str, of: Iterable[float]) -> None:
@@ -159,12 +151,9 @@ class MetricsDelta:
             self.samples[series] += seen
 
     def plain(self) -> dict[str, Any]:
-        """Return the delta as a JSON-serializable dict.
+        """Return the delta as JSON types, by ``counters``, ``gauges`` and ``samples``.
 
-        Returns:
-            Dict with the keys ``counters``, ``gauges`` and ``samples``. Each value is a list of triples
-            [name, label values, change]. The change is the increment of a counter, the current value of a
-            gauge, or the list of observations of a histogram.
+        Each is a list of [name, label values, change]: the increment, the current value or the observations.
         """
         return {
             "counters": [[name, list(labels), n] for (name, labels), n in self.counters.items()],
@@ -174,7 +163,6 @@ class MetricsDelta:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> MetricsDelta:
-        """Create a delta from the result of `plain`."""
         found = cls()
         for name, labels, n in plain["counters"]:
             found.count(name, *labels, by=n)

@@ -28,10 +28,7 @@ class _RequestCounts:
     load fails, there may be another attempt.
 
     Attributes:
-        sources: names of the sources that may serve the request.
-        ticket: True if the request came with a peer's ticket.
         asked: last event with the sources' answers for the request; None before the first such event.
-        failed: reason of the latest failed load, by source.
         until: position after the last token that an attempt's loads cover, by attempt.
         lost: largest `until` of the attempts in which a source failed, by source. Cleared when the request is
             scheduled.
@@ -90,7 +87,7 @@ class MetricsListener:
         }
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended and have at least one source."""
+        """Number of requests that have not ended and have at least one source."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:

@@ -46,17 +46,9 @@ _PIECE_BYTES = 1 << 16
 
 
 def open_recording(path: str, header: Mapping[str, Any], engine_index: int = 0) -> tuple[str, FileIO]:
-    """Open the file of a recording for appending, without a buffer, and write the header.
+    """Open a recording for appending, without a buffer, write the header, and return its path and the file.
 
     No other engine opens the file as long as this process has it open.
-
-    Args:
-        path: path that the setting names.
-        header: header of the recording, made of JSON types.
-        engine_index: data-parallel index of the engine.
-
-    Returns:
-        Path of the file, and the file.
 
     Raises:
         ConfigError: each of `MOST_FILES` names has a file with another header, or is in use.
@@ -122,7 +114,7 @@ class _Known:
     """The history of a request that has not ended.
 
     Attributes:
-        arrival: time of arrival, monotonic seconds.
+        arrival: monotonic seconds.
         local_tokens: number of tokens that the engine's own prefix cache had when the request was first
             admitted; None before that.
         loaded: number of loaded tokens by place; None until the engine schedules the request.
@@ -139,11 +131,8 @@ def recording_header(
     """Return the first line of a recording: facts about the engine, made of JSON types.
 
     Args:
-        engine: facts about the engine.
-        labels: label of each KV cache group.
         chunking: number of tokens per chunk of the tiers, between kept snapshots, and before the first
             snapshot for shared prefixes (0 for none); None without tiers.
-        model: name of the model.
     """
     chunk, snapshot, first = chunking or (None, None, None)
     blocks = [group.block_tokens for group in engine.groups]
@@ -171,16 +160,7 @@ def start_recording(
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> RequestRecorder | None:
-    """Open the file of a recording and return its recorder. Log a warning and return None if that fails.
-
-    Args:
-        path: path that the setting names. The log says which file was opened.
-        header: first line of the recording, from `recording_header`.
-        adapters: the engine's LoRA adapters.
-        engine_index: data-parallel index of the engine.
-        clock: function that returns monotonic seconds.
-        unix_clock: function that returns seconds since 1970. It is read once.
-    """
+    """Open the file of a recording and return its recorder. Log a warning and return None if that fails."""
     try:
         opened, file = open_recording(path, header, engine_index)
     except (OSError, ValueError, ConfigError) as error:
@@ -189,11 +169,7 @@ def start_recording(
         return None
     logger.info("record: requests are recorded in %s", opened)
     return RequestRecorder(
-        LineFile("record", opened, file),
-        header["unit_tokens"],
-        adapters,
-        clock=clock,
-        unix_clock=unix_clock,
+        LineFile("record", opened, file), header["unit_tokens"], adapters, clock=clock, unix_clock=unix_clock
     )
 
 
@@ -221,7 +197,6 @@ class RequestRecorder:
         }
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     def __call__(self, event: Event) -> None:
@@ -254,7 +229,6 @@ class RequestRecorder:
         self._lines.add(partial(self._encode, line, keys, tokens), total * _TOKEN_BYTES)
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file. Later requests are not recorded."""
         self._lines.close()
 
     def _arrived(self, event: Arrived) -> None:

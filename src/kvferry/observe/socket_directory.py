@@ -133,7 +133,6 @@ def connect(path: Path, until: float) -> socket.socket | None:
     """Connect to a socket of `engine_sockets`. If the engine has ended, remove the socket and return None.
 
     Args:
-        path: path of the socket.
         until: deadline in monotonic seconds for an engine whose queue of new connections is full.
 
     Raises:
@@ -164,11 +163,7 @@ def connect(path: Path, until: float) -> socket.socket | None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the Unix sockets of engines that have ended.
-
-    Raises:
-        ConfigError: `check_directory` rejects the directory, or the directory cannot be read.
-    """
+    """Remove the sockets of engines that have ended. Raise ConfigError as `engine_sockets` does."""
     for path in engine_sockets(directory):
         with suppress(OSError):
             if (connection := connect(path, 0.0)) is not None:

@@ -30,11 +30,8 @@ class TraceSpan:
     """An OpenTelemetry span of a finished operation, such as a load or a store of KV.
 
     Attributes:
-        name: kind of the operation, for example ``kvferry.load``.
-        request_id: id of the request in the engine.
         parent: W3C trace headers of the parent span; empty if the request has none.
         begin, end: start time and end time of the operation, in monotonic seconds.
-        attributes: attributes of the span, by name.
         failure: reason for the failure; empty if the operation succeeded.
     """
 

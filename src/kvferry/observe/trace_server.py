@@ -50,7 +50,6 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     Attributes:
         find: beginning of the request ids to find, with or without vLLM's prefix; empty for all requests.
-        most: maximum number of traces in the answer.
     """
 
     find: str = ""
@@ -61,12 +60,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A description of an engine: the first line of its answer to `kvferry explain`.
 
     Attributes:
-        kvferry: version of kvferry.
-        pid: process id of the engine.
         role: ``prefill``, ``decode`` or ``both``.
         wall, monotonic: time of the answer in seconds since 1970, and in seconds of the monotonic clock.
-        remembered: number of requests that the engine remembers.
-        most: maximum number of requests that the engine remembers.
+        remembered, most: number of requests that the engine remembers, and its maximum.
         connector: name of the connector if the engine has several; empty otherwise.
     """
 
@@ -93,7 +89,7 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def trace_to_dict(trace: RequestTrace) -> dict[str, Any]:
-    """Return the trace of a request as a JSON-serializable dict."""
+    """Return the trace of a request as JSON types."""
     plain: dict[str, Any] = msgspec.to_builtins(_named(trace))
     return plain
 
@@ -110,11 +106,7 @@ def _named(trace: RequestTrace) -> dict[str, Any]:
 
 
 def decode_trace(line: bytes) -> RequestTrace:
-    """Decode the trace of a request, a line of JSON.
-
-    Raises:
-        ProtocolError: the line is not a trace.
-    """
+    """Decode a trace, a line of JSON. Raise ProtocolError if the line is no trace."""
     try:
         plain = msgspec.json.decode(line, type=_Trace)
         told = tuple(msgspec.convert(values, _EVENTS[name]) for name, values in plain.events)
@@ -149,14 +141,7 @@ class TraceServer:
     def __init__(
         self, traces: TraceBuffer, engine: EngineInfo, max_requests: int, seconds: float = _SECONDS
     ) -> None:
-        """Open the socket and start the server's thread. A failure is logged and does not stop the engine.
-
-        Args:
-            traces: buffer with the traces to serve.
-            engine: description of the engine. Its times and counts are updated for each answer.
-            max_requests: maximum number of requests in `traces`.
-            seconds: longest time to read a question and send the answer, in seconds.
-        """
+        """Open the socket and start the server's thread. A failure is logged and does not stop the engine."""
         self.error: Exception | None = None
         self._traces, self._engine, self._max_requests, self._seconds = traces, engine, max_requests, seconds
         self._thread = threading.Thread(target=self._run, name="kvferry-explain", daemon=True)
@@ -242,11 +227,7 @@ class TraceServer:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Check that a client runs as this process's user or as root.
-
-    Raises:
-        ProtocolError: the client runs as another user.
-    """
+    """Raise ProtocolError unless a client runs as this process's user or as root."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user not in (_ROOT, os.getuid()):
@@ -292,15 +273,9 @@ class RequestExplainer:
         role: str,
         connector: str = "",
     ) -> None:
-        """Start recording the connector's events. Call `start` to make them available to `kvferry explain`.
+        """Start recording the events of the latest `requests`; 0 to record and serve nothing.
 
-        Args:
-            events: stream of the connector's events.
-            requests: number of requests to remember; 0 to remember none and to serve nothing.
-            engine_id: name of the engine.
-            model: name of the engine's model.
-            role: ``prefill``, ``decode`` or ``both``.
-            connector: name of the connector if the engine has several; empty otherwise.
+        `start` makes them available to `kvferry explain`.
         """
         self._traces = TraceBuffer(requests) if requests else None
         self._max_requests = requests
@@ -317,12 +292,11 @@ class RequestExplainer:
             events.subscribe(self._traces)
 
     def start(self) -> None:
-        """Open the socket, and start the thread that answers. A failure is only logged."""
+        """Start the thread that answers. A failure is only logged."""
         if self._traces is not None:
             self._server = TraceServer(self._traces, self._engine, self._max_requests)
 
     def close(self) -> None:
-        """Stop answering `kvferry explain`, and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -32,10 +32,7 @@ class StoredChunks:
     """A summary of the stores to host memory for one request and one KV cache group.
 
     Attributes:
-        group: label (number and kind) of the KV cache group.
-        ordered: number of chunks whose copy to host memory was started.
-        done, failed: number of chunks whose copy succeeded, and failed.
-        size: number of bytes that were copied.
+        ordered: number of chunks whose copy was started; `done` and `failed` count those that ended.
         first: start of the first copy, in monotonic seconds.
         last: end of the last copy, in monotonic seconds; 0 if none has ended.
         failure: reason of the latest failure; empty if no copy failed.
@@ -56,9 +53,7 @@ class RequestTrace:
     """The events of one request so far.
 
     Attributes:
-        request_id: id of the request in the engine.
         events: events in the order of time, without events of stores and heartbeats.
-        left_out: number of events that were dropped from the middle of a long trace.
         stored: summaries of the stores to host memory, one per KV cache group.
         heartbeats: number of heartbeats by which the reading engine extended its lease on this request's
             blocks.
@@ -162,7 +157,6 @@ def _ended(stored: StoredChunks, event: events.StoreEnded) -> StoredChunks:
 
 
 def _cut(event: RequestEvent) -> RequestEvent:
-    """Return an event with its texts cut to `MAX_TEXT` characters."""
     # Peers and clients write them, so they can have any length.
     if all(len(text) <= MAX_TEXT for text in _texts(event)):
         return event

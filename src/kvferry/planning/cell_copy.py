@@ -29,10 +29,7 @@ ONE_CELL: Offsets = (0,)
 
 @dataclass(frozen=True)
 class CellCopy:
-    """The `copies` of the cell with offset 0 on both sides, and the offsets at which to repeat them.
-
-    The blocks of the two sides may have different numbers of cells.
-    """
+    """The `copies` of the cell with offset 0 on both sides, and the offsets at which to repeat them."""
 
     src_offsets: Offsets
     dst_offsets: Offsets
@@ -40,7 +37,6 @@ class CellCopy:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """Runs of the cell with offset 0, merged if contiguous on both sides."""
         return expand_copies(self.copies)
 
 
@@ -80,12 +76,8 @@ def split_tokens(
 ) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
     """Split the tokens of a cell into groups, so that one `CellCopy` can describe each group.
 
-    Args:
-        src, dst: byte offset of every token of a block on each side, int64.
-
-    Yields:
-        (src_offsets, dst_offsets, src_tokens, dst_tokens): as in `CellCopy`, and the byte offsets of the
-        group's tokens in the cell with offset 0, int64.
+    `src` and `dst` are the byte offsets of every token of a block on each side. Yield the two sides' offsets
+    of `CellCopy`, and the byte offsets of the group's tokens in the cell with offset 0, int64.
     """
     cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
     steps = np.concatenate([side - side[0] for side in cells])
@@ -165,12 +157,8 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     >>> moved.cell_copies[0]
     CellCopy(src_offsets=(0, 4), dst_offsets=(0, 4, 8), copies=(StridedCopy(src=0, dst=0, run=4, loops=()),))
 
-    Args:
-        fields: names of the fields to copy; None for all. A field of which the two sides hold disjoint parts
-            is left out.
-
-    Raises:
-        Incompatible: pages of `src` cannot be copied to pages of `dst`; lists all `differences`.
+    `fields` are the names of those to copy; None for all. A field of which the two sides hold disjoint parts
+    is left out. Raise Incompatible, with all `differences`, if there are any.
     """
     if found := differences(src, dst):
         raise Incompatible(found)
@@ -189,7 +177,6 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
 
 
 def _field_copies(src: Field, dst: Field, cell_elements: int) -> Iterator[CellCopy]:
-    """Yield the copies of a field, of which a cell has so many elements; 0 for a snapshot."""
     axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
     for src_offsets, dst_offsets, *tokens in split_tokens(
         _token_offsets(src), _token_offsets(dst), cell_elements or 1

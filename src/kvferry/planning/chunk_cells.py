@@ -67,10 +67,10 @@ def runs_of(numbers: Sequence[int]) -> list[range]:
     return found
 
 
-def chunk_table(numbers: Sequence[int]) -> Int64s:
+def _chunk_table(numbers: Sequence[int]) -> Int64s:
     """Return a block table for a buffer that holds these chunks of a prompt, int64 of shape (max + 1,).
 
-    >>> chunk_table([1, 3]).tolist()
+    >>> _chunk_table([1, 3]).tolist()
     [0, 1, 0, 2]
     """
     table = np.zeros(max(numbers) + 1, np.int64)
@@ -93,7 +93,7 @@ def cells_to_store(
     if not route.cell_tokens:
         # Any load that is not empty transfers the one snapshot.
         return [select_cells(route, _STATE, LoadSpan(0, 1, 2), blocks.table(), np.ones(1, np.int64))]
-    table, chunks, found = blocks.table(), chunk_table(numbers), []
+    table, chunks, found = blocks.table(), _chunk_table(numbers), []
     for run in runs_of(numbers):
         high = min(run.stop * chunk_tokens, available.stop)
         part = LoadSpan(max(run.start * chunk_tokens, available.start), high, high)
@@ -124,11 +124,8 @@ def cells_to_load(
 ) -> list[Cells]:
     """Return the cells to copy from a buffer of loaded chunks into blocks, per range of consecutive chunks.
 
-    Raise TransferError as `select_cells`, for the whole load.
-
-    Args:
-        span: tokens of the whole load.
-        numbers: chunks in the buffer, ascending, maybe a part of those of the load; one for a snapshot.
+    `numbers` are the chunks in the buffer, ascending: those of the load of `span`, or a part of them; one for
+    a snapshot. Raise TransferError as `select_cells`, for the whole load.
     """
     if not route.cell_tokens:
         return [select_cells(route, group, span, np.ones(1, np.int64), table)]
@@ -136,7 +133,7 @@ def cells_to_load(
     # The selections below see only their own run of chunks, so the edges of the whole load are checked here.
     check_part_edges(route, group.kind, span)
     low = max(low // route.cell_tokens * route.cell_tokens, span.local_tokens)
-    chunks, found = chunk_table(numbers), []
+    chunks, found = _chunk_table(numbers), []
     for run in runs_of(numbers):
         first, last = max(low, run.start * chunk_tokens), min(high, run.stop * chunk_tokens)
         part = LoadSpan(first, last, max(first, last))

@@ -43,18 +43,14 @@ _NO_CHUNK = np.zeros(1, np.int64)
 class ChunkedPrompt:
     """A prompt that is divided into chunks.
 
-    Attributes:
-        tokens: number of tokens to look up, from the start of the prompt; at most `prompt`, its length.
-        local_tokens: length of the prefix that the engine itself holds, in every group. It may end inside a
-            chunk. Of a sliding window, the engine may hold only the trailing part.
-        first: length of the prefix that another source loads for the groups that attend to all tokens; or 0.
+    `local_tokens` may end inside a chunk. Of a sliding window, the engine may hold only the trailing part.
     """
 
-    tokens: int
+    tokens: int  # to look up, from the start of the prompt
     chunk_tokens: int
-    prompt: int
-    local_tokens: int = 0
-    first: int = 0
+    prompt: int  # length
+    local_tokens: int = 0  # prefix that the engine itself holds, in every group
+    first: int = 0  # prefix that another source loads for the groups that attend to all tokens; or 0
 
     def __post_init__(self) -> None:
         if (
@@ -82,10 +78,7 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MissingChunk:
-    """The first chunk that a KV cache group lacks for a longer prefix, by its index in the prompt.
-
-    In a state group, the chunk at whose end no snapshot is stored.
-    """
+    """The first chunk, in a state group the first snapshot, that a group lacks for a longer prefix."""
 
     group: int
     chunk: int

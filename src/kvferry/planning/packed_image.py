@@ -30,14 +30,12 @@ MAX_READS = 1 << 16
 class PackedImage:
     """The layout of images that each hold one packed cell.
 
-    Attributes:
-        stride: bytes from one image to the next, a multiple of `ALIGNMENT`.
-        pool_copies: strided copies from the source's blocks to a gathered image, or from a fetched image to
-            the destination's blocks, at absolute addresses in block 0.
-        reads: from a gathered image to the destination, or from the source to a fetched image.
+    `pool_copies` go from the source's blocks to a gathered image, or from a fetched image to the
+    destination's blocks, at absolute addresses in block 0. `reads` go from a gathered image to the
+    destination, or from the source to a fetched image.
     """
 
-    stride: int
+    stride: int  # bytes from one image to the next, a multiple of `ALIGNMENT`
     pool_copies: tuple[PoolCopies, ...]
     reads: tuple[PoolDescriptors, ...]
 
@@ -47,7 +45,6 @@ class PackedImage:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest read."""
         return max(int(each.descriptors.length.max()) for each in self.reads)
 
 
@@ -86,9 +83,7 @@ def fetch_image(
 ) -> PackedImage | None:
     """Return the layout of images that the destination reads from the source and then unpacks.
 
-    Args:
-        gap_bytes: length of the longest gap between two runs that is read instead of skipped.
-        region_starts: first address of each registered region of the source. A READ across two would fail.
+    Gaps of up to `gap_bytes` are read. No read crosses a start of the source's regions: it would fail.
     """
     by_offsets = defaultdict[Offsets, list[tuple[Offsets, StridedCopy]]](list)
     for cell_copy in cell_copies:
@@ -153,10 +148,7 @@ def _merge_ranges(
 
 
 def _map_to_image(copy: StridedCopy, at: Int64s, inside: Int64s) -> list[StridedCopy]:
-    """Replace a copy's source addresses by offsets in an image.
-
-    The image has the ranges of memory from the addresses `at`, ascending, at the byte offsets `inside`.
-    """
+    """Replace source addresses by offsets `inside` an image of the memory ranges at `at`, ascending."""
     _, outer = _source_runs(copy)
     starts = loop_offsets(copy.src, outer)
     index = np.searchsorted(at, starts, "right") - 1

@@ -6,7 +6,7 @@ A list has one descriptor for every row (run of a cell) of a route, every cell o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,7 @@ from kvferry.planning.template import Route
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DescriptorIndices:
+class DescriptorIndices(NamedTuple):
     """The descriptors of a read, as indices into the lists prepared for both sides: int32 of shape (n,)."""
 
     src: Int32s
@@ -42,17 +41,11 @@ class TransferCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedEntries:
-    """The entries of one transfer method in the prepared descriptor list of one side.
+    """The entries of one transfer method in the prepared descriptor list of one side."""
 
-    Attributes:
-        base: index of the first entry. The others follow it.
-        blocks: number of blocks in the pool, or of images that fit into the staging area.
-        cells: number of cells per block; 1 for images.
-    """
-
-    base: int
-    blocks: int
-    cells: int = 1
+    base: int  # index of the first entry; the others follow it
+    blocks: int  # in the pool, or images that fit into the staging area
+    cells: int = 1  # per block; 1 for images
 
     def of(self, rows: int, ids: Int64s | Int32s, number: Int64s) -> Int32s:
         """Return the indices ``base + (row * cells + number % cells) * blocks + id``, int32 of (rows · n,).
@@ -60,8 +53,7 @@ class PreparedEntries:
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
-        Args:
-            ids, number: block id or index of the image, and index in the sequence, of each of n cells.
+        `ids` are of blocks or images, `number` the index in the sequence, of each of n cells.
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)

@@ -32,8 +32,7 @@ _WEIGHT = 4
 def last_prefix_ends(prompt: int, chunk_tokens: int, block_tokens: int) -> tuple[int, int]:
     """Return the tokens of the longest prefixes that the same prompt, and its continuations, can load.
 
-    Args:
-        block_tokens: tokens per block of the groups with recurrent state; 0 without such groups.
+    `block_tokens` are those of the groups with recurrent state; 0 without such groups.
     """
     if not block_tokens:
         # The incomplete last chunk is stored too.
@@ -155,15 +154,11 @@ def bytes_of_snapshots(canonical: CanonicalForm) -> tuple[int, float]:
 def snapshot_positions(prompt: int, start: int, shared: int, first: int, interval: int) -> tuple[int, ...]:
     """Return the positions of a prompt at which an engine should take snapshots, in ascending order.
 
-    They are for prompts that share only the beginning. A prompt's end always has a snapshot.
+    They are for prompts that share only the beginning. A prompt's end always has a snapshot. `start` is where
+    the engine begins to compute, `shared` the tokens of the longest prefix whose attention KV the tiers have.
 
     >>> snapshot_positions(20_000, 0, 0, 1088, 272), snapshot_positions(20_000, 4352, 12_000, 1088, 272)
     ((1088, 2176, 4352, 8704, 17408), (8704, 11968, 17408))
-
-    Args:
-        start: position at which the engine begins to compute.
-        shared: tokens of the longest prefix whose attention KV the tiers have.
-        first: first position, from `first_snapshot`.
     """
     if not first:
         return ()

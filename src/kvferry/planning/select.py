@@ -31,17 +31,12 @@ class LoadSpan:
 
     Several sources may each load a part of a prefix. For layers that attend to all tokens, each part
     transfers its own tokens. Other layers need only the end of the prefix, which the last part transfers.
-
-    Attributes:
-        local_tokens, total: tokens that the destination has before the load, and after all parts of it.
-        prompt: length of the whole prompt in tokens.
-        part: token range ``[first, last)`` that this load transfers; None for the whole prefix.
     """
 
-    local_tokens: int
-    total: int
-    prompt: int
-    part: tuple[int, int] | None = None
+    local_tokens: int  # that the destination has before the load
+    total: int  # that it has after all parts of the load
+    prompt: int  # length of the whole prompt
+    part: tuple[int, int] | None = None  # token range ``[first, last)``; None for the whole prefix
 
     @property
     def next_token(self) -> int:
@@ -154,8 +149,7 @@ def first_independent(group: GroupPattern, end: int) -> int:
 def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) -> int | None:
     """Return the position in the block table of a block whose start the load leaves unfilled; None for none.
 
-    Args:
-        alignment_tokens: loaded content begins at a multiple of this, at or before the first needed token.
+    Loaded content begins at a multiple of `alignment_tokens`, at or before the first needed token.
     """
     if not group.attention_span:
         return None
@@ -191,9 +185,8 @@ def select_cells(
 ) -> Cells:
     """Return the cells that a request transfers for the layers of `route`, in the destination's `group`.
 
-    Raises:
-        TransferError: a needed block is missing, null or not in the pool of its side; or the prefix that the
-            destination already has ends inside a cell; or a part of the loaded prefix ends inside a block.
+    Raise TransferError if a needed block is missing, null or not in its pool, the prefix that the destination
+    has ends inside a cell, or a part of the loaded prefix ends inside a block.
     """
     low, high = needed_tokens(group, span)
     if low >= high:

@@ -111,10 +111,6 @@ class Work:
     """The work of transferring one cell by one method.
 
     The source gathers and the destination scatters: calls of the copy operation, and runs that it copies.
-
-    Attributes:
-        bytes: useful bytes of the cell. Each copy operation copies so many.
-        shared: True if the copies go to and from host memory, wherever the KV cache is.
     """
 
     descriptors: float
@@ -123,11 +119,10 @@ class Work:
     gather_runs: float = 0
     scatter_calls: float = 0
     scatter_runs: float = 0
-    bytes: float = 0
-    shared: bool = False
+    bytes: float = 0  # useful ones of the cell; each copy operation copies so many
+    shared: bool = False  # the copies go to and from host memory, wherever the KV cache is
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        """Return the expected duration of a transfer of `cells` cells."""
         c, total = costs, cells * self.bytes
         least = _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
@@ -152,11 +147,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TransferMethod:
-    """One method to transfer the cells of a route.
+    """One method to transfer the cells of a route, with an `image` unless it is direct.
 
-    Attributes:
-        image: layout of images; None for the direct strategy.
-        landing: copies by which the destination unpacks what the source has packed; None if it does not.
+    `landing` are copies by which the destination unpacks what the source has packed; None if it does not.
     """
 
     strategy: Strategy
@@ -191,12 +184,8 @@ def transfer_methods(
 ) -> tuple[TransferMethod, ...]:
     """Return all methods that can transfer the cells of a route, without those with larger images.
 
-    Args:
-        region_starts: first address of each registered region of the source, which no read may cross.
-        shared: True if the destination has mapped host memory of the source.
-
-    Raises:
-        ConfigError: no method is left.
+    No read may cross a start in `region_starts`, addresses of the source. The destination has mapped the
+    source's host memory if `shared`. Raise ConfigError if no method is left.
     """
     found = []
     size = route.cell_bytes
@@ -257,7 +246,6 @@ def _read_count(image: PackedImage) -> int:
 
 
 def _copies(parts: Sequence[PoolCopies]) -> tuple[int, int]:
-    """Return (number of calls of the copy operation, number of copied runs) per cell."""
     copies = [copy for part in parts for copy in part.nests]
     return len(copies), sum(copy.run_count for copy in copies)
 

@@ -32,18 +32,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """A copy of runs of equal length, described by nested loops with constant strides.
+    """A copy of runs of equal length, described by nested loops with constant strides."""
 
-    Attributes:
-        src, dst: byte offset or address of the first run on each side.
-        run: length of a run in bytes.
-        loops: loops over the runs, outermost first, by descending stride at the destination.
-    """
-
-    src: int
+    src: int  # byte offset or address of the first run
     dst: int
-    run: int
-    loops: tuple[Loop, ...] = ()
+    run: int  # bytes
+    loops: tuple[Loop, ...] = ()  # outermost first, by descending stride at the destination
 
     @property
     def run_count(self) -> int:
@@ -178,10 +172,7 @@ def _describe_runs(src: Int64s, dst: Int64s) -> list[StridedCopy]:
 
 
 def _progressions(src: Int64s, dst: Int64s) -> list[tuple[int, Loop | None]]:
-    """Split pairs of offsets into arithmetic progressions: (index of the first pair, loop over the pairs).
-
-    The loop is None for a single pair.
-    """
+    """Split pairs of offsets into arithmetic progressions: (first pair's index, loop; None for one pair)."""
     found: list[tuple[int, Loop | None]] = []
     steps = np.stack([np.diff(src), np.diff(dst)], 1)
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1

@@ -22,16 +22,16 @@ from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
 
 
-def same_scales(a: Layer, b: Layer) -> bool:
+def _same_scales(a: Layer, b: Layer) -> bool:
     """Return True if two ranks have equal quantisation scales for all heads of a layer that both hold.
 
     >>> from kvferry.geometry import Axis, Field, PageFormat, Scale
     >>> def layer(first, *scales):
     ...     k = Field("k", 1, 0, (Axis("head", ((2, 1),), first, 4),))
     ...     return Layer("layers.0", 0, 2, PageFormat("fp8", 0, 2, (k,)), scales)
-    >>> same_scales(layer(0, Scale("k", (0.5,))), layer(2))  # scales of all heads: 0.5 and 1
+    >>> _same_scales(layer(0, Scale("k", (0.5,))), layer(2))  # scales of all heads: 0.5 and 1
     False
-    >>> same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
+    >>> _same_scales(layer(0, Scale("k", (0.5, 0.25))), layer(1, Scale("k", (0.25, 0.125))))  # head 1: 0.25
     True
     """
     if not (a.scales or b.scales):
@@ -58,18 +58,15 @@ def same_scales(a: Layer, b: Layer) -> bool:
     return True
 
 
-class RunKind(NamedTuple):
+class _RunKind(NamedTuple):
     """Runs of equal length in one cell of a route.
 
-    Attributes:
-        length: bytes of each run.
-        number: number of such runs per cell.
-        offsets: byte offset of each cell in its block, at the source and at the destination, int64. None if
-            such runs of consecutive cells cannot be contiguous on both sides, whatever the block ids.
+    `offsets` are the byte offsets of each cell in its block, on each side, int64. None if such runs of
+    consecutive cells cannot be contiguous on both sides, whatever the block ids.
     """
 
-    length: int
-    number: int
+    length: int  # bytes of each run
+    number: int  # of such runs per cell
     offsets: tuple[Int64s, Int64s] | None
 
 
@@ -77,27 +74,21 @@ class RunKind(NamedTuple):
 class Route:
     """A set of layers that are read together from one source rank.
 
-    Attributes:
-        src_group, dst_group: index of the layers' group, whose block table they use, on each side.
-        cell_tokens: tokens per cell; 0 for a snapshot.
-        src_cells, dst_cells: cells per block.
-        src_stride, dst_stride: bytes from one block to the next.
-        src_blocks, dst_blocks: blocks in the pool.
-        cell_copies: copies of a cell of block 0, at absolute addresses. If layers lie at equal distances, one
-            loop covers all of them, so a cross-layer cache needs only one strided copy.
+    If layers lie at equal distances, one loop of `cell_copies` covers all of them, so a cross-layer cache
+    needs only one strided copy.
     """
 
-    src_group: int
+    src_group: int  # index of the layers' group, whose block table they use, on each side
     dst_group: int
     layers: tuple[str, ...]
-    cell_tokens: int
-    src_cells: int
+    cell_tokens: int  # 0 for a snapshot
+    src_cells: int  # cells per block
     dst_cells: int
-    src_stride: int
+    src_stride: int  # bytes from one block to the next
     dst_stride: int
-    src_blocks: int
+    src_blocks: int  # in the pool
     dst_blocks: int
-    cell_copies: tuple[CellCopy, ...]
+    cell_copies: tuple[CellCopy, ...]  # of a cell of block 0, at absolute addresses
 
     @cached_property
     def cell_bytes(self) -> int:
@@ -113,8 +104,8 @@ class Route:
 
     @property
     def run_count(self) -> int:
-        """Number of runs per cell, before runs are merged."""
         # `runs` lists them, which is slow if there are many. This number tells beforehand.
+        """Number of runs per cell, before runs are merged."""
         return sum(copy.run_count for copy in self.copies)
 
     @cached_property
@@ -123,7 +114,7 @@ class Route:
         return concatenate([cell_copy.descriptors for cell_copy in self.cell_copies])
 
     @cached_property
-    def run_kinds(self) -> tuple[RunKind, ...]:
+    def run_kinds(self) -> tuple[_RunKind, ...]:
         """The `runs`, counted by their length and by the offsets of their cells."""
         found = []
         for one in self.cell_copies:
@@ -136,7 +127,7 @@ class Route:
             lengths, numbers = np.unique(one.descriptors.length, return_counts=True)
             for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
                 touch = all(length in each for each in steps)
-                found.append(RunKind(length, number, offsets if touch else None))
+                found.append(_RunKind(length, number, offsets if touch else None))
         return tuple(found)
 
 
@@ -160,10 +151,8 @@ _OTHER_SCALES = (
 def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Template, ...]:
     """Compute the copies with which this rank reads from every rank of a peer, in the order of `srcs`.
 
-    Layers of a draft model that the peer cannot supply are left out.
-
-    Raises:
-        Incompatible: the peer cannot supply a layer of the model or a part of a layer.
+    Layers of a draft model that the peer cannot supply are left out. Raise Incompatible for any other layer,
+    or part of one, that it cannot supply.
     """
     found: dict[str, list[str]] = defaultdict(list)
     pages = _Pages()
@@ -181,7 +170,7 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
                 except Incompatible as error:
                     chosen_for[choice_key] = (), error.differences
             chosen, reasons = chosen_for[choice_key]
-            if chosen and not all(same_scales(holder.layer, layer) for holder in holders):
+            if chosen and not all(_same_scales(holder.layer, layer) for holder in holders):
                 chosen, reasons = (), (_OTHER_SCALES,)
             # A peer without the draft model is still a good source; `absent_layers` reports the layers.
             for text in reasons if not layer.draft else ():
@@ -278,7 +267,6 @@ def _holders(srcs: Sequence[RankGeometry], pages: _Pages) -> dict[str, list[_Hol
 
 
 def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: int) -> _Choice:
-    """Choose the ranks from which the destination's rank `reader` reads a layer, or raise Incompatible."""
     if not holders:
         raise Incompatible(["not in the peer's cache"])
     # Recurrent state and a cache of tokens cannot replace each other. Other kinds differ only in the tokens

@@ -55,9 +55,7 @@ class StoredFile(Protocol):
 
     size: int  # length of the file in bytes
 
-    def read(self, offset: int, size: int) -> Buffer:
-        """Return the `size` bytes at `offset`, or fewer if the file ends earlier."""
-        ...
+    def read(self, offset: int, size: int) -> Buffer: ...
 
     def quarantine(self) -> bool:
         """Move the file to quarantine, where no engine reads it. Return whether it was moved.
@@ -97,11 +95,8 @@ class CacheAdmin(Protocol):
     def collect(self, capacity: int | None = None) -> CollectResult:
         """Remove leftovers of dead writers, count the bytes in use, and evict down to a capacity.
 
-        Files are evicted in the order of `CacheEntry.used_ns`, the earliest first.
-
-        Args:
-            capacity: maximum bytes in use after this call, which does not become the capacity of the cache.
-                None for the capacity of the cache.
+        Files are evicted in the order of `CacheEntry.used_ns`. `capacity` is in bytes, and does not become
+        that of the cache; None for the cache's own.
         """
         ...
 

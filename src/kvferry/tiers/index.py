@@ -105,7 +105,7 @@ class TagRows:
 
     def update(self, tag: int, *, keep: int, add: int) -> tuple[int, int]:
         """Set the bits of a tag to ``(bits & keep) | add``. Return the bits before and after."""
-        first = (row_of(tag) & self.rows - 1) * _ROW
+        first = (_row_of(tag) & self.rows - 1) * _ROW
         last = first + _SLOTS
         tags, bits = self._words[first:last].tolist(), self._words[last]
         if bits >= _OVERFLOW and tag in self.overflow:
@@ -156,7 +156,7 @@ class TagRows:
         return int(np.count_nonzero(bits)) + sum(1 for bits in self.overflow.values() if bits & mask)
 
 
-def row_of(tag: int) -> int:
+def _row_of(tag: int) -> int:
     """Return a hash of a tag, which is in the row of this number modulo the row count."""
     return tag + (tag >> _LAST_BYTE) * _SPREAD
 
@@ -216,7 +216,7 @@ class KeyTable:
             before, after = self._rows.update(tag, keep=keep, add=add)
             self._count += (after > 0) - (before > 0)
             # Until the larger table replaces this one, look-ups use this one, and moved rows change in both.
-            if self._moved and row_of(tag) & self._rows.rows - 1 < self._moved:
+            if self._moved and _row_of(tag) & self._rows.rows - 1 < self._moved:
                 self._next.update(tag, keep=keep, add=add)
             # At two tags per row on average, few of the seven slots of a row overflow. No caller waits for
             # all rows to move.
@@ -241,7 +241,6 @@ class KeyTable:
         return self._watch
 
     def count(self, bit: int) -> int:
-        """Return the number of keys of a tier. The time is proportional to the size of the table."""
         with self._lock:
             return self._rows.count(bit)
 
@@ -298,9 +297,6 @@ class TierKeys:
     >>> keys.contains(tags_of([key])), key in keys.recently_evicted
     (array([False]), True)
 
-    Args:
-        table: key table to use; None for a new one.
-
     Attributes:
         bit: bit of the tier in the result of `KeyTable.tier_bits`.
         recently_evicted: keys of chunks that left the tier recently. They may have come back.
@@ -312,7 +308,6 @@ class TierKeys:
         self.recently_evicted = RecentlyEvicted()
 
     def __len__(self) -> int:
-        """Return the number of keys, in a time proportional to the size of the table."""
         return self.table.count(self.bit)
 
     def contains(self, tags: Tags) -> npt.NDArray[np.bool_]:
@@ -338,14 +333,8 @@ class ListedKeys:
     """The keys of the chunks that a tier is known to have, kept up to date by listings.
 
     A listing takes time, so what this process adds or removes meanwhile takes precedence over it. Any thread
-    may use the object, but two listings that run at the same time must not include the same part.
-
-    Attributes:
-        changes: number of keys that listings have added or removed.
-
-    Args:
-        keys: set of keys that gets every change, initially empty.
-        max_keys: maximum number of known keys. Listings add no keys beyond it, but `add` ignores it.
+    may use the object, but two listings that run at the same time must not include the same part. `keys` gets
+    every change. Listings add no keys beyond `max_keys`, but `add` does. `changes` counts those of listings.
     """
 
     def __init__(self, keys: TierKeys, max_keys: int = sys.maxsize) -> None:

@@ -107,7 +107,6 @@ class OutcomeCounter:
             return self._puts[what] == 1
 
     def count_get(self, what: GetOutcome) -> bool:
-        """Count a fetch. Return whether to log it: the first of its outcome."""
         with self._lock:
             self._gets[what] += 1
             return self._gets[what] == 1
@@ -118,7 +117,6 @@ class OutcomeCounter:
             self._sums.update(counts)
 
     def stats(self) -> TierStats:
-        """Return a copy of all counts."""
         names = ("stored_bytes", "evicted", "evicted_bytes", "quarantined", "swept")
         with self._lock:
             return TierStats(dict(self._puts), dict(self._gets), **{name: self._sums[name] for name in names})

@@ -139,11 +139,7 @@ def _find(layout: _Layout, name: str) -> EntryKind | _Layout | None:
 
 
 def default_directory() -> str:
-    """Return the default directory of the file tier, in the user's cache directory.
-
-    Raises:
-        ConfigError: the user has no cache directory.
-    """
+    """Return the file tier's directory in the user's cache directory; ConfigError without the latter."""
     return str(user_cache() / "chunks")
 
 
@@ -168,8 +164,7 @@ def boot_id() -> str:
 def walk(root: str) -> Iterator[CacheEntry]:
     """Yield an entry for each kvferry file under `root`. Skip files that are removed meanwhile.
 
-    Raises:
-        OSError: an existing folder cannot be read.
+    Raise OSError if an existing folder cannot be read.
     """
     return _walk(root, _LAYOUT, "")
 

@@ -99,10 +99,9 @@ class StorageTier(Protocol):
         ...
 
     def mark_used(self, keys: Sequence[bytes]) -> None:
-        """Record that chunks were used now, so that they are evicted after others. The call blocks.
+        """Record that chunks were used now. The first is to be evicted first. The call blocks.
 
-        Args:
-            keys: in the order in which the chunks should be evicted. Keys that the tier lacks are skipped.
+        Keys that the tier lacks are skipped.
         """
         del keys
 
@@ -122,9 +121,7 @@ class StorageTier(Protocol):
         ...
 
     @property
-    def stats(self) -> TierStats:
-        """Counts of this process since it opened the tier."""
-        ...
+    def stats(self) -> TierStats: ...
 
     def close(self) -> None:
         """Release open resources. Idempotent. No other method may run during this call or after it."""
@@ -204,13 +201,11 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def trial_seconds(self) -> float:
-        """Time limit for `try_out`, in seconds."""
         raise NotImplementedError
 
     def try_out(self) -> TrialResult:
         """Write a small object to the storage and remove it, for `kvferry doctor`.
 
-        Raises:
-            ConfigError: the settings are invalid, so nothing was tried.
+        Raise ConfigError if the settings are invalid, so that nothing was tried.
         """
         raise NotImplementedError

@@ -37,7 +37,6 @@ def _key(number: int) -> bytes:
 
 
 def _body(number: int, group: ChunkGroup = _GROUP) -> memoryview:
-    """Return the body of a chunk in whole pages: its sections, each filled with a byte of its own."""
     chunk = Chunk(_NAMESPACE.digest, _key(number), (group,))
     body = whole_pages(chunk.body_bytes)
     body[:] = b"\xee" * len(body)
@@ -52,7 +51,6 @@ def _parts(chunk: Chunk, body: memoryview) -> list[memoryview]:
 
 
 def _fetch(tier: StorageTier, number: int, group: ChunkGroup = _GROUP) -> GetOutcome:
-    """Fetch a chunk, and check that a hit has the bytes that were stored."""
     right = _body(number, group)
     into = whole_pages(len(right))
     into[:] = bytes(len(into))

@@ -47,20 +47,10 @@ class HttpReply(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The answer of a kvferry router to `/health`.
-
-    Attributes:
-        prefill, decode: states of the router's prefill engines and of its decode engines.
-    """
+    """The answer of a kvferry router to `/health`."""
 
     class Engine(msgspec.Struct, frozen=True):
-        """The state of one of the router's engines.
-
-        Attributes:
-            url: base URL of the engine.
-            up: True while the router sends requests to the engine.
-            reason: reason why the engine is down; None while it is up.
-        """
+        """The state of one of the router's engines. `reason` is why it is down."""
 
         url: str
         up: bool = False
@@ -102,7 +92,6 @@ async def fetch(
     Args:
         seconds: maximum time from the start of the request to the end of the answer, in seconds.
         post: JSON body of a POST request; None for a GET request.
-        headers: headers of this request, in addition to those of the client.
 
     Raises:
         ProtocolError: the URL is not valid, the server cannot be reached, no complete answer arrives in time,

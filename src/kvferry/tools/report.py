@@ -252,12 +252,7 @@ def _stacked(columns: Sequence[Column], cells: Sequence[Sequence[Sequence[str]]]
 
 
 class Report:
-    """A console, and the maximum width of lines.
-
-    Args:
-        console: console to print to. Its own width is not used.
-        width: columns; None for no limit.
-    """
+    """A console whose own width is not used, and the maximum columns of lines; None for no limit."""
 
     def __init__(self, console: Console, width: int | None) -> None:
         self.width = width
@@ -280,7 +275,6 @@ class Report:
         self.text(text, _BOLD)
 
     def note(self, text: str) -> None:
-        """Print a paragraph in dim colour."""
         self.text(text, _DIM)
 
     def table(

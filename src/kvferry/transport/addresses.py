@@ -62,10 +62,10 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-def is_host_name(text: str) -> bool:
+def _is_host_name(text: str) -> bool:
     """Return whether a text has the form of a host name, and not of an IP address.
 
-    >>> [is_host_name(text) for text in ("node7", "kv.svc.", "10.0.0.7", "node7:5600", "http://node7", "")]
+    >>> [_is_host_name(text) for text in ("node7", "kv.svc.", "10.0.0.7", "node7:5600", "http://node7", "")]
     [True, True, False, False, False, False]
     """
     return _NAME.match(text) is not None
@@ -95,7 +95,7 @@ def zmq_endpoint(socket: zmq.Socket[Any], host: str, port: int | str) -> str:
 def check_host(name: str, host: str) -> None:
     """Raise ConfigError if a setting is neither a host name nor an IP address that one machine can have."""
     address = parse_ip(host)
-    if not is_host_name(host) if address is None else address.is_multicast:
+    if not _is_host_name(host) if address is None else address.is_multicast:
         raise ConfigError(
             f"{name} is {host!r}; it must be a host name or IP address, such as 10.0.0.7, without scheme, "
             "port or network length"
@@ -104,17 +104,11 @@ def check_host(name: str, host: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AllowedPeers:
-    """The machines that may be peers of this engine, from the setting ``peers``.
+    """The machines that may be peers of this engine, from the setting ``peers``."""
 
-    Attributes:
-        networks: None to allow all addresses.
-        names: host names that the engine may resolve, in lower case. Their addresses are allowed too.
-        engines: control channels to which the engine connects when it starts.
-    """
-
-    networks: tuple[Network, ...] | None = None
-    names: tuple[str, ...] = ()
-    engines: tuple[tuple[str, int], ...] = ()
+    networks: tuple[Network, ...] | None = None  # None to allow all addresses
+    names: tuple[str, ...] = ()  # lower case; may be resolved, and their addresses are allowed too
+    engines: tuple[tuple[str, int], ...] = ()  # connected at start
 
     def allows(self, address: IP) -> bool:
         """Return whether the allowed networks contain an address, which must be that of one machine.
@@ -151,9 +145,8 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     """Parse the setting ``peers``.
 
     Args:
-        entries: host names, IP addresses and IP networks. Hosts may have the port of an engine's control
-            channel. None if the setting is not set: then an engine that listens on loopback accepts loopback
-            addresses only, and any other engine accepts all.
+        entries: host names, with or without the port of a control channel, IP addresses and IP networks. None
+            allows loopback addresses only if the engine listens on loopback, else all addresses.
         host: address that the engine listens on.
         advertised: host under which peers reach this engine; None if not set.
     """
@@ -161,7 +154,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
         if is_loopback(host):
             return AllowedPeers(_LOOPBACK)
         # Other engines on this machine may be reached under the same name.
-        own = (normalize_name(advertised),) if advertised and is_host_name(advertised) else ()
+        own = (normalize_name(advertised),) if advertised and _is_host_name(advertised) else ()
         return AllowedPeers(None, own)
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ConfigError(
@@ -178,7 +171,7 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
             networks.append(network)
-        elif is_host_name(entry):
+        elif _is_host_name(entry):
             names.append(normalize_name(entry))
         else:
             pattern = "; a name stands for all its addresses, like that of a headless service"

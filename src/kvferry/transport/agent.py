@@ -119,8 +119,7 @@ def missing_requirements(
 ) -> Iterator[str]:
     """Yield the problems of this machine that may prevent a NIXL agent from starting, each with its remedy.
 
-    Args:
-        limits: value of each resource limit, negative if unlimited; None for those of this process.
+    `limits` has the value of each resource limit, negative if unlimited; None for those of this process.
     """
     try:
         found = (stat or os.statvfs)(SHARED_MEMORY)
@@ -220,9 +219,8 @@ class Agent:
         Args:
             owner: name of the peer that owns the memory; None for this agent.
             region: gives the list its memory kind and device.
-            rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors of the same length:
-                address of the first, length in bytes, distance in bytes from the start of one to the next,
-                and their number. The descriptors are numbered from 0, row after row.
+            rows: int64 of shape (n, 4). Each row stands for evenly spaced descriptors: address of the first,
+                length and distance in bytes, and number. They are numbered from 0, row after row.
         """
         table = np.empty((len(rows), 5), np.uint64)
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
@@ -235,12 +233,7 @@ class Agent:
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Create a READ, and return its handle. `post` starts it.
-
-        Args:
-            local_indices, remote_indices: descriptors of the prepared lists, int32 of shape (n,), in pairs of
-                the same length.
-        """
+        """Return the handle of a READ for `post`. Indices are int32 of shape (n,), pairs of equal length."""
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
@@ -267,10 +260,7 @@ class Agent:
         self._nixl.release_dlist_handle(handle)
 
     def close(self) -> None:
-        """Deregister all memory and end the agent: no peer can read the memory any more. Idempotent.
-
-        No READ from or into this memory may be in flight.
-        """
+        """Deregister all memory and end the agent. No READ from or to it may be in flight. Idempotent."""
         for descriptors in self._registered:
             self._nixl.deregister_memory(descriptors)
         self._registered.clear()

@@ -61,17 +61,11 @@ _Command: TypeAlias = tuple[Address, Request | None]
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection to the control channel of one peer. Only the client's thread uses it.
-
-    Attributes:
-        held: tickets of the peer's leases that this engine keeps alive with heartbeats.
-        used: True if a message was sent since the last heartbeat, so that a reply may still come.
-        connected: True once the peer has accepted a connection.
-    """
+    """A connection to the control channel of one peer. Only the client's thread uses it."""
 
     socket: ControlSocket
-    held: set[bytes] = field(default_factory=set)
-    used: bool = False
+    held: set[bytes] = field(default_factory=set)  # tickets of leases that heartbeats keep alive
+    used: bool = False  # a message was sent since the last heartbeat, so that a reply may still come
     connected: bool = False
 
 
@@ -100,11 +94,8 @@ class ControlClient:
         Args:
             check: raises Incompatible if this engine cannot read from a peer's ranks. The thread calls it.
             handshake_seconds: timeout of a handshake, and of redeeming a ticket.
-            heartbeat_seconds: time between two heartbeats to the same peer.
             meets: peers with which the thread does handshakes before anything is asked of them. It calls
                 `on_met` when one has ended.
-            linger_seconds: time to send the queued messages of a socket after it is closed.
-            resolve: resolves the names in `peers`; None for the system's resolver.
             runs: returns whether the engine still runs steps. If not, no heartbeats are sent, so that the
                 engine does not keep blocks of others without using them.
         """
@@ -138,11 +129,7 @@ class ControlClient:
         return len(self._peers)
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerStatus:
-        """Return the status of a peer, and start a handshake if a new one is needed (`Handshakes.status`).
-
-        Args:
-            incarnation: run that the caller expects; None for any. The result may be about another.
-        """
+        """Return the status of a peer, maybe of another incarnation. Start a handshake if one is needed."""
         answer = self._handshakes.status(address, incarnation)
         if answer is None:
             if self._handshakes.is_full:
@@ -152,7 +139,6 @@ class ControlClient:
         return answer
 
     def known(self, address: Address) -> PeerInfo | None:
-        """Return the description of a peer whose handshake has ended well; None for any other."""
         answer = self._handshakes.status(address)
         return answer if isinstance(answer, PeerInfo) else None
 
@@ -194,11 +180,7 @@ class ControlClient:
         self._queue_command(address, Release(self._consumer, [ticket]))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
-        """Ask peers for earlier turns; return the query's number, or None if no peer is asked.
-
-        Args:
-            peers: incarnation of each peer, by address. Those that recently failed to reply are not asked.
-        """
+        """Ask peers (address to incarnation) for earlier turns. Return the query's number, or None."""
         number, asked = self._questions.begin(peers)
         question = AskTurn(number, content.chunk_tokens, list(content.keys))
         for address in asked:
@@ -380,7 +362,7 @@ class ControlClient:
 
     def _receive(self, address: Address) -> None:
         peer = self._peers[address]
-        data = peer.socket.receive()
+        data = peer.socket.raw.recv_multipart()[-1]
         answer = decode_numbered(data)
         if isinstance(answer, Turns):
             self._questions.handle_reply(address, answer)

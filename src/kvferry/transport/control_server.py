@@ -56,11 +56,7 @@ _Message = TypeVar("_Message")
 
 
 class FairQueue(Generic[_Message]):
-    """A FIFO queue for messages between two threads, with a limit per sender and one for all senders.
-
-    Attributes:
-        dropped: number of messages dropped because of a limit.
-    """
+    """A FIFO queue between two threads, limited per sender and in total. `dropped` counts lost messages."""
 
     def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
         self.dropped = 0
@@ -73,14 +69,10 @@ class FairQueue(Generic[_Message]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[_Message]:
-        """Iterate over the queued messages, oldest first, without removing them."""
         return iter([message for _, message in list(self._waiting)])
 
     def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message and return True; drop it and return False if a limit is reached.
-
-        `force` ignores the limits, for messages sent only once and limited elsewhere.
-        """
+        """Append a message, or drop it and return False if a limit is reached. `force` ignores the limits."""
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
             if full and not force:
@@ -91,7 +83,6 @@ class FairQueue(Generic[_Message]):
             return True
 
     def popleft(self) -> _Message:
-        """Remove and return the oldest message. Raise IndexError if the queue is empty."""
         with self._lock:
             sender, message = self._waiting.popleft()
             self._of[sender] -= 1
@@ -137,11 +128,7 @@ class ControlServer:
         peers: AllowedPeers = ANY_PEER,
         resolve: ResolveName | None = None,
     ) -> None:
-        """Bind the socket, and start the thread. The arguments are those of `Listener`.
-
-        Args:
-            peers: machines that may connect. An address on any other machine does not appear in `keepers`.
-        """
+        """Bind the socket, and start the thread. The arguments are those of `Listener`."""
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.rejected = 0
         self.tickets = TicketBook(card.facts.incarnation)
@@ -158,10 +145,7 @@ class ControlServer:
         self._thread.start()
 
     def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
-        """Describe the ranks anew to peers, as if the engine had been started again.
-
-        Peers that know the engine repeat the handshake before they use a lease that is granted from now on.
-        """
+        """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
         self._card = PeerInfo(structs.replace(self._card.facts, incarnation=incarnation), ranks)
         self.tickets.renew(incarnation)
 
@@ -171,7 +155,7 @@ class ControlServer:
 
     @property
     def keepers(self) -> dict[Address, int]:
-        """Incarnations of the latest consumers that keep turns, by the address that answers `AskTurn`."""
+        """Incarnations of the latest consumers that keep turns, by allowed address that answers `AskTurn`."""
         return self._keepers.copy()
 
     @property

@@ -30,11 +30,7 @@ _MAX_BYTES = 1 << 20
 
 
 class CostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of the file: `costs` by name, and the calibrated `machine` for information.
-
-    Attributes:
-        made: time of the calibration, ISO 8601.
-    """
+    """Content of the file: `costs` by name, the time when they were `made` (ISO 8601), and the `machine`."""
 
     version: int
     made: str
@@ -101,26 +97,16 @@ def write_costs(path: Path, costs: Costs, made: str, machine: Mapping[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Settings of a worker's KV transfers, the same for all peers.
+    """Settings of a worker's KV transfers, the same for all peers."""
 
-    Attributes:
-        strategy: None to choose the cheapest for each read, by `costs`.
-        timed_read_bytes: size of the READs by which the speed of a new peer is measured; 0 for no
-            measurement.
-        staging_bytes: size of each of the three staging areas; 0 for none.
-        host, advertise_host: the gather channel listens on `host`, and readers are sent `advertise_host`.
-        ports: ports that the gather channel and UCX may listen on; None for any.
-        lane_bytes: approximate minimum number of bytes of a route that one lane reads.
-    """
-
-    strategy: Strategy | None = None
+    strategy: Strategy | None = None  # None to choose the cheapest for each read, by `costs`
     costs: Costs = field(default_factory=Costs)
-    timed_read_bytes: int = 2 << 20
-    staging_bytes: int = 64 << 20
-    host: str = "127.0.0.1"
-    advertise_host: str = "127.0.0.1"
+    timed_read_bytes: int = 2 << 20  # size of the READs that measure the speed of a new peer; 0 for none
+    staging_bytes: int = 64 << 20  # of each of the three staging areas; 0 for none
+    host: str = "127.0.0.1"  # the gather channel listens on it
+    advertise_host: str = "127.0.0.1"  # sent to readers
     keys: Keys = field(default_factory=random_keys)
     peers: AllowedPeers = ANY_PEER
-    ports: PortRange | None = None
+    ports: PortRange | None = None  # that the gather channel and UCX may listen on; None for any
     lanes: int = 2
-    lane_bytes: int = LANE_BYTES
+    lane_bytes: int = LANE_BYTES  # approximate minimum of a route that one lane reads

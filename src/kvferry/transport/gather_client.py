@@ -41,16 +41,13 @@ _Stride = Annotated[int, msgspec.Meta(ge=1, lt=_MOST_BYTES)]
 class GatherRoute(msgspec.Struct, frozen=True, array_like=True):
     """How the source must pack the cells of one route into images.
 
-    Attributes:
-        src_stride, src_blocks: bytes from one block of the source's KV cache to the next, and their number.
-        image_stride: bytes from one image to the next.
-        parts: strided copies from a block to an image. In each, `nests` copy the cell at offset 0, and `at`
-            has the offset of each cell in its block, which is added to the source addresses.
+    In each part, `nests` copy the cell at offset 0, and `at` has the offset of each cell in its block, which
+    is added to the source addresses.
     """
 
-    src_stride: _Stride
+    src_stride: _Stride  # bytes from one block of the source's KV cache to the next
     src_blocks: Count
-    image_stride: _Stride
+    image_stride: _Stride  # bytes from one image to the next
     parts: tuple[PoolCopies, ...]
 
     @property
@@ -66,24 +63,15 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request to pack cells into staging memory.
+    """Request to pack cells into staging memory."""
 
-    Attributes:
-        segment: id of the request, repeated in the reply.
-        route: index in `AnnounceRoutes.routes`.
-        slot, generation: word of the lease on the blocks, and its low half while the lease is valid.
-        blocks: block of each cell, packed as int32 in native byte order, in the order of tokens.
-        cell: index of the first cell within its block.
-        shared: True to pack into the memory file that the reader has mapped.
-    """
-
-    segment: Count = msgspec.field(name="chunk")
-    route: Count
-    slot: Count
-    generation: HalfWord
-    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
-    cell: Count
-    shared: bool = False
+    segment: Count = msgspec.field(name="chunk")  # id of the request, repeated in the reply
+    route: Count  # index in `AnnounceRoutes.routes`
+    slot: Count  # word of the lease on the blocks
+    generation: HalfWord  # low half of the word while the lease is valid
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]  # int32 per cell, native byte order
+    cell: Count  # index of the first cell within its block
+    shared: bool = False  # pack into the memory file that the reader has mapped
 
     def ids(self) -> Int64s:
         """Return the block of each cell, int64 of shape (n,)."""
@@ -97,11 +85,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
-    """Reply: the cells of a segment have been packed.
+    """Reply: the cells of a segment have been packed into images from index `position` of the area on.
 
-    Attributes:
-        position: index of the first image. Image ``i`` is at byte ``i * image_stride`` of the staging area.
-        word, generation: index of the word that changes before the images are overwritten, and its low half.
+    `word` is the index of the word that changes before the images are overwritten, `generation` its low half.
     """
 
     segment: Count = msgspec.field(name="chunk")
@@ -204,8 +190,7 @@ class GatherClient:
     """A connection to one rank of a peer, over which a lane asks the rank to gather.
 
     Attributes:
-        socket: underlying ZeroMQ socket, for use in a poller.
-        silent_until: time until which the lane sends no requests, by the lane's clock. The lane sets it when
+        silent_until: time, by the lane's clock, until which the lane sends no requests. The lane sets it when
             a request has timed out. Any reply of the rank resets it to 0.
     """
 
@@ -233,19 +218,11 @@ class GatherClient:
         self._answers: dict[int, Gathered | NotGathered] = {}
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the lane must send no requests at this time of its clock."""
         self._receive()  # a reply that has arrived ends the silence
         return now < self.silent_until
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
-        """Ask the rank to pack cells, and return the id of the segment, for `answer` and `done`.
-
-        Args:
-            lease: word of the lease on the source blocks.
-            blocks: source block of each cell, int64 of shape (n,), in the order of tokens.
-            cell: index of the first cell within its block.
-            shared: True to pack the cells into the rank's memory file, which this worker has mapped.
-        """
+        """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
         segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
         self._wanted[segment] = self._introductions
         ids = blocks.astype(np.int32).tobytes()

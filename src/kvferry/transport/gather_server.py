@@ -60,20 +60,13 @@ _SWEEP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GatherLimits:
-    """Limits of the state that readers can make a `GatherServer` keep.
+    """Limits of the state that readers can make a `GatherServer` keep."""
 
-    Attributes:
-        readers, cells: maximum number of readers, and of cell offsets in their routes. Beyond it, the oldest
-            reader is forgotten.
-        waiting, waiting_of_reader: maximum number of waiting requests, of all and of one reader.
-        waiting_bytes: maximum size of the block ids of all waiting requests.
-    """
-
-    readers: int = 1024
-    cells: int = 1 << 22
-    waiting: int = 4096
+    readers: int = 1024  # beyond it, the oldest reader is forgotten
+    cells: int = 1 << 22  # cell offsets in readers' routes; likewise
+    waiting: int = 4096  # requests
     waiting_of_reader: int = 1024
-    waiting_bytes: int = 64 << 20
+    waiting_bytes: int = 64 << 20  # block ids of all waiting requests
 
 
 @dataclass(slots=True)
@@ -105,11 +98,9 @@ class _Waiting:
 
 
 class GatherServer:
-    """A thread that packs cells into staging memory at the request of readers.
+    """A thread that packs cells into staging memory, `area`, at the request of readers.
 
-    Attributes:
-        area: staging area that readers read from. Each unit has a word, and that of an allocation's first
-            unit changes before the memory is used again.
+    Each unit has a word, and that of an allocation's first unit changes before the memory is used again.
     """
 
     def __init__(
@@ -130,9 +121,7 @@ class GatherServer:
         Args:
             words: words of the worker. Those before index `first_word` protect leased blocks. The others
                 protect the units of `area`, and then those of `shared`.
-            settings: host, ports, key and peers of the channel.
-            make_copies: prepares the copies of a route, with the arguments of `StagingCopies`.
-            shared: staging area in host memory that readers of the same machine map; None if there is none.
+            shared: staging area in host memory that readers of the same machine map.
         """
         self.area, self._shared = area, shared
         self._limits, self._make_copies = limits or GatherLimits(), make_copies
@@ -151,7 +140,6 @@ class GatherServer:
         self._thread.start()
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        """Stop the thread. Wait at most `patience_seconds` for a copy in progress."""
         self._stop.set()
         self._listener.interrupt()
         self._thread.join(patience_seconds)

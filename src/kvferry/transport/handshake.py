@@ -113,8 +113,7 @@ class _Handshake:
 class Handshakes:
     """The handshakes with all peers, and the status of each peer. Each handshake has its own deadline.
 
-    Attributes:
-        soonest: time of the next deadline, as of the last call of `refuse_silent`; may be infinite.
+    `soonest` is the time of the next deadline, as of the last call of `refuse_silent`; may be infinite.
     """
 
     def __init__(
@@ -124,12 +123,7 @@ class Handshakes:
         patience_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty collection.
-
-        Args:
-            check: returns the ranks of a peer with IP addresses in place of host names. It raises
-                Incompatible if this engine cannot read from them.
-        """
+        """`check` returns a peer's ranks with IP addresses in place of host names, or raises Incompatible."""
         self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
         self._refused_until: dict[Address, float] = {}
@@ -169,7 +163,6 @@ class Handshakes:
         return answer
 
     def forget(self, address: Address) -> None:
-        """Forget the status of a peer, so that its next use starts a new handshake."""
         self._answers.pop(address, None)
 
     # -- the thread that has the sockets ------------------------------------------------------------------
@@ -197,7 +190,6 @@ class Handshakes:
     def refuse(
         self, address: Address, reason: str, *, gone: bool = False, seconds: float = REFUSAL_SECONDS
     ) -> None:
-        """Set the status of a peer to Unusable for a number of seconds, and log the reason."""
         reason, (host, port) = shown(reason, _REASON_CHARACTERS), address
         self._log.say(f"{address}", f"peer at {shown(host)}:{port} cannot be used: {reason}")
         self._running.pop(address, None)
@@ -209,10 +201,7 @@ class Handshakes:
         self._closable.append(address)
 
     def refuse_silent(self) -> list[Address]:
-        """Refuse the peers that have not answered in time.
-
-        Return the peers that became Unusable since the last call. The caller closes their sockets.
-        """
+        """Refuse peers that are silent for too long. Return all that became Unusable since the last call."""
         now, self.soonest = self._clock(), math.inf
         for address, handshake in list(self._running.items()):
             patience = self._patience(handshake)
@@ -235,7 +224,6 @@ class Handshakes:
         return self._patience_seconds
 
     def is_unknown(self, address: Address) -> bool:
-        """Return whether a peer has no status, and no handshake with it is under way."""
         # `forget` removes the status of a peer, but does not end a handshake with it.
         return self._answers.get(address) is None and address not in self._running
 

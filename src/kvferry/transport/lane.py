@@ -71,25 +71,17 @@ class _Connect(NamedTuple):
 
 @dataclass(slots=True)
 class _Read:
-    """A read order that a lane has started and not ended. Times are in seconds of `time.perf_counter`.
-
-    Attributes:
-        landing: index of the first of the `MAX_SOURCES` elements of `LaneResources.words` that belong to this
-            read, one for the lease word of each rank of the peer.
-        handles: READs in flight, without those of images: first of cells, later of lease words.
-        peer_lost: True if the transport failed.
-        data_done: time at which all KV had arrived, and the lease words began to be read; 0 before.
-    """
+    """A read order that a lane has started and not ended. Times are in seconds of `time.perf_counter`."""
 
     order: ReadOrder
     peer: ConnectedPeer
-    landing: int
+    landing: int  # index in `LaneResources.words` of the first of `MAX_SOURCES` for lease words, one per rank
     plan: ReadPlan
     started: float
-    handles: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)  # READs in flight, not of images: of cells, then words
     failure: str | None = None
-    peer_lost: bool = False
-    data_done: float = 0.0
+    peer_lost: bool = False  # the transport failed
+    data_done: float = 0.0  # when all KV had arrived, and the lease words began to be read; 0 before
 
 
 class Lane:
@@ -116,15 +108,7 @@ class Lane:
         on_result: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start the thread.
-
-        Args:
-            name: name of the NIXL agent, unique among all agents that ever communicate.
-            landing: staging area into which images are read; all lanes share it.
-            in_flight: maximum number of orders that are executed at the same time; further orders wait.
-            on_result: function that the thread calls when `results` has a new result.
-            clock: seconds, for timeouts, pauses and the speed of READs.
-        """
+        """Start the thread. The arguments are those of `Transfers`. `clock` is for timeouts and pauses."""
         self.ready: Future[None] = Future()
         self.results: deque[ReadResult] = deque()
         self._on_result, self._validator = on_result, validator
@@ -161,10 +145,7 @@ class Lane:
         self._wake.set()
 
     def connect(self, peer: str, cards: tuple[RankCard, ...] | None) -> None:
-        """Connect a peer, or disconnect it if `cards` is None, after the orders submitted so far.
-
-        Orders that are submitted later wait until the peer is connected.
-        """
+        """Connect a peer, or disconnect it without `cards`, between the orders submitted before and after."""
         self._queue.append(_Connect(peer, cards))
         self._wake.set()
 
@@ -174,7 +155,6 @@ class Lane:
         self._wake.set()
 
     def join(self, patience_seconds: float) -> bool:
-        """Wait at most `patience_seconds` for the lane's thread to end; return whether it has ended."""
         self._thread.join(patience_seconds)
         return not self._thread.is_alive()
 
@@ -212,10 +192,7 @@ class Lane:
         self._shut()
 
     def _execute_queued(self) -> bool:
-        """Execute the queued commands and orders, oldest first. Return whether any was.
-
-        While the maximum number of reads is in progress, orders stay in the queue.
-        """
+        """Execute queued commands, and orders while there are not too many reads. Return whether any was."""
         busy = self._links.process_verdicts() | self._measure()
         if busy:
             # Held orders came before the queued ones, and go back in front of them in their order.

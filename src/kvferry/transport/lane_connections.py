@@ -42,39 +42,23 @@ _LONGEST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The plan of a lane's share of an order.
+    """The plan of a lane's share of an order."""
 
-    Attributes:
-        sources: ranks of the peer that supply anything.
-        direct: pairs of a rank and the descriptors of the cells that go from there straight into blocks.
-        packed: reads of cells as images. The lane advances them, and removes those that have ended.
-        clears: pairs (copies, int64 ids of blocks) whose bytes are zeroed before the read.
-        figures: without the times of the transfer.
-    """
-
-    sources: list[SourceRank]
-    direct: list[tuple[SourceRank, DescriptorIndices]]
-    packed: list[PackedRead]
-    clears: list[tuple[StagingCopies, Int64s]]
-    figures: LoadFigures
+    sources: list[SourceRank]  # ranks that supply anything
+    direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
+    packed: list[PackedRead]  # reads of images; the lane removes those that have ended
+    clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
+    figures: LoadFigures  # without the times of the transfer
 
 
 class ConnectedPeer:
     """A connection of a lane to a peer engine, with all that is prepared to read the peer's KV cache.
 
-    Attributes:
-        sources: all ranks of the peer, also those without KV for this rank, in the order of its cards.
+    `sources` are all ranks of the peer, also those without KV for this rank, in the order of its cards.
     """
 
     def __init__(self, lane: LaneResources, cards: Sequence[RankCard]) -> None:
-        """Load the peer's transport metadata, and prepare to read from its ranks.
-
-        Raises:
-            Incompatible: the peer's ranks lack a layer, or a part of one, that this rank needs.
-            TransferError: there are too many ranks or descriptors, the transport cannot reach the peer, or no
-                transfer method can read some part of the KV.
-            ProtocolError: the transport metadata of a rank is malformed.
-        """
+        """Load the peer's transport metadata, and prepare to read from its ranks, or raise a KVFerryError."""
         if len(cards) > MAX_SOURCES:
             raise TransferError(f"the peer has {len(cards)} ranks, at most {MAX_SOURCES} can be read from")
         self._lane = lane
@@ -90,10 +74,7 @@ class ConnectedPeer:
             self._made = made.pop_all()
 
     def plan(self, order: ReadOrder) -> ReadPlan:
-        """Plan how to read the KV of one request from the peer.
-
-        Raise TransferError if tables, block ids or lease slot of the order do not fit the two engines.
-        """
+        """Plan the read of one request's KV. Raise TransferError if the order does not fit both engines."""
         started = time.perf_counter()
         self._check(order)
         settings, groups = self._lane.settings, self._lane.geometry.groups
@@ -128,7 +109,8 @@ class ConnectedPeer:
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if indices:
-                direct.append((source, _join_indices(indices)))
+                joined = map(np.concatenate, zip(*indices, strict=True))  # lazy: one route needs no copy
+                direct.append((source, indices[0] if len(indices) == 1 else DescriptorIndices(*joined)))
             if len(moved) > moved_before:
                 sources.append(source)
         return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
@@ -141,11 +123,12 @@ class ConnectedPeer:
     ) -> LoadFigures:
         """Return the figures of a plan: of (KV cache group, strategy, counts) for each route that is read."""
         sizes = [0] * len(self._lane.geometry.groups)
-        strategies: list[dict[str, None]] = [{} for _ in sizes]
+        strategies: list[tuple[str, ...]] = [()] * len(sizes)
         pages = descriptors = largest = 0
         for group, strategy, counts in moved:
             sizes[group] += counts.bytes
-            strategies[group][strategy] = None
+            if strategy not in strategies[group]:
+                strategies[group] += (strategy,)
             pages += counts.pages
             descriptors += counts.descriptors
             largest = max(largest, counts.largest_run)
@@ -155,7 +138,7 @@ class ConnectedPeer:
             not_shared = not_shared or source.not_shared
         return LoadFigures(
             bytes_by_group=tuple(sizes),
-            strategies_by_group=tuple(map(tuple, strategies)),
+            strategies_by_group=tuple(strategies),
             reads=1,
             pages=pages,
             descriptors=descriptors,
@@ -200,12 +183,6 @@ class ConnectedPeer:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
 
 
-def _join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices:
-    if len(parts) == 1:
-        return parts[0]
-    return DescriptorIndices(np.concatenate([p.src for p in parts]), np.concatenate([p.dst for p in parts]))
-
-
 def pause_seconds(failures: int) -> float:
     """Return the seconds to wait before a retry, after a number of failures in succession.
 
@@ -217,21 +194,15 @@ def pause_seconds(failures: int) -> float:
 
 @dataclass(slots=True)
 class _Link:
-    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is.
-
-    Attributes:
-        reason: why there is no connection; only used in state DOWN.
-        failures: number of consecutive failures to connect to the peer or to read from it.
-        retry_at: time before which the peer is not connected again.
-    """
+    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is."""
 
     name: str
     cards: tuple[RankCard, ...]
     peer: ConnectedPeer | None = None
     verdict: ValidationResult | None = None
-    reason: str = ""
-    failures: int = 0
-    retry_at: float = 0.0
+    reason: str = ""  # why there is no connection; only used in state DOWN
+    failures: int = 0  # to connect to the peer or to read from it, in succession
+    retry_at: float = 0.0  # time before which the peer is not connected again
 
 
 class LaneConnections:
@@ -244,12 +215,7 @@ class LaneConnections:
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty collection.
-
-        Args:
-            make: connects to the ranks of a peer. It raises an exception if it cannot.
-            in_use: returns the connections that reads in progress use.
-        """
+        """Create an empty collection. `make` connects a peer or raises. `in_use` returns what reads use."""
         self._make, self._validate, self._in_use, self._clock = make, validate, in_use, clock
         self._links: dict[str, _Link] = {}
         # Those in state ASKED and UP, so that polls and reads do not search all peers.
@@ -303,7 +269,6 @@ class LaneConnections:
             self._mark_down(link, reason)
 
     def mark_served(self, peer: ConnectedPeer) -> None:
-        """Record that a read from a peer has succeeded, which ends its failures in succession."""
         if (link := self._up.get(peer)) is not None:
             link.failures = 0
 

@@ -36,17 +36,11 @@ _SPARE_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class LeaseWord:
-    """Where the word of a lease is, and its value while the lease is valid.
+    """Where the word of a lease is, and its value while the lease is valid."""
 
-    Attributes:
-        slot: index of the word, the same on every worker.
-        generation: low half of the word on every worker.
-        incarnation: run of the engine that granted the lease.
-    """
-
-    slot: int
-    generation: int
-    incarnation: int
+    slot: int  # index of the word, the same on every worker
+    generation: int  # low half of the word on every worker
+    incarnation: int  # run of the engine that granted the lease
 
     def word(self, worker: int) -> int:
         """Return the word of a worker, given by its incarnation, while the lease is valid."""
@@ -89,7 +83,6 @@ class LeaseWords:
         return first
 
     def invalidate_all(self) -> None:
-        """Set all words to 0, so that no present or future lease is valid."""
         self.array[:] = 0  # an incarnation is never 0
 
     def end(self, slots: Iterable[int]) -> None:
@@ -103,9 +96,7 @@ class LeaseWords:
 class _HeldLease:
     """A lease that has not ended. Times are in seconds of the book's clock.
 
-    Attributes:
-        granted: time of the grant.
-        due: time of the lease's entry in the heap of `LeaseBook`, at most `expires`; infinite without one.
+    `due` is the time of its entry in the heap of `LeaseBook`, at most `expires`; infinite without one.
     """
 
     slot: int
@@ -115,15 +106,10 @@ class _HeldLease:
 
 
 class LeaseBook:
-    """A producer's leases, in its scheduler: at most `slots` at a time. Only the engine's thread may use it.
+    """A producer's leases, in its scheduler, `slots` at most. Only the engine's thread may use it."""
 
-    A step asks which leases have expired, and which no consumer has claimed. The time for that grows with the
-    number of leases that are found, not with that of all leases.
-
-    Attributes:
-        seconds: default duration of a lease.
-        expired: number of leases that have expired since the start.
-    """
+    # A step asks which leases have expired, and which no consumer has claimed. The time for that grows with
+    # the number of leases that are found, not with that of all leases.
 
     def __init__(self, incarnation: int, slots: int, seconds: float, clock: Callable[[], float]) -> None:
         self.seconds = seconds
@@ -149,10 +135,7 @@ class LeaseBook:
         return list(self._held)
 
     def grant(self, name: str, seconds: float | None = None) -> LeaseWord:
-        """Grant a lease on the blocks of a request, for the default duration if `seconds` is None.
-
-        Raise TransferError if all slots are in use.
-        """
+        """Grant a lease, of the default duration without `seconds`; TransferError if all slots are in use."""
         if not self._free:
             raise TransferError(
                 f"all {len(self._generations)} lease slots are in use; lower lease_seconds "
@@ -196,8 +179,7 @@ class LeaseBook:
     def end(self, names: Iterable[str]) -> dict[str, int]:
         """End leases, and return the slot of each by name. Unknown and ended ones are ignored.
 
-        All workers must raise these words. Then the caller must call `ended` for each name, and keep the
-        blocks until then.
+        All workers must raise these words. Keep the blocks until then, and call `ended` for each name.
         """
         ending = {name: self._held.pop(name).slot for name in names if name in self._held}
         for name in ending:
@@ -210,7 +192,6 @@ class LeaseBook:
         return ending
 
     def end_expired(self) -> dict[str, int]:
-        """End all leases that have expired, as `end`."""
         now, late = self._clock(), []
         while self._due and self._due[0][0] <= now:
             due, _, name, held = heapq.heappop(self._due)

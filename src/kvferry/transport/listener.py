@@ -57,16 +57,12 @@ _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 class _ConnectionLimiter:
     """Limits the number of open connections of one ZeroMQ socket. Only one thread may use it.
 
-    Attributes:
-        open: number of open connections.
-        paused: True while new connections are not accepted.
-        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `process_events`.
+    `events` is a ZeroMQ monitor socket. When it is readable, call `process_events`.
     """
 
     def __init__(
         self, listener: zmq.Socket[Any], max_connections: int | None, handshake_seconds: float
     ) -> None:
-        """Start to monitor a ZeroMQ socket that is not bound yet. The other arguments are `Listener`'s."""
         self.open, self.paused = 0, False
         self._listener, self._most = listener, max_connections or _default_limit()
         self._log = LimitedLog(logger)
@@ -231,8 +227,6 @@ class Listener:
             port: 0 for any free port, or a range for a free port of it.
             max_message_bytes: a peer that sends a longer message is disconnected.
             max_connections: None for a limit by that of the process's file descriptors.
-            resolve: resolves the names in `peers`; None for the system's resolver.
-            handshake_seconds: timeout for a client to authenticate.
         """
         self._lock, self._closed = threading.Lock(), False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -299,7 +293,6 @@ class Listener:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the socket. Replies that have not been sent are dropped."""
         with self._lock:
             self._closed = True
             os.close(self._wake)

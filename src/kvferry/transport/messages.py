@@ -20,7 +20,7 @@ transport metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, TypeAlias
 
@@ -95,18 +95,14 @@ Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 class Facts(msgspec.Struct, frozen=True):
     """Description of an engine, which it sends to peers in handshakes.
 
-    Attributes:
-        incarnation: random number that identifies this run of the engine.
-        software: versions of the engine's software, for logs only.
-        must_agree: value of each property that decides the meaning of KV bytes, by name (`compare_facts`).
-        keeps_turns: (host, port) at which the engine answers `AskTurn`; None if it keeps no earlier turns.
+    `must_agree` has the properties that decide the meaning of KV bytes (`compare_facts`).
     """
 
     engine_id: EngineId
-    incarnation: HalfWord
-    software: Annotated[str, msgspec.Meta(max_length=1024)]
+    incarnation: HalfWord  # random number that identifies this run of the engine
+    software: Annotated[str, msgspec.Meta(max_length=1024)]  # versions, for logs only
     must_agree: Annotated[dict[_Text, Fact], msgspec.Meta(max_length=MAX_FACTS)]
-    keeps_turns: tuple[Host, Port] | None = None
+    keeps_turns: tuple[Host, Port] | None = None  # answers `AskTurn`; None if it keeps no turns
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -136,38 +132,25 @@ class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """The gather channel of a worker, and its staging area for readers.
-
-    Attributes:
-        address, bytes: memory of the staging area.
-        words: number of words that protect it. They follow the lease words (`RankCard.words_address`).
-        file: memory file of the same size that readers of the same machine can map instead; None without one.
-    """
+    """The gather channel of a worker, and its staging area for readers, at `address` and `bytes` long."""
 
     host: Host
     port: Port
     address: _Address
     bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-    words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]
-    file: SharedFile | None = None
+    words: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORDS)]  # protect the area, behind those of leases
+    file: SharedFile | None = None  # of the same size, which readers of the same machine can map instead
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """Description of one worker of the producer.
-
-    Attributes:
-        agent: transport metadata of the worker's NIXL agent.
-        words_address, words: address and number of the worker's words; those of leases come first.
-        incarnation: random number that identifies this run of the worker, the high half of each of its words.
-        outgoing: None if the worker gathers nothing.
-    """
+    """Description of one worker of the producer."""
 
     geometry: RankGeometry
-    agent: Annotated[bytes, msgspec.Meta(max_length=MAX_AGENT_BYTES)]
+    agent: Annotated[bytes, msgspec.Meta(max_length=MAX_AGENT_BYTES)]  # transport metadata
     words_address: _Address
-    words: _Words
-    incarnation: _Incarnation
-    outgoing: Outgoing | None = None
+    words: _Words  # those of leases come first
+    incarnation: _Incarnation  # random number of this run of the worker, the high half of each of its words
+    outgoing: Outgoing | None = None  # None if the worker gathers nothing
 
     @property
     def leases(self) -> int:
@@ -196,10 +179,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
-    """Request for the earlier turns that share the most leading chunks with a prompt.
-
-    `number` is repeated in the reply. `keys` are those of each whole chunk of the prompt, in order.
-    """
+    """Request for the turns that share most leading chunks with a prompt. `keys` are of its whole chunks."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -209,21 +189,17 @@ class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
 class KeptTurn(msgspec.Struct, frozen=True):
     """A turn: a finished request whose blocks its engine keeps for the next turn of the conversation.
 
-    Attributes:
-        tokens: number of tokens whose KV the blocks hold.
-        min_prefix_tokens: length of the shortest prefix from which a reader can continue. For shorter ones KV
-            is missing: windows have freed blocks, or state exists only at the end.
-        chunks: number of leading chunks that the turn and the query's prompt have in common.
-        next_tokens: ids of the turn's tokens after these chunks, at most `AskTurn.chunk_tokens`.
+    For prefixes shorter than `min_prefix_tokens`, KV is missing: windows have freed blocks, or state exists
+    only at the end. `next_tokens` are those after the common chunks, at most `AskTurn.chunk_tokens`.
     """
 
     engine_id: EngineId
     incarnation: HalfWord
     ticket: Ticket
     grant: Grant
-    tokens: Count
+    tokens: Count  # whose KV the blocks hold
     min_prefix_tokens: Count = msgspec.field(name="least")
-    chunks: Count
+    chunks: Count  # leading ones that the turn and the query's prompt have in common
     next_tokens: Annotated[list[HalfWord], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")
 
 
@@ -239,11 +215,13 @@ Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | Unchanged | NotRedeem
 # Replies that repeat the number of their request. All other replies belong to a handshake.
 Numbered: TypeAlias = Redeemed | Unchanged | NotRedeemed | Turns
 
-_encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 _numbered = msgspec.msgpack.Decoder(Numbered)
 
+
+# Encodes a message of the control or gather channel as MessagePack.
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 
 # Text that is not UTF-8 raises a plain ValueError.
 _UNREADABLE = (msgspec.DecodeError, GeometryError, ValueError, OverflowError, RecursionError)
@@ -256,11 +234,6 @@ def as_protocol_error(what: str) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise ProtocolError(f"not {what}: {shown(str(error), 500)}") from error
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message of the control or gather channel as MessagePack."""
-    return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:

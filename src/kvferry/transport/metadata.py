@@ -46,11 +46,9 @@ _AFTER_KEY = b"\xff" * 16
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Parsed transport metadata of a peer's NIXL agent.
+    """Parsed transport metadata of an agent, with the memory `regions` that it has registered.
 
-    Attributes:
-        regions: memory that the agent has registered.
-        sealed: metadata for NIXL to load: the received metadata with bytes appended to each address and key.
+    `sealed` is for NIXL to load: the received metadata with bytes appended to each address and key.
     """
 
     name: str
@@ -99,7 +97,6 @@ def check_metadata(card: RankCard) -> Metadata:
 
 
 def _section(items: _ItemReader) -> Iterator[Region]:
-    """Read the section of one kind of memory, and yield its registered regions."""
     items.expect_item(b"bknd", BACKEND)
     items.expect_item(b"nixlDList", b"nixlSDList")
     kind = items.number(b"t", 4)
@@ -139,8 +136,7 @@ def _check_key(key: bytes) -> None:
 class _ItemReader:
     """Reads items: tag, length and value. Methods raise ProtocolError if an item is not as expected.
 
-    Attributes:
-        sealed: copy of the items read so far, with the endings that `read_item` appends to values.
+    `sealed` is a copy of the items read so far, with the endings that `read_item` appends to values.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -152,11 +148,7 @@ class _ItemReader:
         self.sealed = bytearray(_START)
 
     def read_item(self, tag: bytes, most: int, ending: bytes) -> bytes:
-        """Read the next item, copy it to `sealed` with `ending` after the value, and return the value.
-
-        Args:
-            most: maximum length of the value in bytes; the minimum is 1.
-        """
+        """Read an item of 1 to `most` bytes, copy it to `sealed` with `ending` after it, and return it."""
         start = self._at + len(tag) + _LENGTH_BYTES
         head = self._data[self._at : start]
         length = int.from_bytes(head[len(tag) :], "little")
@@ -178,7 +170,6 @@ class _ItemReader:
             raise ProtocolError(f"transport metadata names {found[:64]!r}, expected {wanted!r}")
 
     def number(self, tag: bytes, length: int = 8) -> int:
-        """Read the next item and return its value, an integer of `length` bytes."""
         if len(found := self.read_item(tag, length, b"")) != length:
             raise ProtocolError(f"transport metadata: {len(found)} bytes of {tag!r}, expected {length}")
         return int.from_bytes(found, "little")

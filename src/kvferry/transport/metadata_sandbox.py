@@ -77,12 +77,7 @@ class MetadataSandbox:
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the child process. Do not wait until it is ready.
-
-        Args:
-            host, ports: the child's UCX uses only devices with this address, and these ports (None for any).
-            start: starts the process, with the arguments of `subprocess.Popen`. It may raise OSError.
-        """
+        """Start the child process, whose UCX uses only devices with this address and these ports."""
         self._clock = clock
         ours, theirs = socket.socketpair()
         self._process = start(
@@ -120,11 +115,8 @@ class MetadataSandbox:
     def run_trial(self, card: RankCard, seconds: float) -> str:
         """Make the child load a worker's metadata and read its memory; return why it failed, or "".
 
-        After a failure, `kill` the child, which may be damaged.
-
-        Args:
-            seconds: maximum time to wait for the child's reply. If this process did not run meanwhile, wait
-                as long a second time. A stopped child (SIGSTOP) is not waited for.
+        After a failure, `kill` the child, which may be damaged. If this process did not run for a while, wait
+        for `seconds` a second time. A stopped child (SIGSTOP) is not waited for.
         """
         try:
             self._connection.send_bytes(encode_trial(card))
@@ -219,12 +211,7 @@ def _try(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the child process: answer requests until the parent closes the connection.
-
-    Args:
-        arguments: file descriptor of the connection to the parent, process id of the parent, and name of the
-            package of NIXL.
-    """
+    """Run the child process. Arguments: the connection's descriptor, parent's process id, NIXL's package."""
     die_with_parent()
     if os.getppid() != int(arguments[1]):  # the parent ended before
         return

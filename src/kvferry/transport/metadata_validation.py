@@ -67,10 +67,7 @@ class SandboxValidator:
     ) -> None:
         """Start the thread. The child process starts with the first validation, or with `warm_up`.
 
-        Args:
-            start: starts a child process.
-            try_seconds: timeout for trying the metadata of all ranks of a peer.
-            max_passed: maximum number of remembered digests of metadata that has passed.
+        `try_seconds` is the timeout for all ranks of a peer. At most `max_passed` digests are remembered.
         """
         self._start, self._clock = start, clock
         self._try_seconds, self._max_passed = try_seconds, max_passed
@@ -157,7 +154,6 @@ class SandboxValidator:
         return reason
 
     def _ensure_ready(self) -> str:
-        """Wait until there is a child process that is ready; return an error message, empty if it is."""
         if self._sandbox is None:
             self._replace()
         if self._sandbox is None:

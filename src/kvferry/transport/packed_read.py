@@ -56,35 +56,21 @@ class _SegmentState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A run of cells that move together.
-
-    Attributes:
-        since: start of the current timeout: creation, or arrival of the source's reply.
-        number: id of the request to gather; 0 if there is none.
-        allocation: memory of the landing area that the segment holds.
-        handle: latest READ of the segment; None before the first.
-        word: index of the element of `LaneResources.words` for the source's word; -1 for none.
-        direct: True if the cells are read straight into blocks instead.
-    """
+    """A run of cells that move together."""
 
     cells: Cells
     state: _SegmentState
-    since: float
-    number: int = 0
+    since: float  # start of the current timeout: creation, or arrival of the source's reply
+    number: int = 0  # id of the request to gather; 0 for none
     gathered: Gathered | None = None
-    allocation: Allocation | None = None
-    handle: Any = None
-    word: int = -1
-    direct: bool = False
+    allocation: Allocation | None = None  # memory of the landing area
+    handle: Any = None  # latest READ
+    word: int = -1  # index in `LaneResources.words` for the source's word; -1 for none
+    direct: bool = False  # the cells are read straight into blocks instead
 
 
 class PackedRead:
-    """A read of cells as images, used by the lane's thread.
-
-    Attributes:
-        rest: cells of the segments that have not begun, the next one last.
-        peer_lost: True if the transport failed.
-    """
+    """A read of cells as images. `rest` are the cells of segments that have not begun, the next one last."""
 
     def __init__(
         self,
@@ -95,11 +81,7 @@ class PackedRead:
         cells: Cells,
         lease: LeaseWord,
     ) -> None:
-        """Split the cells into segments. `advance` starts to read them from blocks under the lease.
-
-        Args:
-            method: a method of `route` with images.
-        """
+        """Split the cells into segments. `advance` reads them by a `method` of `route` with images."""
         self.failure: str | None = None
         self.peer_lost = False
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock

@@ -48,20 +48,11 @@ MAX_DESCRIPTORS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Descriptors:
-    """All descriptors that a transfer method may need on one side: the source or this rank.
+    """Descriptors of a transfer method on one side: one per run (*row*) of each cell of a block or image."""
 
-    There is one for each contiguous run (*row*) of each cell of each block, or of each image.
-
-    Attributes:
-        table: a line per row and cell, for block 0, in the form of `Agent.prepare`: int64 of shape
-            (rows · cells, 4).
-        count: number of blocks or images.
-        cells: cells per block; 1 for images.
-    """
-
-    table: Int64s
-    count: int
-    cells: int
+    table: Int64s  # a line per row and cell of block 0, as for `Agent.prepare`: shape (rows · cells, 4)
+    count: int  # blocks or images
+    cells: int  # per block; 1 for images
 
     @property
     def rows(self) -> int:
@@ -75,9 +66,7 @@ class _Descriptors:
 def _descriptors(runs: Iterable[tuple[Int64s, Int64s, Offsets]], stride: int, count: int) -> _Descriptors:
     """Return the descriptors of runs that are repeated in `count` blocks or images, every `stride` bytes.
 
-    Args:
-        runs: address and length of runs for the cell at offset 0 of block 0, int64 of shape (n,), and the
-            offset of each cell in its block.
+    `runs` are address and length, int64 of shape (n,), for the cell at offset 0, and all cells' offsets.
     """
     tables, cells = [np.empty((0, 4), np.int64)], 1
     for address, length, at in runs:
@@ -90,8 +79,6 @@ def _descriptors(runs: Iterable[tuple[Int64s, Int64s, Offsets]], stride: int, co
 
 
 class _DescriptorList:
-    """A list of NIXL descriptors under construction."""
-
     def __init__(self, max_descriptors: int) -> None:
         self._tables, self._most = [np.empty((0, 4), np.int64)], max_descriptors
         self.entries = 0
@@ -111,23 +98,15 @@ class _DescriptorList:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMethod:
-    """A transfer method of a route, with the descriptors and copies that it needs.
-
-    Attributes:
-        rows: number of descriptors per cell.
-        src, dst: the method's entries in the prepared list of each side.
-        announced_route: index of the route in `AnnounceRoutes`; -1 if the source packs nothing.
-        scatter: copies that unpack images into blocks; None if this worker unpacks nothing.
-        shared: the source's outgoing file, from which images are unpacked; None if a READ takes the cells.
-    """
+    """A transfer method of a route, with the descriptors and copies that it needs."""
 
     method: TransferMethod
-    rows: int
-    src: PreparedEntries
+    rows: int  # descriptors per cell
+    src: PreparedEntries  # entries in the prepared list of each side
     dst: PreparedEntries
-    announced_route: int = -1
-    scatter: StagingCopies | None = None
-    shared: SharedArea | None = None
+    announced_route: int = -1  # index in `AnnounceRoutes`; -1 if the source packs nothing
+    scatter: StagingCopies | None = None  # None if this worker unpacks nothing
+    shared: SharedArea | None = None  # the source's outgoing file; None if a READ takes the cells
 
     @property
     def stride(self) -> int:
@@ -146,11 +125,7 @@ class PreparedMethod:
         return [cells[at : at + each] for at in range(0, len(cells), each)]
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
-        """Return the descriptors of these cells, as indices into the prepared lists.
-
-        Args:
-            outgoing, landing: index of the first image in each area; ignored if there is none.
-        """
+        """Return the cells' descriptors as indices. `outgoing` and `landing` are the first images there."""
         count = len(cells)
         src: Int64s | Int32s = cells.src_block
         dst: Int64s | Int32s = cells.dst_block
@@ -184,43 +159,28 @@ class PreparedRoute:
 
     @property
     def direct(self) -> PreparedMethod | None:
-        """The method that reads cells straight into blocks; None if the route has none."""
         first = self.methods[0]
         return first if first.method.strategy is Strategy.DIRECT else None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """A rank of a peer, with everything that is prepared to read from it.
-
-    Attributes:
-        agent: NIXL's name of the rank.
-        local, remote: NIXL's lists of this worker's and of the rank's memory: cells in blocks, and images in
-            the staging area. None if the rank supplies no KV.
-        local_words, remote_words: NIXL's lists of `LaneResources.words` and of the rank's words.
-        client: asks the rank to gather; None if no method needs it.
-        not_shared: why the rank's host memory is not mapped here; empty if it is.
-    """
+    """A rank of a peer, with everything that is prepared to read from it."""
 
     card: RankCard
-    agent: str
+    agent: str  # NIXL's name of the rank
     routes: tuple[PreparedRoute, ...]
-    local: Any
-    remote: Any
-    local_words: Any
+    local: Any  # NIXL's list of this worker's memory, cells and images; None if the rank supplies no KV
+    remote: Any  # of the rank's memory
+    local_words: Any  # of `LaneResources.words`
     remote_words: Any
-    client: GatherClient | None
+    client: GatherClient | None  # asks the rank to gather; None if no method needs it
     speed: ReadSpeed
-    not_shared: str
+    not_shared: str  # why the rank's host memory is not mapped here; empty if it is
 
 
 class _RoutePreparation:
-    """Prepares the transfer of all routes from one rank of a peer to this rank.
-
-    Attributes:
-        src, dst: descriptor lists of the peer's rank and of this rank.
-        gathers: routes to announce to the peer's rank.
-    """
+    """Prepares the transfer of all routes from one rank of a peer to this rank. `gathers` are to announce."""
 
     def __init__(
         self,
@@ -232,14 +192,7 @@ class _RoutePreparation:
         max_strided_copies: int = MAX_STRIDED_COPIES,
         shared: SharedArea | None = None,
     ) -> None:
-        """Create empty lists.
-
-        Args:
-            landing: staging area into which images are read.
-            costs: decide whether neighbouring runs are read with one descriptor that also covers the gap.
-            max_strided_copies: maximum number of strided copies in the announced routes.
-            shared: outgoing file of the peer's rank, mapped here; None if it cannot be mapped.
-        """
+        """Create empty lists. `shared` is the outgoing file of the peer's rank, if it is mapped here."""
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
         self.src, self.dst = _DescriptorList(max_descriptors), _DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []
@@ -281,7 +234,6 @@ class _RoutePreparation:
         return method.image.stride <= room and copies <= self._max_strided_copies and cells <= MAX_CELLS
 
     def _both_sides(self, route: Route, method: TransferMethod) -> tuple[_Descriptors, _Descriptors]:
-        """Return the method's descriptors in the source's memory and in this rank's memory."""
         src_blocks = route.src_stride, route.src_blocks
         dst_blocks = route.dst_stride, route.dst_blocks
         image = method.image
@@ -388,7 +340,6 @@ def _gathers(method: TransferMethod) -> bool:
 
 
 def _clearing(route: Route, space: AddressSpace) -> StagingCopies:
-    """Return copies that zero those bytes of a block that a route writes."""
     written = [
         PoolCopies(cell_copy.dst_offsets, tuple(copy.at(-copy.src, 0) for copy in cell_copy.copies))
         for cell_copy in route.cell_copies

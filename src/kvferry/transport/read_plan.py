@@ -13,26 +13,16 @@ from kvferry.transport.lease import LeaseWord
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to read the KV blocks of one request from a peer, or the share of one lane in such an order.
+    """An order to read the KV blocks of one request from a peer, or the share of one lane in it."""
 
-    Attributes:
-        key: unique name of this order. A retry of the same read gets a new name.
-        peer: name under which the peer was connected.
-        src_tables, dst_tables: block tables of the peer and of this engine: one int64 array of block ids per
-            KV cache group, in the order of the tokens.
-        lease: word of the producer's lease on its blocks.
-        strategy: None for the strategy in `TransferSettings`.
-        share, shares: index of the share, which is not that of the lane, and the number of shares.
-    """
-
-    key: str
-    peer: str
+    key: str  # unique name of this order; a retry of the same read gets a new one
+    peer: str  # name under which the peer was connected
     span: LoadSpan
-    src_tables: tuple[Int64s, ...]
-    dst_tables: tuple[Int64s, ...]
+    src_tables: tuple[Int64s, ...]  # ids of the peer's blocks per KV cache group, in the order of the tokens
+    dst_tables: tuple[Int64s, ...]  # likewise of this engine's blocks
     lease: LeaseWord
-    strategy: Strategy | None = None
-    share: int = 0
+    strategy: Strategy | None = None  # None for that of `TransferSettings`
+    share: int = 0  # index, which is not that of the lane
     shares: int = 1
 
     def select(self, cells: Cells, size: int, least: int, route: int) -> Cells:
@@ -69,29 +59,21 @@ def _cut(blocks: Int64s, part: int, parts: int) -> int:
 class LoadFigures:
     """Bytes, descriptors, and seconds of each stage, of a load from a peer or of a copy of chunks.
 
-    Attributes:
-        bytes_by_group: bytes of KV per KV cache group, without gaps that are read and discarded. Empty if no
-            read was planned. For chunks, the groups are those of the storage format.
-        strategies_by_group: names of the transfer strategies.
-        reads: more than 1 if the peer was still computing the KV when the load began.
-        pages: contiguous runs of bytes. Merged, they are `descriptors`, the largest of `run_bytes`.
-        plan_seconds, transfer_seconds, check_seconds: of the slowest lane and worker. The check is that the
-            peer had not reused the blocks.
-        read_bytes_per_second: measured speed of READs from the slowest rank; 0 if it was not measured.
-        not_shared: why a worker cannot map host memory of the peer; empty if all do.
+    Groups are KV cache groups, and for chunks those of the storage format. Times are those of the slowest
+    lane and worker. The check is that the peer had not reused the blocks.
     """
 
-    bytes_by_group: tuple[int, ...] = ()
-    strategies_by_group: tuple[tuple[str, ...], ...] = ()
-    reads: int = 0
-    pages: int = 0
-    descriptors: int = 0
-    run_bytes: int = 0
+    bytes_by_group: tuple[int, ...] = ()  # without gaps that are discarded; empty if no read was planned
+    strategies_by_group: tuple[tuple[str, ...], ...] = ()  # names
+    reads: int = 0  # more than 1 if the peer was still computing the KV when the load began
+    pages: int = 0  # contiguous runs of bytes
+    descriptors: int = 0  # merged pages
+    run_bytes: int = 0  # of the largest descriptor
     plan_seconds: float = 0.0
     transfer_seconds: float = 0.0
     check_seconds: float = 0.0
-    read_bytes_per_second: float = 0.0
-    not_shared: str = ""
+    read_bytes_per_second: float = 0.0  # measured, from the slowest rank; 0 if not measured
+    not_shared: str = ""  # why a worker cannot map host memory of the peer; empty if all do
 
     def with_other(self, other: LoadFigures) -> LoadFigures:
         """Return these figures merged with those of another lane or worker for the same load.
@@ -104,7 +86,7 @@ class LoadFigures:
         names = zip_longest(self.strategies_by_group, other.strategies_by_group, fillvalue=())
         speeds = self.read_bytes_per_second, other.read_bytes_per_second
         return LoadFigures(
-            bytes_by_group=tuple(a + b for a, b in sizes),
+            bytes_by_group=tuple(map(sum, sizes)),
             strategies_by_group=tuple(tuple(dict.fromkeys((*a, *b))) for a, b in names),
             reads=max(self.reads, other.reads),
             pages=self.pages + other.pages,
@@ -134,18 +116,12 @@ NO_FIGURES = LoadFigures()
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of a read order, or of one share of it. None of its transfers is in flight any more.
-
-    Attributes:
-        failure: None if all bytes arrived and are valid.
-        figures: `NO_FIGURES` if the order failed before its read was started.
-        peer_lost: True if the peer cannot be read from, or has restarted, so that other orders will fail too.
-    """
+    """The result of a read order, or of one share of it. None of its transfers is in flight any more."""
 
     key: str
-    failure: str | None
-    figures: LoadFigures = NO_FIGURES
-    peer_lost: bool = False
+    failure: str | None  # None if all bytes arrived and are valid
+    figures: LoadFigures = NO_FIGURES  # `NO_FIGURES` if no read was started
+    peer_lost: bool = False  # it cannot be read from, or has restarted: other orders will fail too
 
     def joined(self, other: ReadResult) -> ReadResult:
         """Return the result of this share and of another of the same order, which ended later."""

@@ -49,13 +49,7 @@ class ReadSpeed:
     """
 
     def __init__(self, lane: LaneResources, owner: str, memory: Region, size: int) -> None:
-        """Do nothing yet; `advance` starts the READs.
-
-        Args:
-            owner: NIXL's name of the rank.
-            memory: memory of the rank to read.
-            size: bytes of each READ, if both memories have as many; none is made of fewer than `LEAST_BYTES`.
-        """
+        """Do nothing yet. `advance` starts READs, of `size` bytes at most, of memory of the rank `owner`."""
         self.costs, self.bytes_per_second = lane.settings.costs, 0.0
         self._agent, self._landing, self._clock = lane.agent, lane.landing, lane.clock
         self._owner, self._memory, self._began = owner, memory, lane.clock()

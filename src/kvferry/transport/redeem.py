@@ -62,18 +62,12 @@ def new_ticket() -> bytes:
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """Digests of everything on which the KV of a prompt's prefix depends; empty for what the prompt has not.
-
-    Attributes:
-        items: images, videos and audio with their positions.
-        adapter: identifies the LoRA adapter by content.
-        salt: separates tenants.
-    """
+    """Digests of all that the KV of a prompt's prefix depends on; empty for what the prompt lacks."""
 
     tokens: _Digest
-    items: _Digest = ""
-    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER)] = ""
-    salt: _Digest = ""
+    items: _Digest = ""  # images, videos and audio with their positions
+    adapter: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER)] = ""  # identifies the LoRA by content
+    salt: _Digest = ""  # separates tenants
 
     def difference(self, offered: PromptContent) -> str | None:
         """Return why the blocks of a producer's prompt do not fit this prompt; None if they fit."""
@@ -126,11 +120,10 @@ class Grant(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
-        """Create a grant from lists of block ids.
+        """Create a grant from the block ids of each KV cache group, in the order of the tokens.
 
-        Args:
-            tables: block ids of each KV cache group, in the order of the tokens. Id 0 marks a block that the
-                producer no longer holds. A group of recurrent state has one block: the state at the end.
+        Id 0 marks a block that the producer no longer holds. A group of recurrent state has one block: the
+        state at the end.
         """
         return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
 
@@ -139,43 +132,31 @@ class Grant(msgspec.Struct, frozen=True):
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
     def word(self, incarnation: int) -> LeaseWord:
-        """Return the word of the lease of an engine with this incarnation."""
         return LeaseWord(self.slot, self.generation, incarnation)
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
-    """Request: exchanges a ticket for a grant and a claim on the lease.
-
-    Attributes:
-        tokens, content: number of tokens whose KV was offered, and digests of as many of the consumer's
-            prompt.
-        known_tokens: number of tokens that the last reply covered; 0 in the first request.
-    """
+    """Request: exchanges a ticket for a grant and a claim on the lease."""
 
     number: _Number
     consumer: HalfWord
     ticket: Ticket
-    tokens: _Tokens
-    content: PromptContent
-    known_tokens: Count = 0
+    tokens: _Tokens  # whose KV was offered
+    content: PromptContent  # digests of as many tokens of the consumer's prompt
+    known_tokens: Count = 0  # that the last reply covered; 0 in the first request
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
     """Reply: the consumer has claimed the lease, and may read while it is valid.
 
-    Attributes:
-        grant: while the producer computes the prompt, the tables of groups that do not attend to all tokens
-            are empty.
-        tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
-        cached_tokens: number of prompt tokens that the producer's caches had. None if it does not know, or if
-            its offer says it.
+    While the producer computes the prompt, the tables of groups that do not attend to all tokens are empty.
     """
 
     number: _Number
     incarnation: HalfWord
     grant: Grant
-    tokens: _Tokens
-    cached_tokens: Count | None = None
+    tokens: _Tokens  # whose KV the blocks hold, from the start of the prompt
+    cached_tokens: Count | None = None  # in the producer's caches; None if unknown, or in its offer
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
@@ -196,11 +177,7 @@ class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
 
 @dataclass(slots=True)
 class _OpenTicket:
-    """A ticket whose lease has not ended. The first fields are the arguments of `TicketBook.publish`.
-
-    Attributes:
-        claimed, released: incarnations of consumers that have redeemed the ticket, or released it since.
-    """
+    """A ticket whose lease has not ended, with the incarnations that `claimed` it, or have `released` it."""
 
     lease: str
     tokens: int
@@ -212,7 +189,6 @@ class _OpenTicket:
     released: set[int] = field(default_factory=set)
 
     def refusal(self, asked: Redeem) -> str | None:
-        """Return why a request is refused; None if it can be granted."""
         if asked.tokens != self.tokens:
             return f"the ticket is for {counted(self.tokens, 'token')}, not for {asked.tokens}"
         if (reason := asked.content.difference(self.content)) is not None:
@@ -258,7 +234,6 @@ class TicketBook:
         """Add a ticket, which consumers can redeem from now on.
 
         Args:
-            lease: name of the lease in this engine.
             tokens, content: number of tokens whose KV the leased blocks hold in the end, and digests of them.
             ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
             cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
@@ -271,12 +246,7 @@ class TicketBook:
             self._tickets[lease] = ticket
 
     def advance(self, lease: str, grant: Grant, ready: int) -> None:
-        """Record that the blocks of a lease hold the KV of more tokens. A lease without a ticket is ignored.
-
-        Args:
-            grant: block tables of all these tokens, and the same lease word as before.
-            ready: number of tokens from the start of the prompt.
-        """
+        """Record that blocks hold the KV of the first `ready` tokens. Ignore a lease without a ticket."""
         with self._lock:
             if (found := self._open.get(self._tickets.get(lease, b""))) is not None:
                 found.grant, found.ready = grant, ready

@@ -37,41 +37,27 @@ _PAUSE_SHARE = 0.125
 
 @dataclass(slots=True, eq=False)
 class Redemption:
-    """A request to redeem a ticket, until its last user ends it. Times are seconds of the client's clock.
-
-    Attributes:
-        deadline: time until which the producer must reply.
-        foreseen: True if the producer may learn of the ticket later.
-        news: time of the last reply that covered more tokens; of the first request before that.
-        users: number of this engine's requests that use it.
-        asked: True while a reply to `message` is missing.
-        granted: True once the producer has accepted the ticket, even if it has ended the lease since.
-        again: time of the next request; infinite while a reply is missing, and if it is not growing.
-        answered: set once there is an `answer`.
-        answer: last reply that granted or refused.
-    """
+    """A request to redeem a ticket, until its last user ends it. Times are seconds of the client's clock."""
 
     address: Address
     message: Redeem
     deadline: float
-    foreseen: bool
-    news: float
-    users: int = 0
-    asked: bool = True
+    foreseen: bool  # the producer may learn of the ticket later, from a request that arrives after this
+    news: float  # time of the last reply that covered more tokens; of the first request before that
+    users: int = 0  # this engine's requests that use it
+    asked: bool = True  # a reply to `message` is missing
     sent: bool = False
-    granted: bool = False
-    again: float = math.inf
+    granted: bool = False  # the producer has accepted the ticket, even if it has ended the lease since
+    again: float = math.inf  # time of the next request; infinite while a reply is missing, and if not growing
     answered: threading.Event = field(default_factory=threading.Event)
-    answer: Redeemed | NotRedeemed | None = None
+    answer: Redeemed | NotRedeemed | None = None  # last one that granted or refused
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """A ticket that requests of this engine use.
+    """A ticket that requests of this engine use, with a redemption for each distinct prompt.
 
-    Attributes:
-        open: its redemptions, one for each distinct prompt.
-        held: True if a redemption that has ended was not refused: the lease may have been granted.
+    `held` is True if a redemption that has ended was not refused: the lease may have been granted.
     """
 
     open: dict[PromptContent, Redemption] = field(default_factory=dict)
@@ -81,8 +67,7 @@ class _Ticket:
 class Redemptions:
     """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them.
 
-    Attributes:
-        soonest: time of the next request that becomes due, as of the last call of `due`; may be infinite.
+    `soonest` is the time of the next due request, as of the last call of `due`; may be infinite.
     """
 
     def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
@@ -97,14 +82,7 @@ class Redemptions:
     def begin(
         self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
     ) -> Redemption:
-        """Use a ticket for a request. If this is the first user of the redemption, send its message.
-
-        Args:
-            tokens, content: number of tokens whose KV was offered, and digests of as many of this engine's
-                prompt.
-            foreseen: True if the producer may learn of the ticket later, because its request for the prompt
-                may arrive after this one.
-        """
+        """Use a ticket, with values as in `Redeem`. Send its message if this is the prompt's first use."""
         found = self._tickets.setdefault((address, ticket), _Ticket()).open
         if (one := found.get(content)) is None:
             message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
@@ -126,8 +104,7 @@ class Redemptions:
     def end(self, one: Redemption) -> bool:
         """End a request's use of a ticket. After the last one, ignore later replies.
 
-        Return True if the ticket's lease must be released now: it has no other user, and the producer has
-        accepted it, or may have.
+        Return True if the lease must be released now: it was granted, or may have been.
         """
         one.users -= 1
         if one.users:

@@ -54,20 +54,13 @@ class AddressNotAllowed(KVFerryError):
 
 @dataclass(slots=True)
 class _Name:
-    """The latest results of resolving a host name. Times are in seconds of the resolver's clock.
+    """The latest results of resolving a host name. Times are in seconds of the resolver's clock."""
 
-    Attributes:
-        addresses: empty if none were found or they are too old.
-        asked_at: start of the look-up in progress; None if none is in progress.
-        failed_at: time of the last look-up that found no address.
-        failure: error of the last look-up; empty if it found addresses.
-    """
-
-    addresses: tuple[IP, ...] = ()
+    addresses: tuple[IP, ...] = ()  # empty if none were found or they are too old
     found_at: float = -math.inf
-    asked_at: float | None = None
-    failed_at: float = -math.inf
-    failure: str = ""
+    asked_at: float | None = None  # start of the look-up in progress
+    failed_at: float = -math.inf  # time of the last look-up that found no address
+    failure: str = ""  # error of the last look-up; empty if it found addresses
 
 
 class PeerResolver:
@@ -80,10 +73,7 @@ class PeerResolver:
         resolve: ResolveName | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the resolver. It resolves a host name when the name is first needed.
-
-        `on_answer` is called by a background thread when a look-up has ended.
-        """
+        """Create the resolver. A background thread calls `on_answer` when a look-up has ended."""
         self._peers, self._on_answer, self._clock = peers, on_answer, clock
         self._resolve = resolve or _resolve
         self._lock = threading.Lock()
@@ -178,11 +168,7 @@ class PeerResolver:
         return entry.asked_at is not None and self._clock() - entry.asked_at < PATIENCE_SECONDS
 
     def _ask(self, name: str, entry: _Name, seconds: float) -> None:
-        """Start to look a name up, unless it is being looked up, or was a short time ago.
-
-        Args:
-            seconds: age up to which addresses count as recent.
-        """
+        """Start to look a name up, unless one is in progress, or was tried in the last `seconds`."""
         now = self._clock()
         tried = now - entry.failed_at < min(seconds, RETRY_SECONDS)
         if entry.asked_at is not None or now - entry.found_at < seconds or tried:

@@ -113,13 +113,9 @@ def key_location(secret_file: str | None, environment: Mapping[str, str] = os.en
 
 
 def read_keys(secret_file: str | None) -> Keys:
-    """Read an engine's secret from its file, and derive the key pair from it.
+    """Read an engine's secret, or the machine's, which is created if it is missing; derive the key pair.
 
-    Args:
-        secret_file: None for the machine's key, which is created if it does not exist.
-
-    Raises:
-        ConfigError: the file cannot be read or created, others can access it, or it holds no valid secret.
+    Raise ConfigError if the file cannot be read or created, is open to others, or holds no valid secret.
     """
     place = key_location(secret_file)
     if place.configured:
@@ -233,10 +229,7 @@ def write_secret(path: Path) -> None:
 
 @contextmanager
 def _private_directory(folder: Path, *, make: bool) -> Iterator[int]:
-    """Open the directory of the machine's key, which only this user may use, and yield its descriptor.
-
-    Raise FileNotFoundError if it does not exist and is not to be made.
-    """
+    """Yield a descriptor of the folder of the machine's key. Raise FileNotFoundError without `make`."""
     require_posix(f"closing {folder} to other users")
     try:
         if make:

@@ -80,7 +80,6 @@ class SocketPoller(Generic[Name]):
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Free the descriptors. Sockets stay open."""
         self._epoll.close()
         os.close(self._wake)
 
@@ -91,9 +90,7 @@ class SocketPoller(Generic[Name]):
 class ControlSocket:
     """A socket that is connected to the control channel of one peer. Not thread-safe.
 
-    Attributes:
-        raw: underlying ZeroMQ socket, for use in a poller.
-        events: ZeroMQ monitor socket, for use in a poller. When it is readable, call `is_up`.
+    `events` is a ZeroMQ monitor socket. When it is readable, call `is_up`.
     """
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
@@ -112,10 +109,7 @@ class ControlSocket:
             raise
 
     def is_up(self) -> bool:
-        """Take the next connection event, and return whether the producer has accepted the connection.
-
-        False means that an attempt to connect has failed: nobody listens there, or the host is unreachable.
-        """
+        """Take a connection event. False if an attempt failed: nobody listens, or the host is unreachable."""
         # After either event, ZeroMQ goes on: it connects again, also after a connection has ended.
         return recv_monitor_message(self.events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -127,20 +121,12 @@ class ControlSocket:
             return False
         return True
 
-    def receive(self) -> bytes:
-        frames: list[bytes] = self.raw.recv_multipart()
-        return frames[-1]
-
     def ask(self, message: Request, deadline: float) -> Reply:
-        """Send a request, block until the reply arrives, and return it.
-
-        Args:
-            deadline: seconds of `time.monotonic`, after which TimeoutError is raised.
-        """
+        """Send a request, and block until the reply. TimeoutError after `deadline`, of `time.monotonic`."""
         self.send(message)
         if not self.raw.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise TimeoutError("the control channel does not answer")
-        return decode_reply(self.receive())
+        return decode_reply(self.raw.recv_multipart()[-1])
 
     def close(self, linger_milliseconds: int = 0) -> None:
         """Close the socket. Queued messages are still sent, for at most `linger_milliseconds`."""

@@ -38,10 +38,7 @@ _ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A range of units of a staging area that holds the images of one segment.
-
-    `position` is the index of the first image. Image ``i`` is at byte ``i * stride`` of the area.
-    """
+    """A range of units that holds a segment's images, of which the first is number `position` of the area."""
 
     unit: int
     units: int
@@ -100,16 +97,10 @@ class StagingArea:
 
 
 class SharedArea(StagingArea):
-    """A staging area in a memory file, which workers of the same machine map.
-
-    Its owner gathers cells into it. Others scatter from it, and allocate nothing.
-    """
+    """A staging area in a memory file: its owner gathers into it, others of the machine scatter from it."""
 
     def __init__(self, file: SharedFile, fd: int, like: Region, *, writable: bool) -> None:
-        """Map an open file. If `like`, a region of the KV cache, is on a GPU, register it with CUDA.
-
-        Raise TransferError if that is not possible.
-        """
+        """Map an open file, and register it with CUDA if `like` is on a GPU, or raise TransferError."""
         try:
             mapping, skip = map_shared(fd, file.size, writable=writable)
         except OSError as error:
@@ -160,22 +151,14 @@ def make_outgoing_file(size: int, like: Region) -> SharedArea | None:
 
 @dataclass(frozen=True, slots=True)
 class LaneResources:
-    """The agent, memory and settings of a lane. Only the lane's thread uses them.
-
-    Attributes:
-        geometry: KV cache of this rank.
-        landing: staging area into which images are read. All lanes share it.
-        words: memory into which words of peers are read, uint64 of shape (n,). The lane registers it.
-        context: ZeroMQ context of the gather channels.
-        free_words: indices of the elements of `words` that packed reads may take. Mutated by them.
-    """
+    """The agent, memory and settings of a lane. Only the lane's thread uses them."""
 
     agent: Agent
     geometry: RankGeometry
-    landing: StagingArea
-    words: npt.NDArray[np.uint64]
+    landing: StagingArea  # images are read into it; all lanes share it
+    words: npt.NDArray[np.uint64]  # words of peers are read into it; the lane registers it
     context: zmq.Context[Any]
-    free_words: list[int] = field(default_factory=list)
+    free_words: list[int] = field(default_factory=list)  # indices that packed reads take and return
     settings: TransferSettings = field(default_factory=TransferSettings)
     clock: Callable[[], float] = time.monotonic
 

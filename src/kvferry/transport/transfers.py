@@ -43,10 +43,8 @@ class _ExportedMemory:
     ) -> None:
         """Register KV cache, staging area and lease words with NIXL, and start the server that gathers.
 
-        Args:
-            words: lease words of this worker. Words that protect the staging area are appended.
-            settings: without a staging area, no server is started.
-            agent: NIXL agent that nothing else uses. `close` closes it.
+        Words that protect the staging area are appended to `words`. `close` closes the agent, which nothing
+        else may use.
         """
         self._agent = agent
         outgoing = StagingArea(settings.staging_bytes, geometry.regions[0])
@@ -114,7 +112,6 @@ class Transfers:
             name: name of the NIXL agent that peers read from, unique among all ranks of all engines.
             words: lease words of this worker. Words that protect the staging area are appended.
             in_flight: maximum number of orders that a lane executes at the same time; further orders wait.
-            validator: None for a `SandboxValidator`.
             on_result: function that a lane's thread calls when it has done its share of an order.
 
         Raises:
@@ -155,7 +152,6 @@ class Transfers:
         self.card: RankCard = self._exposed.card
 
     def warm_up(self) -> None:
-        """Start what validates peers' metadata, so that the first peer does not wait for it."""
         self._validator.warm_up()
 
     def connect(self, peer: str, cards: Sequence[RankCard]) -> None:

@@ -1332,7 +1332,9 @@ def test_a_bid_that_would_fill_a_block_partly_is_refused_with_whole_blocks():
     engine = engine_with(fine, coarse, whole=True)
     assert engine.admit(arrive(engine)) == 16
     fine.looking = fine.promised = True
+    fine.alignments = {}.__getitem__  # a peer source knows no peer yet
     assert engine.admit(arrive(engine, "c")) is None, "its alignment is not known yet"
+    del fine.alignments
     fine.looking, fine.alignment_tokens = False, BLOCK
     assert engine.admit(arrive(engine, "d")) == 24
 

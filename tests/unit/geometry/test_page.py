@@ -65,6 +65,12 @@ def test_elements_of_a_field_divide_the_tokens_of_its_block():
         page(32)
 
 
+def test_two_fields_of_a_page_have_different_names():
+    k, again = (Field("k", 2, at, (Axis("token", ((4, 2),)),)) for at in (0, 8))
+    with pytest.raises(GeometryError, match=r"field names \['k', 'k'\] must differ"):
+        PageFormat("kv", 4, 16, (k, again))
+
+
 def test_a_page_without_fields_is_refused():
     with pytest.raises(GeometryError, match="no fields"):
         PageFormat("kv", 16, 64, ())

@@ -38,7 +38,6 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, Unchanged
 from kvferry.transport.redemptions import SILENT, Redemption
-from kvferry.transport.sockets import ControlSocket
 from kvferry.transport.turns import TurnContent
 from support.clock import Clock
 from support.keys import KEYS, OTHER_KEYS
@@ -211,7 +210,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, capl
 
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog):
     server, client = ends.server(), ends.client(handshake_seconds=2.0)
-    monkeypatch.setattr(ControlSocket, "receive", raising_once(ControlSocket.receive))
+    monkeypatch.setattr(ControlClient, "_receive", raising_once(ControlClient._receive))
     wait_for(lambda: not isinstance(status(client, server.port), Unusable))
     wait_for(lambda: "nobody expects this" in caplog.text)
     claim = client.redeem((HOST, server.port), ticket("other"), 4, CONTENT)

@@ -190,8 +190,8 @@ class Producer:
         self._unwanted.update(dict.fromkeys(wanted.remote_unwanted))
         # A name may be that of a prompt that is still computed, whose lease then ends at once. Routers send
         # more names over time, so the oldest are forgotten.
-        for name in list(self._unwanted)[:-MAX_UNWANTED]:
-            del self._unwanted[name]
+        for old in list(self._unwanted)[:-MAX_UNWANTED]:
+            del self._unwanted[old]
         if wants_prefill(params) and request.trim_prompt():
             parent, ticket = self._engine.parent_of(name), ticket_of(params)
             # Samples of a prompt have the same ticket, and only one of them may publish it.

@@ -143,7 +143,8 @@ class PeerSource:
         self._computed_again = any(one.kind is GroupKind.STATE for rank in ranks for one in rank.groups)
         self._turns, self._asking = turns, dict[str, tuple[dict[str, str], TurnSearch]]()
         self._pulls: dict[str, _Pull] = {}
-        self._idle, self._waits = idle, list[float]()  # seconds of this step's waits for answers
+        # Seconds that this step has waited for answers in all; empty before the first.
+        self._idle, self._waits = idle, list[float]()
         self._meets, self._met = tuple(meets), dict[Address, int]()
         self._stopped = ""
         self._new: dict[str, tuple[RankCard, ...]] = {}  # peers to connect to, by name
@@ -465,12 +466,12 @@ class PeerSource:
 
     def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
         """Return the producer's last answer. Wait a moment if it has not arrived, but no step waits twice."""
-        now = self._clock()
-        most = IDLE_STEP_WAIT_SECONDS - sum(self._waits)
+        now, waited = self._clock(), sum(self._waits)
+        most = IDLE_STEP_WAIT_SECONDS - waited
         if not self._idle():
-            most = STEP_WAIT_SECONDS - max(sum(self._waits), now - pull.began)
+            most = STEP_WAIT_SECONDS - max(waited, now - pull.began)
         answer = self._client.answer(redemption, max(0.0, most))
-        self._waits.append(self._clock() - now)
+        self._waits[:] = [waited + self._clock() - now]
         if isinstance(answer, Redeemed) and answer.cached_tokens is not None:
             pull.cached_tokens = answer.cached_tokens
         return answer

@@ -1,8 +1,7 @@
 """The canonical form: the byte order of a stored chunk, the same for every engine that serves a model.
 
-`form` defines the bytes, which do not depend on parallel sizes, layout or block size, and describes a pool of
-chunks as a `RankGeometry`. So the planner treats the pool as another engine, from which it loads and to which
-it stores. `derive` computes the form, and the number of tokens of a chunk, from an engine's geometry.
+`form` defines the bytes, and describes a pool of chunks as a `RankGeometry`. So the planner treats the pool
+as another engine. `derive` computes the form, and the number of tokens of a chunk, from an engine's geometry.
 """
 
 from kvferry.geometry.canonical.derive import (

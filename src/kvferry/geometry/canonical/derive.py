@@ -51,8 +51,7 @@ def canonical_form_of(ranks: Sequence[RankGeometry], chunk_tokens: int) -> Canon
     >>> [(s.axis, s.units, s.unit_bytes) for s in tp2.groups[0].sections]   # 4 layers, 256 tokens, K and V
     [('head', 2, 524288)]
 
-    Raises:
-        GeometryError: a rank is missing, ranks describe a layer differently, or a layer has no such form.
+    Raise GeometryError if a rank is missing, ranks describe a layer differently, or one has no such form.
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunks of {chunk_tokens} tokens; expected 1 or more")
@@ -151,16 +150,14 @@ def whole_block_tokens(ranks: Sequence[RankGeometry]) -> int:
 
 
 def chunk_length(asked: int | None, interval: int, block: int = 1) -> int:
-    """Return the number of tokens per chunk: the configured number `asked`, or a default without one.
+    """Return the configured number of tokens per chunk, or a default, for this `snapshot_interval`.
 
     >>> chunk_length(None, 1), chunk_length(None, 1056), chunk_length(64, 1056)
     (256, 176, 64)
     >>> chunk_length(None, 1, 48), chunk_length(None, 256, 128), chunk_length(None, 544, 544)
     (240, 256, 544)
 
-    Args:
-        interval: `snapshot_interval`; 1 without snapshots.
-        block: `whole_block_tokens`.
+    `interval` is 1 without snapshots. `block` is `whole_block_tokens`.
     """
     if asked:
         return asked

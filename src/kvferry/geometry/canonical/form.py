@@ -59,18 +59,13 @@ def unit_count(total: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SectionField:
-    """One field of one layer in a section.
-
-    Attributes:
-        inner: (name, count) of all axes except the sharded axis and the token axis, innermost last.
-        scales: quantisation scales of the layer, each with a single factor for all heads.
-    """
+    """One field of one layer in a section."""
 
     layer: str
     field: str
     item_bytes: int
-    inner: tuple[tuple[str, int], ...]
-    scales: tuple[Scale, ...] = ()
+    inner: tuple[tuple[str, int], ...]  # (name, count) of all axes but the sharded one and tokens
+    scales: tuple[Scale, ...] = ()  # those with a single factor for all heads
 
     @property
     def element_bytes(self) -> int:
@@ -80,21 +75,13 @@ class SectionField:
 
 @dataclass(frozen=True, slots=True)
 class FormSection:
-    """A section of a chunk.
+    """A section of a chunk."""
 
-    Attributes:
-        axis: name of the sharded axis; "" for fields that every rank holds whole.
-        total: number of elements of the axis over all ranks; 1 without an axis.
-        tokens: number of tokens per chunk; 0 for a snapshot.
-        parts: in memory order: by layer, then by field.
-        element_tokens: number of tokens per element of the token axis, a divisor of `tokens`.
-    """
-
-    axis: str
-    total: int
-    tokens: int
-    parts: tuple[SectionField, ...]
-    element_tokens: int = 1
+    axis: str  # name of the sharded axis; "" for fields that every rank holds whole
+    total: int  # elements of the axis over all ranks; 1 without an axis
+    tokens: int  # per chunk; 0 for a snapshot
+    parts: tuple[SectionField, ...]  # in memory order: by layer, then by field
+    element_tokens: int = 1  # per element of the token axis, a divisor of `tokens`
 
     @property
     def elements(self) -> int:
@@ -119,7 +106,6 @@ class FormSection:
         return self.units * self.unit_bytes
 
     def layers(self) -> Iterator[tuple[str, tuple[SectionField, ...]]]:
-        """Yield (name, fields) of every layer in the section, in memory order."""
         for name, parts in groupby(self.parts, lambda part: part.layer):
             yield name, tuple(parts)
 
@@ -134,7 +120,6 @@ class CanonicalGroup:
 
     @property
     def label(self) -> str:
-        """The `Group.label` of the engine's groups whose layers belong to this group."""
         return group_label(self)
 
     @cached_property
@@ -261,7 +246,6 @@ def chunk_pool(
 
 
 def _fields(group: CanonicalGroup) -> dict[str, list[Field]]:
-    """Return the fields of a group's chunks by layer name."""
     found: dict[str, list[Field]] = defaultdict(list)
     for section, start in zip(group.sections, group.starts, strict=True):
         at = start

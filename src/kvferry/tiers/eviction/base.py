@@ -122,7 +122,6 @@ class ByteQueue:
                 move(key)
 
     def pin(self, key: bytes) -> None:
-        """Take a key out of the order, so that `pop` cannot return it."""
         self._pinned[key] = self._unpinned.pop(key)
 
     def unpin(self, key: bytes) -> None:
@@ -179,9 +178,7 @@ class EvictionPolicy(ABC):
     def admit(self, key: bytes, size: int, *, cold: bool = False) -> None:
         """Add a key of a chunk of `size` bytes, unpinned. Nothing is evicted for it.
 
-        Raises:
-            ValueError: the key is admitted already, `size` is not positive, or the chunk does not fit into
-                the capacity beside the chunks of the admitted keys.
+        Raise ValueError if it is admitted already, or the chunk does not fit into the capacity now.
         """
         if key in self:
             raise ValueError(f"key {key.hex()} is admitted already")
@@ -222,10 +219,7 @@ class EvictionPolicy(ABC):
         self.make_newest(keys)
 
     def make_newest(self, keys: Sequence[bytes]) -> None:
-        """Make keys the newest of their queues, the last one newest, without counting uses.
-
-        A cold key becomes warm. Keys that are not admitted are skipped.
-        """
+        """Make keys, warm or cold, warm and newest of their queues, the last one newest. Count no use."""
         self._make_warm(keys)
         for queue in self._warm:
             queue.make_newest_of(keys)

@@ -22,11 +22,7 @@ from kvferry.tiers.paths import MARKER, CacheEntry, EntryKind, folders, walk
 
 
 class DirectoryAdmin(CacheAdmin):
-    """A cache directory of the file tier, as operator commands use it.
-
-    Raises:
-        ConfigError: the path is not a directory of the file tier, or this system has no such directories.
-    """
+    """A cache directory, as operator commands use it. Raise ConfigError if the path is no such directory."""
 
     records_use = True
     no_capacity = "unknown: the ledger is damaged"
@@ -100,8 +96,6 @@ class DirectoryAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile(StoredFile):
-    """A file of a cache directory that is open for reading."""
-
     root: str
     path: str
     fd: int
@@ -127,7 +121,6 @@ def _held(root: str, ledger: Ledger) -> Iterator[HeldLedger]:
 
 @contextmanager
 def _as_config_error(root: str) -> Iterator[None]:
-    """Convert an OSError of the body to a ConfigError with advice for the operator."""
     try:
         yield
     except OSError as error:

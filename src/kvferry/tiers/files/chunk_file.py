@@ -116,12 +116,7 @@ def set_cold(fd: int, clock: Callable[[], float]) -> None:
 
 
 def mark_files_used(root: str, paths: Iterable[str], clock: Callable[[], float]) -> None:
-    """Set the times of last use of files to about now, in the order of `paths`. Skip files that fail.
-
-    Args:
-        paths: paths of files below `root`, in the order in which they should be evicted.
-        clock: seconds since 1970.
-    """
+    """Mark files below `root` as used about now, the first to be evicted first. Skip files that fail."""
     latest = 0
     for path in paths:
         with suppress(OSError):
@@ -244,10 +239,7 @@ def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Raise an error that says why `read_chunk` into `body` returned False.
 
     Return if the header is valid and has the expected key, but describes other groups, tokens or sections.
-
-    Raises:
-        ChunkError: the file is damaged, or contains the chunk of another key.
-        OSError: the file cannot be read, or its header has changed since `read_chunk` read it.
+    ChunkError: the file is damaged, or contains another chunk. OSError: it cannot be read, or has changed.
     """
     # Headers are read at offsets and in sizes that direct I/O refuses.
     set_direct(fd, on=False)

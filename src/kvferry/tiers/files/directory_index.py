@@ -24,13 +24,10 @@ _PAUSE_SECONDS = 0.001
 
 
 class DirectoryIndex:
-    """Keeps the known keys of one namespace up to date. Any thread may use the object.
+    """Keeps the known keys `listed` of a namespace up to date, which `refresh` changes. Thread-safe.
 
-    Args:
-        namespace: digest of the namespace, 32 bytes.
-        listed: set of the known keys, which `refresh` updates.
-        clock: seconds since 1970, compared with the modification times of folders.
-        pause: wait for a number of seconds, so that other threads run.
+    `clock` is in seconds since 1970, compared with the modification times of folders. `pause` waits for a
+    number of seconds, so that other threads run.
     """
 
     def __init__(
@@ -62,10 +59,7 @@ class DirectoryIndex:
             return len(changed)
 
     def _changed(self) -> dict[int, int]:
-        """Return the changed folders' modification times in nanoseconds; forget keys of missing folders.
-
-        A folder is identified by the first byte of its keys, in hex the folder's name.
-        """
+        """Return changed folders' modification times in ns, by first byte; forget keys of missing ones."""
         try:
             check_folders(self._root, f"{self._folder}/")
             with os.scandir(self._folder) as entries:

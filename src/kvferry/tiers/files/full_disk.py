@@ -21,18 +21,12 @@ class DiskRoom:
 
     @classmethod
     def of(cls, path: str) -> DiskRoom:
-        """Return the free room of the file system that holds a path."""
         found = os.statvfs(path)
         return cls(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
 
 def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:
-    """Return what a full file system lacks, and advice for the operator.
-
-    Args:
-        error: error of a call that needed room there. Its errno is in `OUT_OF_ROOM`.
-        size: bytes that the call, or the file that it was for, needed.
-    """
+    """Return what a full file system lacked for `size` bytes at an `OUT_OF_ROOM` error, and advice."""
     try:
         room = DiskRoom.of(path)
     except OSError:

@@ -44,12 +44,7 @@ class LockTimeout(Exception):
 class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
-    Args:
-        capacity: capacity in bytes that a new or damaged file gets; 0 if unknown.
-
-    Attributes:
-        fd: descriptor of the locked ledger file.
-        lost: whether the file was new or damaged, so that `used` was counted anew.
+    A new or damaged file gets `capacity`, and is `lost`: `used` was counted anew. `fd` is the locked file.
     """
 
     def __init__(self, fd: int, root: str, capacity: int) -> None:
@@ -101,17 +96,12 @@ class _WaitingThreads:
 
 
 class Ledger:
-    """The ledger of one directory, and its lock, which excludes other processes and threads.
+    """The ledger of one directory, and its lock, which excludes other processes and threads. Thread-safe.
 
-    Any thread may use the object. Taking the lock costs several system calls, so a thread hands it to the
-    next that waits:
+    Taking the lock costs several system calls, so a thread hands it to the next that waits:
 
         free ─take─▶ used ─another thread waits─▶ handed over ─▶ used
         used ─no thread waits, or after 20 ms─▶ free
-
-    Args:
-        lock_seconds: maximum time to wait for the lock.
-        clock: monotonic seconds.
 
     Attributes:
         capacity: last known capacity in bytes, 0 if unknown. A new ledger file gets this value.
@@ -144,11 +134,8 @@ class Ledger:
     def held(self, seconds: float | None = None) -> Iterator[HeldLedger]:
         """Lock the ledger for this thread. No other thread or process then adds or evicts files.
 
-        Args:
-            seconds: maximum time to wait; None for `lock_seconds`.
-
         Raises:
-            LockTimeout: other threads or processes held the ledger for that long.
+            LockTimeout: others held the ledger for `seconds`, or `lock_seconds` if that is None.
             OSError: the file cannot be opened or written. The errno is ESTALE if its version is unknown, or
                 if another device is mounted at `root` than at the first use.
         """
@@ -261,11 +248,7 @@ def read_ledger(root: str) -> tuple[int, int] | None:
 
 
 def _parse(data: bytes) -> tuple[int, int] | None:
-    """Return capacity and bytes in use; None if the content is damaged.
-
-    Raises:
-        OSError: this release does not know the format version.
-    """
+    """Return capacity and bytes in use; None if damaged. Raise OSError for an unknown format version."""
     fields = data[: _FIELDS.size]
     if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != header_digest(fields)[:_DIGEST_BYTES]:
         return None

@@ -149,11 +149,7 @@ def open_directory(
 ) -> None:
     """Prepare a directory for a file tier: sweep, count, evict down to the capacity, write the notes.
 
-    Args:
-        root: path of the directory, which `check_directory` has checked.
-        ledger: gets its capacity, `after_loss` and `after_swap` here.
-        capacity: maximum bytes of all kvferry files of all processes. None keeps the current capacity. A new
-            directory then gets a tenth of the free space.
+    `check_directory` has checked `root`. Mutates the ledger: capacity, `after_loss` and `after_swap`.
 
     Raises:
         ConfigError: the directory cannot be read or written, other processes held the lock for too long, or

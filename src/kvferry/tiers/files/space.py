@@ -59,11 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class DirectoryFull(Exception):
-    """Raised if a directory has no room for a file, even after eviction.
-
-    Attributes:
-        too_large: whether the file alone is larger than the capacity.
-    """
+    """Raised if a directory has no room for a file, even after eviction; if `too_large`, for it alone."""
 
     def __init__(self, size: int, held_ledger: HeldLedger) -> None:
         super().__init__(f"{size} bytes do not fit; {held_ledger.used} of {held_ledger.capacity} are in use")
@@ -112,8 +108,7 @@ class DirectorySpace:
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file of `size` bytes, charge them, and create it empty under a temporary name.
 
-        Returns:
-            The descriptor of the temporary file, open for writing and locked with flock, and its path.
+        Return the descriptor of this file, open for writing and locked with flock, and its path.
         """
         with self._ledger.held() as held_ledger:
             if size > held_ledger.capacity:
@@ -139,7 +134,7 @@ class DirectorySpace:
     def commit(self, temporary: str, final: str, size: int) -> bool:
         """Rename a complete file, or remove it if `final` exists. Return whether it was renamed.
 
-        After LockTimeout or OSError the file still exists. `size` is what `reserve` has reserved.
+        After LockTimeout or OSError the file still exists.
         """
         with self._ledger.held() as held_ledger:
             if not is_regular(final):
@@ -172,11 +167,7 @@ class DirectorySpace:
         held_ledger.count()
 
     def make_room(self, held_ledger: HeldLedger, size: int = 0) -> bool:
-        """Evict files until another `size` bytes fit into the capacity; return whether they fit.
-
-        Args:
-            size: a negative number allows the bytes in use to exceed the capacity by that many bytes.
-        """
+        """Evict files until another `size` bytes, maybe negative, fit into the capacity. Return if so."""
         goal, before = held_ledger.capacity - size, -1
         while goal >= 0 and not self._evict_to(held_ledger, goal):
             if not self._more or held_ledger.used == before:
@@ -186,11 +177,7 @@ class DirectorySpace:
         return goal >= 0
 
     def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
-        """Evict files after the file system refused one of `size` bytes. Return whether to try again.
-
-        Args:
-            tries: times that storing this file has failed, at least 1.
-        """
+        """Evict files after `tries` refusals of a file by the file system. Return whether to try again."""
         paused = self._paused_at is not None and abs(self._clock() - self._paused_at) < _PAUSE_SECONDS
         if error.errno not in OUT_OF_ROOM or paused:
             return False
@@ -212,11 +199,9 @@ class DirectorySpace:
         return False
 
     def evict(self, size: int, folder: str = "") -> bool:
-        """Evict at least one file, although the capacity has room. Return whether one was evicted.
+        """Evict `size` bytes, or all that there are, although the capacity has room; return if any was.
 
-        Args:
-            size: bytes to evict, or all that there are.
-            folder: if given, evict only the first of this folder's listed files.
+        With `folder`, evict only the first of this folder's listed files.
         """
         with self._walking:
             with self._ledger.held() as held_ledger:
@@ -283,7 +268,6 @@ class DirectorySpace:
         self._on_evicted(path)
 
     def _walk(self) -> _WalkResult:
-        """Visit all kvferry files."""
         temporary: list[CacheEntry] = []
         charged = 0
 
@@ -330,9 +314,7 @@ class DirectorySpace:
 def quarantine_file(root: str, ledger: Ledger, found: os.stat_result, path: str) -> bool:
     """Move a bad file to quarantine, where its bytes still count. Return whether it was moved.
 
-    Args:
-        ledger: its lock is held during the move.
-        found: `os.stat` of the bad file. If `path` is now another file, nothing is moved.
+    The ledger is locked during the move. Nothing is moved if `path` is no longer the file `found`.
     """
     with suppress(LockTimeout, OSError), ledger.held() as held_ledger:
         check_folders(root, path)

@@ -79,12 +79,8 @@ class FileTier(StorageTier):
     """A storage tier with the chunks of one namespace in a directory, which others may use too.
 
     Args:
-        path: path of the directory, which must exist.
+        path, capacity, durable: as in `FileSettings`, the capacity in bytes. The directory must exist.
         namespace: namespace of the chunks. Its note is written if it is missing.
-        capacity: maximum bytes of all kvferry files under `path`. It replaces the current capacity of the
-            directory for all processes. If None, the current capacity is kept, and a new directory gets a
-            tenth of the free space.
-        durable: whether to flush every chunk and its folder to the disk before it counts as stored.
         clock: seconds since 1970, for times of use.
         lock_seconds: maximum time for which `put` waits for the lock of the ledger. Then it stores nothing.
         table: hash table that the tiers of a cache share; None for a separate one.
@@ -235,11 +231,7 @@ class FileTier(StorageTier):
         return self._space.reserve(final, size)
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
-        """Fetch a chunk from its file, and move a bad file to quarantine.
-
-        Returns:
-            The outcome, and what is wrong with a bad file.
-        """
+        """Fetch a chunk from its file. Move a bad file to quarantine, and return what is wrong with it."""
         path = self._path_of(chunk.key)
         check_folders(self._root, path)
         try:
@@ -288,16 +280,14 @@ class UsageReader:
     def read(self, *, empty: bool) -> StoreUsage:
         """Return the usage of the directory. A value that cannot be read keeps its last known value.
 
-        Args:
-            empty: True to name another namespace of a model with the same name, if there is one. Its engines
-                probably differ in a setting, which is why this one finds no chunks.
+        If `empty`, it names another namespace of a model with the same name, if there is one. Its engines
+        probably differ in a setting, which is why this one finds no chunks.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
         self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
         return self._last
 
     def _same_name_namespace(self) -> str:
-        """Return the digest, in hex, of another namespace of a model of this name; empty if there is none."""
         try:
             folders = sorted(os.listdir(self._root))
         except OSError:

@@ -56,10 +56,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ChunkSection:
-    """A section of a chunk: a contiguous run of units of equal size.
-
-    The units follow one another in the order of the tensor axis that is split over the ranks.
-    """
+    """A section of a chunk: units of equal size, in the order of the tensor axis that ranks split."""
 
     name: str  # unique in its group: 1 to 31 printable ASCII characters
     units: int  # number of units, at least 1
@@ -118,7 +115,6 @@ class Chunk:
 # A model has few groups, and this is called for each chunk.
 @lru_cache(maxsize=16)
 def _layout(groups: tuple[ChunkGroup, ...]) -> dict[str, Any]:
-    """Return the derived attributes of a `Chunk`."""
     _check_different("chunk", "group", [group.name for group in groups])
     sections = tuple(section for group in groups for section in group.sections)
     digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
@@ -151,8 +147,7 @@ def aligned(size: int) -> int:
 def encode_header(chunk: Chunk, digests: bytes) -> bytes:
     """Return the header of a chunk file, padded with zeros to the start of the first section.
 
-    Args:
-        digests: concatenated digests of all units, in the order of the file, 16 bytes each.
+    `digests` are those of all units, in the order of the file, 16 bytes each.
     """
     preamble = PREAMBLE.pack(
         *(MAGIC, VERSION, chunk.header_bytes, chunk.file_bytes, len(chunk.groups), len(chunk.sections)),
@@ -168,12 +163,7 @@ def header_digest(data: Buffer) -> bytes:
 
 
 def unit_digests(data: Buffer, unit_bytes: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
-    """Return the XXH3 digests of units, 16 bytes each, concatenated.
-
-    Args:
-        data: units without gaps between them.
-        unit_bytes: bytes of one unit, at least 1.
-    """
+    """Return the XXH3 digests of units without gaps between them, 16 bytes each, concatenated."""
     # XXH3 is several times as fast as BLAKE3, and units are most of a file. It detects accidental damage
     # only: whoever can write to the storage can forge both.
     view, digests = memoryview(data), list[bytes]()

@@ -46,11 +46,7 @@ Wait = Callable[[int], object]
 
 
 def chunk_group(group: CanonicalGroup, tokens: int) -> ChunkGroup:
-    """Describe the content of a chunk for the header of its file.
-
-    Args:
-        tokens: number of tokens in the chunk; 0 for a snapshot of recurrent state.
-    """
+    """Describe the content of a chunk for the header of its file; `tokens` are 0 for a snapshot."""
     sections = (ChunkSection(_section_name(one), one.units, one.unit_bytes) for one in group.sections)
     return ChunkGroup(group.label, tokens, tuple(sections))
 
@@ -111,11 +107,7 @@ def header_span(start: Buffer) -> int:
 
 
 def decode_header(data: Buffer) -> ChunkHeader:
-    """Decode the header of a chunk file.
-
-    Args:
-        data: the whole header, whose length `header_span` returns; more bytes may follow.
-    """
+    """Decode the header of a chunk file. `data` begins with the whole header (`header_span`)."""
     span = header_span(data)
     if len(data) < span:
         raise ChunkError(f"the header ends after {len(data)} of {span} bytes")
@@ -148,7 +140,6 @@ def decode_header(data: Buffer) -> ChunkHeader:
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
-    """Decode the group table and the section table, which must lie within the header."""
     at = PREAMBLE.size + groups * GROUP.size
     rows = SECTION.iter_unpack(header[at : at + sections * SECTION.size])
     found = [
@@ -164,7 +155,6 @@ def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]
 
 
 def _name(size: int, name: bytes) -> str:
-    """Return the first `size` bytes of a name field as text."""
     if size not in NAME_BYTES:
         raise ChunkError(f"a name of {size} bytes; expected 1 to {NAME_BYTES[-1]}")
     # Latin-1 decodes any bytes. `ChunkSection` and `ChunkGroup` refuse all but ASCII.
@@ -200,13 +190,7 @@ def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
 
 
 def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> None:
-    """Check units of a chunk against their digests. The error names the first damaged unit.
-
-    Args:
-        section: index of the section in `Chunk.sections`.
-        first: index, in the section, of the first unit in `data`.
-        data: one or more consecutive whole units.
-    """
+    """Check `data`, units of a section from index `first` on. The error names the first damaged unit."""
     one = header.chunk.sections[section]
     found = unit_digests(data, one.unit_bytes)
     before = UNIT_DIGEST_BYTES * (sum(one.units for one in header.chunk.sections[:section]) + first)

@@ -52,8 +52,7 @@ class Arena:
     def create(cls, size: int) -> Arena:
         """Create an arena of `size` bytes, rounded up to whole pages. This process becomes its owner.
 
-        Raises:
-            ConfigError: the machine has too little memory, or does not support sealed memory files.
+        Raise ConfigError if the machine has too little memory, or does not support sealed memory files.
         """
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         check_available(size)
@@ -85,7 +84,6 @@ class Arena:
         return StagedImages(self._space, self.region.address + offset, stride)
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
-        """Return a writable view of `size` bytes at an offset."""
         return memoryview(self._map)[self._skip + offset : self._skip + offset + size]
 
     def close(self) -> None:

@@ -15,12 +15,7 @@ class Slabs:
     """An allocator of slots of a few fixed sizes, the `strides` in bytes. Not thread-safe.
 
     The arena is cut into *slabs* of equal size, and a slab into slots of one stride. A slab whose slots are
-    all free becomes *spare*, and may be used for another stride.
-
-    Attributes:
-        count: number of slabs.
-        capacity_bytes: bytes of all slabs together; the rest of the arena is not used.
-        used_bytes: bytes of all allocated slots.
+    all free becomes *spare*, and may be used for another stride. Bytes after the last slab are not used.
     """
 
     def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:

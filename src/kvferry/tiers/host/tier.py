@@ -139,8 +139,7 @@ class HostTier:
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Reserve a slot for a new chunk, and evict other chunks for it; None if that is not possible.
 
-        Args:
-            counted: whether a failure counts as a dropped chunk; False if the caller will retry.
+        A failure is `counted` as a dropped chunk, unless the caller will retry.
         """
         if key in self._ready or key in self._filling:
             self.counters.dropped[HostDropReason.PRESENT] += counted
@@ -201,7 +200,6 @@ class HostTier:
         return self._hold(chunk, self._reads)
 
     def close(self, slot: Slot) -> None:
-        """Release a hold of `open` or `hold`."""
         chunk = self._reads.pop(slot.serial)
         chunk.holds -= 1
         if chunk.holds:
@@ -290,7 +288,6 @@ class HostTier:
         return None
 
     def _free(self, key: bytes) -> int:
-        """Free the slot of a chunk that the policy ranks no more. Return its bytes."""
         chunk = self._ready.pop(key)
         self._free_if_unused(chunk)
         self.keys.discard(key)

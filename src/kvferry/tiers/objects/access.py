@@ -21,13 +21,9 @@ _FAILURES = 3
 
 
 class GuardedBucket:
-    """Access to a bucket through one circuit breaker for reads and another for writes.
+    """Access to a bucket through one circuit breaker for reads and another for writes. Thread-safe.
 
-    Any thread may use the object.
-
-    Args:
-        pause_seconds: time for which requests are refused after three consecutive failures.
-        clock: monotonic seconds.
+    After three consecutive failures, requests are refused for `pause_seconds`.
     """
 
     def __init__(self, bucket: BucketClient, pause_seconds: float, clock: Callable[[], float]) -> None:
@@ -83,13 +79,11 @@ class GuardedBucket:
 
 
 class CircuitBreaker:
-    """Admits requests to a store, and refuses them for a while after several have failed.
+    """Admits requests to a store, and refuses them for a while after several have failed. Thread-safe.
 
-    Any thread may use the object.
-
-        CLOSED ─`failures` in a row─▶ OPEN ─first request after `pause_seconds`─▶ HALF_OPEN
-        HALF_OPEN ─it succeeded─▶ CLOSED
-        HALF_OPEN ─it failed─▶ OPEN
+    CLOSED ─`failures` in a row─▶ OPEN ─first request after `pause_seconds`─▶ HALF_OPEN
+    HALF_OPEN ─it succeeded─▶ CLOSED
+    HALF_OPEN ─it failed─▶ OPEN
     """
 
     def __init__(self, failures: int, pause_seconds: float, clock: Callable[[], float]) -> None:

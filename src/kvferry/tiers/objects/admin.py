@@ -22,13 +22,7 @@ class BucketAdmin(CacheAdmin):
     """The cache under a URL of object storage, as operator commands use it.
 
     It has no capacity, and no temporary files to remove, because an object appears completely or not at all.
-
-    Args:
-        options: settings of the client, by option name of the obstore library.
-
-    Raises:
-        ConfigError: `BucketClient` refuses the URL or an option, a request failed, or there is no kvferry
-            object under the URL.
+    Raise ConfigError as `BucketClient`, or if a request failed or there is no kvferry object under the URL.
     """
 
     records_use = False
@@ -103,7 +97,6 @@ class BucketAdmin(CacheAdmin):
 
     @contextmanager
     def _as_config_error(self) -> Iterator[None]:
-        """Convert `Unavailable` in the body to a ConfigError with advice."""
         try:
             yield
         except Unavailable as error:
@@ -112,8 +105,6 @@ class BucketAdmin(CacheAdmin):
 
 @dataclass(frozen=True, slots=True)
 class _OpenObject(StoredFile):
-    """An object that is open for reading."""
-
     bucket: BucketClient
     name: str
     found: OpenObject

@@ -67,13 +67,9 @@ class DistrustedObjects:
 
 
 class BucketIndex:
-    """Keeps the known keys of one namespace up to date. Any thread may use the object.
+    """Keeps the known keys of one namespace up to date, without `distrusted` ones. Thread-safe.
 
-    Args:
-        listed: known keys, which the listings update.
-        distrusted: objects whose keys listings do not add.
-        valid_seconds: time from a complete listing until the next one is due.
-        clock: monotonic seconds.
+    `valid_seconds` is the time from a complete listing until the next one is due.
     """
 
     def __init__(
@@ -102,14 +98,7 @@ class BucketIndex:
         return self._clock() >= self._due_at
 
     def list(self, seconds: float = MAX_LISTING_SECONDS) -> int:
-        """List the chunks, and update the known keys, unless another thread is doing so. No failure raises.
-
-        Args:
-            seconds: approximate time after which the listing stops, even if it is incomplete.
-
-        Returns:
-            1 if the listing added or removed keys, else 0.
-        """
+        """List for about `seconds`, unless another thread does. Return 1 if known keys changed, else 0."""
         if not self._listing.acquire(blocking=False):
             return 0
         try:

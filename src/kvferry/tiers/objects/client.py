@@ -75,8 +75,7 @@ class OpenObject:
     def fill(self, offset: int, into: memoryview) -> None:
         """Fill `into` with all bytes from `offset`, up to which `read` has received all. Do not `read` later.
 
-        Raises:
-            ChunkError: the number of remaining bytes is not the length of `into`.
+        Raise ChunkError if the object has another length.
         """
         done = 0
         received: list[bytes | memoryview] = [memoryview(self._start)[offset:]]
@@ -175,7 +174,6 @@ class BucketClient:
                 ]
 
     def move(self, path: str, to: str) -> None:
-        """Copy an object within the bucket, then delete the original."""
         with _as_unavailable():
             obstore.rename(self.store, path, to)
 
@@ -265,7 +263,6 @@ def _try_release(view: memoryview) -> bool:
 
 
 def _etag(etag: str | None) -> str:
-    """Return an ETag without quotes, or an empty string for None."""
     # Some stores quote ETags in answers but not in listings.
     return (etag or "").strip('"')
 

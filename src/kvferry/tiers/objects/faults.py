@@ -131,7 +131,6 @@ def _fault_of_status(status: int) -> Fault:
 
 
 def _detail(said: str, debug: str) -> str:
-    """Return a detail for a message, such as ``403 AccessDenied``; empty if none is known."""
     for pattern, detail in _DETAILS:
         if found := re.search(pattern, f"{said} {debug}", re.DOTALL):
             return " ".join(found.expand(detail).split())

@@ -166,9 +166,8 @@ def is_url(where: str) -> bool:
 def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
     """Check a URL and the options of its client, and return the settings of the client.
 
-    Raises:
-        ConfigError: the URL has an unknown form or contains credentials, an option is unknown (the message
-            names the most similar one), or connections are not encrypted and `options` does not allow that.
+    Raise ConfigError if the URL has an unknown form or contains credentials, an option is unknown, or
+    connections are not encrypted and `options` does not allow that.
     """
     parts = urlsplit(url)
     known = _SCHEMES.get(parts.scheme)
@@ -201,8 +200,6 @@ def store_settings(url: str, options: Mapping[str, str]) -> StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class _StoreEndpoint:
-    """A server of object storage, as configured."""
-
     host: str  # host name or IP address of the server
     shown: str  # URL of scheme, host and port, for messages
     encrypted: bool  # whether connections use TLS
@@ -260,5 +257,4 @@ def _option_value(names: tuple[str, ...], scheme: str, options: Mapping[str, str
 
 
 def _is_true(value: str) -> bool:
-    """Return whether obstore reads the value of an option as true."""
     return value.lower() in ("1", "true", "on", "yes", "y")

@@ -45,24 +45,18 @@ class ObjectTier(StorageTier):
     """A storage tier with the chunks of one namespace under a URL, which others may use too.
 
     A forked process must not use the tier. The constructor lists the chunks for at most about
-    `timeout_seconds`. If the store does not answer, `refresh` lists them.
+    `timeout_seconds`. If the store does not answer, `refresh` lists them. ConfigError is raised as by
+    `BucketClient`.
 
     Args:
-        url: URL such as s3://bucket/path, gs://bucket/path, az://container/path or file:///path.
+        url, options, timeout_seconds: as in `ObjectSettings`. Each attempt of a request must be complete
+            within half of the limit.
         namespace: namespace of the chunks. If a complete listing finds no note of it, the tier tries once to
             write one.
-        options: settings of the client, by option name of the obstore library. Settings that are not given,
-            such as credentials, are read from the environment.
-        timeout_seconds: time limit for a fetch. Storing a chunk may take twice as long, because the object is
-            looked up first. Each attempt of a request must be complete within half of the limit.
         pause_seconds: time for which fetches and listings are refused after three of them in a row have
             failed. Writes to the store are refused in the same way.
         listing_seconds: time from one listing to the next. Listing many chunks takes many requests.
-        clock: monotonic seconds.
         max_keys: maximum number of keys that a listing adds.
-
-    Raises:
-        ConfigError: `BucketClient` refuses the URL or an option.
     """
 
     def __init__(
@@ -109,7 +103,6 @@ class ObjectTier(StorageTier):
 
     @property
     def faults(self) -> dict[Fault, int]:
-        """Number of requests that failed or were refused, for each reason."""
         return self._bucket.faults
 
     def __len__(self) -> int:

@@ -39,11 +39,7 @@ _THREADS = "threads, O_DIRECT"
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
-    """Return two cases per depth, the first for storing and the second for loading.
-
-    Args:
-        stack: exit stack. When it is closed, it ends the threads and removes the files.
-    """
+    """Return the cases of each depth: storing, then loading. `stack` ends threads and removes files."""
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
     made = StorageCases(stack, group, depths, FileSettings.kind, partial(_empty_tier, folder))
     # Raw files have the size of chunk files, with header and padding.
@@ -63,7 +59,6 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
 
 @contextmanager
 def _empty_tier(folder: Path, chunks: RandomChunks) -> Iterator[FileTier]:
-    """Yield an empty file tier in a new subfolder of `folder`, which is removed at the end."""
     with TemporaryDirectory(dir=folder) as root:
         # Nothing is evicted, so no store waits for that.
         capacity = 2 * len(chunks) * chunks.chunk_bytes
@@ -72,7 +67,6 @@ def _empty_tier(folder: Path, chunks: RandomChunks) -> Iterator[FileTier]:
 
 
 def _write_files(folder: Path, count: int, size: int) -> list[Path]:
-    """Write `count` files of `size` random bytes to a new subfolder of `folder`, and return their paths."""
     raw = folder / "raw"
     raw.mkdir()
     content = random_pages(size)

@@ -29,11 +29,9 @@ _APART = 16
 
 
 def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list[TierCase]:
-    """Return two cases per depth, the first for storing and the second for loading.
+    """Return the cases of each depth: storing, then loading. `stack` ends the threads.
 
-    Args:
-        stack: exit stack. When it is closed, it ends the threads.
-        ranks: pair of ranks with at least one chunk for each thread of the largest depth.
+    `ranks` have at least one chunk for each thread of the largest depth.
     """
     found = []
     total, short = ranks.chunks * ranks.chunk_bytes, f"memcpy in runs of {format_bytes(ranks.run_bytes)}"
@@ -56,11 +54,7 @@ def tier_cases(stack: ExitStack, ranks: RankPair, depths: Sequence[int]) -> list
 
 
 def verify_copies(cases: Sequence[TierCase], ranks: RankPair) -> None:
-    """Check that all cases copy the right bytes. Host memory and the loading rank's memory are mutated.
-
-    Raises:
-        TransferError: wrong bytes arrived.
-    """
+    """Check that all cases copy the right bytes, or raise TransferError. Mutates host and loading memory."""
     for store, load in zip(cases[::2], cases[1::2], strict=True):
         ranks.clear()
         store.ours.move()
@@ -85,14 +79,12 @@ def _pieces(ranks: RankPair, share: range) -> tuple[Piece, ...]:
 
 
 def _memcpy_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks with a single memcpy."""
     to, of = (memory[_bytes(ranks, share)] for memory in _memories(ranks, direction))
     # One copy per thread is the quickest that this machine's memory allows.
     return partial(np.copyto, to, of)
 
 
 def _copy_runs_call(ranks: RankPair, direction: str, share: range) -> Callable[[], object]:
-    """Return a function that copies one thread's share of the chunks in runs of `ranks.run_bytes` bytes."""
     pairs = []
     for number in share:
         to, of = (memory[_bytes(ranks, range(number, number + 1))] for memory in _memories(ranks, direction))

@@ -21,11 +21,7 @@ from kvferry.tools.measuring.simulated import SimulatedEngine
 
 
 class Mover(Protocol):
-    """A method of moving bytes whose time a benchmark measures, such as kvferry, raw NIXL or memcpy.
-
-    Attributes:
-        bytes: number of bytes that each move delivers. Bytes that it reads in excess are not counted.
-    """
+    """A method of moving bytes whose time a benchmark measures. `bytes` leaves out those read in excess."""
 
     name: str
     bytes: int
@@ -61,10 +57,6 @@ class KVFerryMover:
     """A mover that loads a request's KV with kvferry.
 
     The measured time starts when the block ids are known. It ends when the request may use the blocks.
-
-    Args:
-        peer: index of the source engine in the producer process.
-        strategy: transfer strategy to use; None for the cheapest.
 
     Attributes:
         strategies: transfer strategy of each KV cache group in the last move; empty before the first.

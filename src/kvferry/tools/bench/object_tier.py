@@ -34,11 +34,7 @@ _PIECE_BYTES = 512 << 10
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
-    """Return two cases per depth, the first for storing and the second for loading.
-
-    Args:
-        stack: exit stack. When it is closed, it ends the threads and removes the objects.
-    """
+    """Return the cases of each depth: storing, then loading. `stack` ends threads and removes objects."""
     made = StorageCases(stack, group, depths, ObjectSettings.kind, partial(_empty_tier, url))
     # A random name: two benchmarks may run in one bucket.
     prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
@@ -80,7 +76,6 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
 
 @contextmanager
 def _empty_tier(url: str, chunks: RandomChunks) -> Iterator[ObjectTier]:
-    """Yield an empty object tier with a new namespace, whose objects are removed at the end."""
     # A store must find none of the chunks there, so each round has a namespace of its own.
     own = bench_namespace(chunks.group, secrets.token_hex(8))
     with _removing(url, own.digest.hex()):

@@ -23,11 +23,7 @@ CHUNK_TOKENS = 256
 
 
 def chunk_group(reading: ModelReading, tokens: int = CHUNK_TOKENS) -> CanonicalGroup:
-    """Return the format in which chunks of a model's KV are stored.
-
-    Raises:
-        ConfigError: the model has layers of several kinds, whose chunks have different formats.
-    """
+    """Return the format of a model's chunks. Raise ConfigError if its layers are of several kinds."""
     engine = simulate_engine("chunk", reading, EngineSide(), tokens)
     groups = canonical_form_of(lay_out(engine.model, engine.shape), tokens).groups
     if len(groups) > 1:
@@ -42,14 +38,12 @@ class RankPair:
     """A rank that holds the KV of a prompt, an empty rank, and host memory for the KV's chunks.
 
     Attributes:
-        source, destination: memory of the rank that holds the prompt's KV, and of the one that loads it.
         arena: host memory for the chunks; chunk n is at byte ``n * chunk_bytes``.
         store_tables, load_tables: block table of the prompt for each KV cache group, in the forms that
             `StoreOrder` and `ChunkRoutes.load` take. The block ids are the same on both ranks.
     """
 
     def __init__(self, reading: ModelReading, side: EngineSide, chunks: int) -> None:
-        """Allocate the KV caches of both ranks and the arena, and fill the first rank's cache."""
         engine = simulate_engine("holder", reading, side, chunks * CHUNK_TOKENS)
         self.layout, self.chunks = side.layout, chunks
         self.source, self.destination = engine.allocated(0), engine.allocated(0)
@@ -91,5 +85,4 @@ class RankPair:
         self.destination.buffer.zero_()
 
     def check(self) -> None:
-        """Raise TransferError if the destination rank's memory differs from the source rank's."""
         content.check_memory(self.destination, self.source)

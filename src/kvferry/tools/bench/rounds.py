@@ -38,11 +38,7 @@ class MoverRounds:
 def measure_movers(
     movers: Sequence[Mover], repeats: int, progress: Callable[[str], None]
 ) -> list[MoverRounds]:
-    """Run all movers in every round, and return the times of each.
-
-    Args:
-        repeats: number of counted rounds. One warm-up round before them is not counted.
-    """
+    """Run all movers once to warm up, then in `repeats` rounds, and return the times of each."""
     seconds = run_rounds([mover.move for mover in movers], repeats, progress)
     return [MoverRounds(m.name, m.bytes, tuple(s)) for m, s in zip(movers, seconds, strict=True)]
 

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kvferry.cache import Ended, TierQueue
+from kvferry.cache import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys import Namespace
@@ -54,12 +54,7 @@ def bench_namespace(group: ChunkGroup, name: str = "") -> Namespace:
 
 
 class RandomChunks:
-    """Chunks of random bytes in host memory. ``chunks[n]`` is the memory of chunk n.
-
-    Attributes:
-        group: format of a chunk as a file.
-        arena: host memory of all chunks; chunk n is at byte ``n * chunk_bytes``.
-    """
+    """Chunks of random bytes in host memory: ``chunks[n]`` is at byte ``n * chunk_bytes`` of `arena`."""
 
     def __init__(self, group: CanonicalGroup, chunk_tokens: int, count: int) -> None:
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
@@ -122,12 +117,9 @@ def random_pages(size: int) -> memoryview:
 
 
 def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth: int) -> CallMover:
-    """Return a mover that loads chunks with kvferry and checks their bytes, which the time leaves out.
+    """Return a mover that loads chunks over `into` and checks their bytes, which the time leaves out.
 
     It raises TransferError if a load failed, or wrong bytes arrived.
-
-    Args:
-        into: chunks that each move overwrites with the loaded bytes.
     """
     count = chunks_per_move(depth)
 
@@ -159,7 +151,7 @@ class StorageCases:
         """Fill a tier with the chunks to load.
 
         Args:
-            stack: exit stack. When it is closed, it ends the threads and removes the tier.
+            stack: its end also ends the threads and removes the tier.
             open_tier: returns a context manager that opens an empty tier for such chunks, and removes it.
         """
         self._kind, count = kind, chunks_per_move(max(depths))
@@ -179,7 +171,6 @@ class StorageCases:
         load_limits: Sequence[Mover],
         *load_controls: Mover,
     ) -> list[TierCase]:
-        """Return the case of storing and that of loading with a number of chunks in flight."""
         store = CallMover(
             "kvferry", chunks_per_move(depth) * self.chunks.chunk_bytes, partial(self._store, depth)
         )
@@ -190,7 +181,6 @@ class StorageCases:
         ]
 
     def _store(self, depth: int) -> float:
-        """Store chunks in an empty tier, and return the seconds."""
         with self._open_tier() as tier, open_queue(tier, self._kind) as queue:
             return store_all(queue, self.chunks, chunks_per_move(depth), depth)
 
@@ -204,7 +194,10 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
             begin(begun)
             begun += 1
         for done in queue.done():
-            _check(queue.name, done)
+            # A store that found the chunk there has not written it, and its time means nothing.
+            expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
+            if done.what is not expected:
+                raise TransferError(f"{queue.name} tier: a chunk is {done.what}, expected {expected}")
             ended += 1
         # A storage that hangs would make the benchmark wait for good.
         if queue.reads.stuck or queue.writes.stuck:
@@ -212,10 +205,3 @@ def _run_all(queue: TierQueue, count: int, depth: int, begin: Callable[[int], No
         if ended < count:
             time.sleep(_POLL_SECONDS)
     return time.perf_counter() - started
-
-
-def _check(name: str, done: Ended) -> None:
-    # A store that found the chunk there has not written it, and its time means nothing.
-    expected = GetOutcome.HIT if isinstance(done.what, GetOutcome) else PutOutcome.STORED
-    if done.what is not expected:
-        raise TransferError(f"{name} tier: a chunk is {done.what}, expected {expected}")

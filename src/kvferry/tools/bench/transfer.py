@@ -39,7 +39,6 @@ class TransferJob:
     """The request whose KV `kvferry bench transfer` moves, and the settings of the measurement.
 
     Attributes:
-        side: layout and block size of both engines, which have one rank each.
         transports: value of UCX_TLS, UCX's list of transports; None to leave it unchanged.
     """
 
@@ -108,7 +107,6 @@ def measure(job: TransferJob, progress: Callable[[str], None]) -> MeasuredTransf
 def _compare(
     reader: Reader, source: SimulatedEngine, repeats: int, progress: Callable[[str], None]
 ) -> TransferComparison:
-    """Move a request's KV with kvferry, with NIXL alone, and with memcpy, as `measure_movers`."""
     ferry = KVFerryMover("kvferry", reader, source)
     with closing(RawReads(reader)) as raw:
         movers: list[Mover] = [

@@ -38,7 +38,6 @@ class MovedModel:
     dtype: str = option("auto", None, "Element type: auto, float32, bfloat16, fp8, ...")
 
     def read(self) -> ModelReading:
-        """Return what the model keeps, with the changes of its shape."""
         from kvferry.tools.measuring.simulated import read_geometry
 
         changes = {
@@ -50,11 +49,7 @@ class MovedModel:
 
 
 def parse_names(text: str, known: Collection[str], name: str) -> tuple[str, ...]:
-    """Parse the value of an option that is a list of names, separated by commas.
-
-    Raises:
-        ConfigError: a name is not allowed.
-    """
+    """Parse a list of names, separated by commas. Raise ConfigError if one is not allowed."""
     names = tuple(text.split(","))
     if unknown := [one for one in names if one not in known]:
         raise ConfigError(f"--{name} {unknown[0]} is not known; choose from {', '.join(known)}")
@@ -62,11 +57,7 @@ def parse_names(text: str, known: Collection[str], name: str) -> tuple[str, ...]
 
 
 def parse_layouts(text: str) -> tuple[str, ...]:
-    """Parse a list of memory layouts, and return their names in upper case.
-
-    Raises:
-        ConfigError: a layout is unknown.
-    """
+    """Return the memory layouts of a list in upper case. Raise ConfigError if one is unknown."""
     from kvferry.geometry import LAYOUTS
 
     return parse_names(text.upper(), LAYOUTS, "layouts")
@@ -83,11 +74,7 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def work_folder(path: Path | None) -> Iterator[Path]:
-    """Yield the folder for the files of a measurement.
-
-    Args:
-        path: existing folder, the value of `--path`; None for a new folder in the user's cache, which is
-            removed at the end.
+    """Yield an existing folder, or a new one in the user's cache, which is removed at the end.
 
     Raises:
         ConfigError: the folder does not exist, or a new one cannot be created.

@@ -32,8 +32,7 @@ _BAD = 1
 _SECONDS = 15.0
 
 _Where = Annotated[
-    str,
-    typer.Argument(metavar="PATH|URL", help="Directory of a file tier, or URL of an object tier."),
+    str, typer.Argument(metavar="PATH|URL", help="Directory of a file tier, or URL of an object tier.")
 ]
 _Options = Annotated[
     list[str] | None,
@@ -69,9 +68,7 @@ _Tokens = Annotated[
 _Salt = Annotated[str | None, typer.Option("--salt", help="Cache salt of the requests.")]
 
 app = typer.Typer(
-    cls=CommandGroup,
-    help="Inspect and clean stored KV, or that of a running engine.",
-    no_args_is_help=True,
+    cls=CommandGroup, help="Inspect and clean stored KV, or that of a running engine.", no_args_is_help=True
 )
 
 
@@ -161,8 +158,7 @@ def gc(
     capacity: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Capacity for this run, such as 10GiB; by default that of the directory.",
+            metavar="SIZE", help="Capacity for this run, such as 10GiB; by default that of the directory."
         ),
     ] = None,
     option: _Options = None,
@@ -308,11 +304,7 @@ def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) 
 
 
 def _cache(where: str, options: list[str] | None) -> CacheAdmin:
-    """Open the cache of chunks at a path or URL.
-
-    Raises:
-        ConfigError: there is no cache at this place, or the cache cannot be accessed.
-    """
+    """Open the cache at a path or URL. Raise ConfigError if it does not exist or cannot be accessed."""
     from kvferry.tiers import is_url
 
     if is_url(where):
@@ -327,11 +319,7 @@ def _cache(where: str, options: list[str] | None) -> CacheAdmin:
 
 
 def _parse_pairs(texts: list[str]) -> dict[str, str]:
-    """Parse texts such as ``name=value``, and return the values by name.
-
-    Raises:
-        ConfigError: a text has no equals sign, or a name is given twice.
-    """
+    """Parse texts such as ``name=value``. Raise ConfigError for one without ``=``, or a repeated name."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -350,7 +338,7 @@ def _fact_texts(facts: Mapping[str, object]) -> list[str]:
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
-    """The token ids in the answer of vLLM's ``POST /tokenize``."""
+    """The answer of vLLM's ``POST /tokenize``."""
 
     tokens: list[int]
 
@@ -358,8 +346,7 @@ class _Tokenized(msgspec.Struct, frozen=True):
 def ask(engine: str, secret_file: str | None, call: str, body: Mapping[str, object]) -> dict[str, Any]:
     """Call the admin API of an engine, and return its answer.
 
-    Args:
-        secret_file: the engine's setting ``secret_file``; None for this machine's key.
+    `secret_file` is the engine's setting; None for this machine's key.
 
     Raises:
         ConfigError: the key cannot be read, the engine does not answer, or it refuses the call.
@@ -401,10 +388,7 @@ def _no_admin_api(engine: str, reason: str) -> ConfigError:
 
 
 def read_tokens(file: str) -> list[int]:
-    """Read token ids from a file: a JSON list, or the answer of vLLM's ``POST /tokenize``.
-
-    Args:
-        file: path of the file; ``-`` stands for standard input.
+    """Read token ids from a JSON list or an answer of ``POST /tokenize``; ``-`` is standard input.
 
     Raises:
         ConfigError: the file cannot be read, or holds neither.

@@ -28,10 +28,7 @@ def settings_option() -> Any:
 
 
 def read_settings(path: str | None) -> dict[str, Any]:
-    """Return the connector's settings from a file, by their names in `ConnectorConfig`. They are not checked.
-
-    Args:
-        path: path of a TOML file; None for no settings.
+    """Return the unchecked settings of a TOML file; none without a path.
 
     Raises:
         ConfigError: the file cannot be read, or is no TOML.

@@ -90,12 +90,9 @@ def demo(options: DemoOptions) -> None:
 
 
 def _models(options: DemoOptions, screen: Screen, signals: StopSignals) -> Iterator[DemoModel]:
-    """Yield the models to serve: the given model, or the model of each family.
+    """Yield the given model, or that of each family; without SmolLM2 by default if it was not fetched.
 
-    SmolLM2 is left out of the default families if it was not fetched.
-
-    Args:
-        signals: handler of Ctrl-C and SIGTERM. These signals interrupt the writing of checkpoints.
+    Signals interrupt the writing of checkpoints.
 
     Raises:
         ConfigError: both a model and families are given, a family is unknown, or SmolLM2 was not fetched.

@@ -42,9 +42,7 @@ def option(default: Any, metavar: str | None, help_text: str, *names: str, **set
 
     Args:
         default: value if the option is not given; `MISSING` if it must be given.
-        metavar: placeholder of the value in the help; None for Typer's.
         names: names on the command line; without them, that of the field.
-        settings: further settings of `typer.Option`, such as ``min``.
     """
     one = typer.Option(*names, metavar=metavar, help=help_text, **settings)
     return field(default=default, metadata={TYPER: one})
@@ -76,11 +74,7 @@ def argument(metavar: str, help_text: str, default: Any = MISSING) -> Any:
 
 
 def command(function: Callable[[Any], None]) -> Callable[..., None]:
-    """Return a command for Typer.
-
-    Args:
-        function: what the command does. Its only parameter is the dataclass of its options.
-    """
+    """Return a command for Typer from a function whose only parameter is the dataclass of its options."""
     kind = next(iter(get_type_hints(function).values()))
     types = get_type_hints(kind)
 
@@ -114,14 +108,7 @@ def without_none(**options: Any) -> dict[str, Any]:
 
 
 def check_folder(path: Path | None) -> None:
-    """Check that a file can be created, before the work that fills it.
-
-    Args:
-        path: path of the file; None for no file.
-
-    Raises:
-        ConfigError: its folder does not exist, or cannot be written to.
-    """
+    """Check that a file can be created, before the work that fills it. Raise ConfigError if not."""
     # The file is not tried out: a command that fails later would leave it empty.
     if path is not None and not path.parent.is_dir():
         raise _cannot_write(path, errno.ENOENT)
@@ -130,11 +117,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write text to a file that an option names. Replaces an existing file as a whole.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a file that an option names, as a whole. Raise ConfigError if it cannot be written."""
     with writing(path):
         replace_file(path, text)
 

@@ -221,7 +221,6 @@ class _Curve(NamedTuple):
 
     Attributes:
         points: points of the curve; empty without a trace, or after Ctrl-C.
-        about: sentences about the trace and the settings.
         complete: False after Ctrl-C.
     """
 
@@ -240,13 +239,8 @@ def _open(options: PlanOptions) -> Trace | None:
 
 
 def _curve(
-    trace: Trace,
-    reading: ModelReading,
-    side: EngineSide,
-    settings: KeptSettings,
-    kv_cache_memory: str | None,
+    trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings, kv_cache_memory: str | None
 ) -> _Curve:
-    """Return the hit rate by capacity of host memory, from several passes over a trace."""
     from kvferry.tools.replay.settings import served_model
 
     try:
@@ -259,7 +253,6 @@ def _curve(
 
 
 def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
-    """Yield the HTML of the storage in tiers, and of a hit-rate curve if there is one."""
     from kvferry.tools.plan.page.document import text_block
     from kvferry.tools.plan.show import show_kept
 

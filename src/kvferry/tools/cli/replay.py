@@ -151,11 +151,7 @@ def replay(options: ReplayOptions) -> None:
 
 
 def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> None:
-    """Print the smallest tiers that reach the hit rate of ``--target-hit``.
-
-    Raises:
-        ConfigError: an option is given that this search does not use.
-    """
+    """Print the smallest tiers that reach ``--target-hit``. Raise ConfigError for an unused option."""
     from kvferry.tools.replay.page import size_page
     from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size

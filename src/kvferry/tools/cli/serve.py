@@ -84,11 +84,7 @@ def serve(options: ServeOptions) -> None:
     check_model(options.model)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Open the port first: it may be in use, and engines take a while to start.
-    with (
-        StopSignals() as signals,
-        listen(options.host, options.port) as sock,
-        suppress(KeyboardInterrupt),
-    ):
+    with StopSignals() as signals, listen(options.host, options.port) as sock, suppress(KeyboardInterrupt):
         serve_fleet(
             specs,
             sock,

@@ -22,11 +22,6 @@ _EVERY = 256
 def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
     """Open a trace from which a hit-rate curve is computed, in several passes.
 
-    Args:
-        path: path of the trace, or ``-`` for standard input.
-        unit_tokens: number of tokens per unit, where the trace does not say it.
-        asked_by: option that needs the curve, for the error message.
-
     Raises:
         ConfigError: the file is no trace, it can be read only once, or it has only lengths.
     """
@@ -50,11 +45,7 @@ def print_notes(trace: Trace) -> None:
 
 
 def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace, and show how far it is read if standard error is a terminal.
-
-    Args:
-        what: name of the task, for the bar.
-    """
+    """Yield the requests of a trace, with a bar named `what` if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield from trace
         return
@@ -76,12 +67,8 @@ def curve_of_model(
 ) -> tuple[list[CurvePoint], str]:
     """Replay a trace on one engine with unlimited host memory, then compute the hit rate by capacity.
 
-    Args:
-        trace: trace that can be read several times.
-        kv_cache_memory: memory of each rank for KV cache, such as ``40GiB``; None for a default.
-
-    Returns:
-        (points, about). `about` says in sentences what the curve was computed from.
+    `kv_cache_memory` is that of each rank, such as ``40GiB``; None for a default. The second result says in
+    sentences what the curve was computed from.
     """
     from kvferry.tools.replay.curve import hit_rate_curve
     from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier

@@ -139,7 +139,6 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer passes the context
-        """Write the list of commands to the help, by purpose and with whole sentences."""
         purposes: dict[str, list[tuple[str, str]]] = {}
         for name, one in self.commands.items():
             # Typer itself uses panels only in help that rich writes, and rich takes long to import.

@@ -17,7 +17,6 @@ class Alert:
         expression: PromQL condition, with one result for each affected engine, source or tier.
         lasts: time for which the condition must hold before the alert fires, such as ``10m``.
         summary: description of the problem, as a Prometheus template that refers to labels.
-        action: advice to the operator.
         severity: ``critical`` if nothing is served, ``warning`` for a problem to look at today, ``info`` for
             a possible improvement.
     """

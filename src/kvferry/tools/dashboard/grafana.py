@@ -50,7 +50,6 @@ def dashboard() -> dict[str, Any]:
 
 
 def _panel(panel: Panel, number: int, place: int, top: int) -> dict[str, Any]:
-    """Return the JSON of the panel at a place of a row whose panels begin at height `top`."""
     x, y = place % _COLUMNS * _WIDTH, top + place // _COLUMNS * _HEIGHT
     stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
     custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": stacking, "showPoints": "never"}
@@ -67,12 +66,7 @@ def _panel(panel: Panel, number: int, place: int, top: int) -> dict[str, Any]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "targets": [
-            {
-                "refId": letter,
-                "datasource": _SOURCE,
-                "expr": query.expression,
-                "legendFormat": query.legend,
-            }
+            {"refId": letter, "datasource": _SOURCE, "expr": query.expression, "legendFormat": query.legend}
             for letter, query in zip(ascii_uppercase, panel.queries, strict=False)
         ],
     }

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvferry.observe import (
-    COMMON,
-    CONNECTOR,
-    EXPOSED,
-    PREFIX,
-    ROUTER,
-    ROUTER_PREFIX,
-    SUFFIXES,
-    MetricKind,
-)
+from kvferry.observe import COMMON, CONNECTOR, EXPOSED, PREFIX, ROUTER, ROUTER_PREFIX, SUFFIXES, MetricKind
 
 INSTANCE = "instance"
 """Label that Prometheus adds to scraped series: the engine's address."""
@@ -50,11 +41,7 @@ def series(name: str, scope: Mapping[str, str] | None = None, **where: str) -> s
 
 
 def _labels_of(name: str) -> frozenset[str]:
-    """Return the names of all labels of a series, including labels that vLLM and Prometheus add.
-
-    Raises:
-        ValueError: the metric is unknown.
-    """
+    """Return all labels of a series, also vLLM's and Prometheus's. Raise ValueError for an unknown metric."""
     # A metric may have a name that ends like a suffix, so the kind is checked below.
     base, suffix = next(
         ((name.removesuffix(each), each) for each in SUFFIXES if name.endswith(each)), (name, "")
@@ -114,12 +101,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart of the dashboard.
-
-    Attributes:
-        unit: name of the values' unit in Grafana.
-        stacked: True to stack the values, which is useful if their sum is meaningful.
-    """
+    """A chart. `unit` is Grafana's name of it. Values are `stacked` if their sum is meaningful."""
 
     title: str
     description: str

@@ -26,7 +26,6 @@ def check(path: str | None, found: ReadTimings | None, now: datetime | None = No
     Args:
         path: costs file that the configuration names; None for the user's default file.
         found: measured times of READs on this machine; None to check only the age of the file.
-        now: current time; None to read the system clock.
     """
     try:
         used = load_costs(path)

@@ -45,7 +45,6 @@ def of_config(config: ConnectorConfig) -> list[Finding]:
 
 
 def _check_drops(samples: list[Sample]) -> Iterator[Finding]:
-    """Yield a finding on each tier that has dropped chunks since the engine's start."""
     stored, dropped = Counter[str](), defaultdict[str, Counter[str]](Counter)
     for sample in samples:
         if sample.name == f"{PREFIX}tier_stored_chunks_total":
@@ -65,7 +64,6 @@ def _check_drops(samples: list[Sample]) -> Iterator[Finding]:
 
 
 def _check_reads(samples: list[Sample]) -> Iterator[Finding]:
-    """Yield a finding for each strategy by which the engine has loaded KV from peers."""
     for sample in samples:
         if sample.name != f"{PREFIX}read_bytes_per_second" or "strategy" not in sample.labels:
             continue
@@ -83,7 +81,6 @@ def _check_reads(samples: list[Sample]) -> Iterator[Finding]:
 
 
 def _check_snapshots(samples: list[Sample]) -> Iterator[Finding]:
-    """Yield a finding on an engine with recurrent state and tiers."""
     values = {sample.name: sample.value for sample in samples}
     # Only such engines have these gauges, and only after their first step.
     first, size = (values.get(f"{PREFIX}{name}") for name in ("first_snapshot_tokens", "snapshot_bytes"))

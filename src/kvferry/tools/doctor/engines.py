@@ -30,7 +30,6 @@ class Target:
 
     Attributes:
         name: address as the user or a router gave it, without credentials.
-        role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         url: base URL of the HTTP endpoint; None if no URL is given.
         control: host and port of the control channel, or of an HTTP endpoint if the name has no scheme; None
             with a URL.
@@ -74,9 +73,6 @@ def examine_engines(
     targets: Sequence[Target], keys: Keys | None
 ) -> tuple[list[ReportSection], list[ExaminedEngine]]:
     """Examine all targets concurrently, then the engines behind each target that is a router.
-
-    Args:
-        keys: CURVE keys, which encrypt control channels; None if this machine has none.
 
     Returns:
         (sections, engines). `sections` are about the targets and the routers' engines. `engines` lacks those
@@ -147,12 +143,9 @@ def _find_http_endpoint(one: Target) -> str | None:
 
 
 def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedKv | None) -> EngineIdentity:
-    """Return an engine's description of itself, and release the KV blocks of the test prompt.
+    """Return an engine's description of itself, and release the KV blocks of the test prompt, if any.
 
-    Args:
-        keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        offered: KV of the test prompt; None if the engine was not asked for it. The blocks are not released
-            if `keys` is None.
+    Blocks are not released without `keys`.
 
     Raises:
         IdentifyError: no engine, or a different engine, answers at the address.
@@ -172,11 +165,7 @@ def _identify_and_release(control: Address, keys: Keys | None, offered: OfferedK
 
 
 def _check_ranks(seen: ExaminedEngine, keys: Keys | None) -> list[Finding]:
-    """Check that the other data-parallel ranks of an engine answer and have the settings of the first rank.
-
-    Args:
-        keys: CURVE keys, which encrypt control channels; None if this machine has none.
-    """
+    """Check that an engine's other data-parallel ranks answer and have the settings of the first."""
     if seen.offered is None or not seen.other_ranks:
         return []
     found, known = list[Finding](), {seen.offered.engine_id}
@@ -206,7 +195,7 @@ def _check_ranks(seen: ExaminedEngine, keys: Keys | None) -> list[Finding]:
 
 
 def _rank_differences(one: EngineIdentity, other: EngineIdentity) -> str:
-    """Return the differences between two data-parallel ranks as text; empty if there are none."""
+    """Return the differences as text; empty if there are none."""
     facts = compare_facts(one.facts.must_agree, other.facts.must_agree)
     if _shape(one) != _shape(other):
         facts = [*facts, "other workers, groups or block sizes"]
@@ -237,7 +226,6 @@ def _check_advertised(url: str, control: Address) -> list[Finding]:
 
 
 def _describe(identity: EngineIdentity) -> list[Finding]:
-    """Return findings that describe an engine: its control channel, software, ranks and model."""
     first = identity.ranks[0].geometry
     alike = Counter(f"{group.label} in blocks of {group.block_tokens}" for group in first.groups)
     groups = ", ".join(f"{count} x {label}" for label, count in alike.items())

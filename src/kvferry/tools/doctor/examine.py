@@ -42,11 +42,8 @@ class Examination:
     """The things that a run of `kvferry doctor` checks, and the keys that it uses.
 
     Attributes:
-        targets: engines and routers to check.
-        config: path of a configuration file to check; None for none.
         secret_file: path of the engines' key file; None for that of the configuration, or else of this
             machine.
-        machine: True to check this machine.
         calibrate: True to measure the costs of transfers first, and to write them to the costs file.
     """
 
@@ -114,11 +111,7 @@ def names_other_machines(targets: Sequence[Target], configs: Sequence[ConnectorC
 def _check_machine(
     configs: tuple[ConnectorConfig, ...], progress: Callable[[str], None], *, several_machines: bool
 ) -> tuple[list[Finding], ReadTimings | None]:
-    """Check this machine.
-
-    Returns:
-        The findings, and the times of READs between two of its processes; None if no READ was timed.
-    """
+    """Return findings and the times of READs between two processes; None if no READ was timed."""
     found = run_check("limits", _QUICK_SECONDS, machine.check)
     if not any(config.secret_file or not config.transfers for config in configs):
         found.append(listening.key(None))

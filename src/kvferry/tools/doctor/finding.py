@@ -47,8 +47,6 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        subject: name of the checked thing, in a few words.
-        state: whether it must be fixed.
         found: description of the result, without a full stop.
         advice: what the user should do; empty if nothing. A BAD finding always has advice.
     """
@@ -129,11 +127,7 @@ def summary(sections: Sequence[ReportSection]) -> str:
 
 
 def as_json(sections: Sequence[ReportSection]) -> dict[str, Any]:
-    """Return the report as a dict that can be written as JSON.
-
-    The key ``well`` is True if nothing must be fixed. The key ``sections`` has the findings under their
-    headings.
-    """
+    """Return the report as JSON types: ``well`` is True if nothing must be fixed."""
     return {"well": is_well(sections), "sections": [asdict(section) for section in sections]}
 
 
@@ -142,12 +136,7 @@ class CheckTimeout(KVFerryError):
 
 
 def run_within(seconds: float, call: Callable[[], T]) -> T:
-    """Run a function in a thread, and return its result.
-
-    Raises:
-        CheckTimeout: the function did not end in time.
-        Exception: any exception that the function raised.
-    """
+    """Run a function in a thread, and return or raise what it does. Raise CheckTimeout at the deadline."""
     (answer,) = run_all_within(seconds, [call])
     if isinstance(answer, BaseException):
         raise answer
@@ -196,11 +185,7 @@ def run_check(subject: str, seconds: float, check: Callable[[], Iterable[T]]) ->
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """The result of a process.
-
-    Attributes:
-        code: exit code, or -n if signal n ended the process; None if it was killed at its deadline.
-    """
+    """The result of a process. `code` is -n if signal n ended it, None if it was killed at its deadline."""
 
     code: int | None
     out: str
@@ -208,7 +193,6 @@ class ProcessResult:
 
     @property
     def how(self) -> str:
-        """How the process ended."""
         if self.code is None:
             return "it did not finish in time"
         return f"signal {-self.code} ended it" if self.code < 0 else f"it ended with exit code {self.code}"
@@ -224,11 +208,7 @@ class ProcessResult:
 def run_python(
     arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> ProcessResult:
-    """Run another Python interpreter, and kill it and its children at the deadline.
-
-    Args:
-        environment: variables to add to those of this process; None for none.
-    """
+    """Run another Python interpreter, and kill it and its children at the deadline."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.DEVNULL,

@@ -41,12 +41,7 @@ _Ask: TypeAlias = Callable[..., Awaitable[HttpReply]]
 
 @dataclass(frozen=True, slots=True)
 class OfferedKv:
-    """The KV of a test prompt, as the engine that computed it offers it to other engines.
-
-    Attributes:
-        address: host and port of the engine's control channel.
-        ticket: 16 bytes.
-    """
+    """The KV of a test prompt, as the engine that computed it offers it. `ticket` has 16 bytes."""
 
     address: Address
     engine_id: str
@@ -62,7 +57,6 @@ class ExaminedEngine:
         role: role of the engine: PREFILL, DECODE, or BOTH if it is unknown.
         identity: description that the engine's control channel sent; None if the channel could not be
             reached.
-        backends: URL and role of each engine behind a router; empty for an engine.
         offered: KV that the engine's first data-parallel rank offers; None if it offers none.
         other_ranks: KV that each other data-parallel rank offers; None for a rank that offers none.
     """
@@ -90,11 +84,8 @@ def examine_url(
 ) -> None:
     """Examine the HTTP server at a URL, which may be an engine or a router.
 
-    If the server is an engine, it is asked to compute a prompt of four tokens and to offer the KV.
-
-    Args:
-        seen: result of the examination. Mutated.
-        environment: environment variables. The value of ``VLLM_API_KEY`` is sent as the API key if it is set.
+    An engine is asked to compute a prompt of four tokens and to offer the KV. The API key is the value of
+    ``VLLM_API_KEY`` in `environment`, if it is set.
     """
     key = environment.get("VLLM_API_KEY")
     anyio.run(_examine, url, seconds, {"Authorization": f"Bearer {key}"} if key else {}, seen)
@@ -140,12 +131,7 @@ async def _examine(url: str, seconds: float, headers: Mapping[str, str], seen: E
 
 
 def _list_backends(body: dict[str, Any], seen: ExaminedEngine) -> None:
-    """Add the engines behind a router, and findings on their state, to `seen`.
-
-    Args:
-        body: JSON object of the router's ``/health``.
-        seen: result of the examination. Mutated.
-    """
+    """Add the engines in a router's ``/health``, and findings on their state, to `seen`."""
     try:
         health = msgspec.convert(body, Health)
     except msgspec.ValidationError as error:
@@ -180,11 +166,7 @@ def _is_engine(answer: HttpReply, seen: ExaminedEngine) -> bool:
 
 
 def _check_metrics(answer: HttpReply, seen: ExaminedEngine) -> int:
-    """Add a finding on an engine's ``/metrics`` to `seen`.
-
-    Returns:
-        Number of data-parallel ranks with metrics; 1 if it is unknown.
-    """
+    """Add a finding on ``/metrics`` to `seen`, and return the data-parallel ranks; 1 if it is unknown."""
     if not answer.fine:
         advice = "allow GET /metrics, so that transfers can be observed"
         seen.note("metrics", f"/metrics answers {answer.status}", advice)
@@ -203,10 +185,6 @@ async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
     """Have every data-parallel rank compute a test prompt, and add the KV that the ranks offer to `seen`.
 
     If the first rank fails or offers no KV, the other ranks are not asked.
-
-    Args:
-        seen: result of the examination so far. Mutated.
-        engines: number of vLLM's engines behind the URL, one per data-parallel rank.
     """
     listed = await ask("/v1/models")
     try:
@@ -254,7 +232,6 @@ async def _request_kv(ask: _Ask, seen: ExaminedEngine, engines: int) -> None:
 
 
 async def _has_tiers(ask: _Ask) -> bool:
-    """Return whether the metrics of an engine that has computed a prompt show tiers."""
     # The API server counts a step shortly after it has sent the answer.
     for _ in range(_TIER_POLLS):
         if _TIERS in (await ask("/metrics")).text:

@@ -69,14 +69,7 @@ class IdentifyError(KVFerryError):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """An engine's description of itself.
-
-    Attributes:
-        address: host and port of the engine's control channel.
-        facts: id, software and settings of the engine.
-        ranks: descriptions of the engine's workers; at least one.
-        round_trip_seconds: median round-trip time of a message on the control channel.
-    """
+    """An engine's description of itself: `ranks` are its workers, and the round-trip time is a median."""
 
     address: Address
     facts: Facts
@@ -87,10 +80,6 @@ class EngineIdentity:
 def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdentity:
     """Ask the engine whose control channel is at `address` for a description of itself.
 
-    Args:
-        keys: CURVE keys, which encrypt the control channel; None if this machine has none.
-        seconds: time limit for all answers.
-
     Raises:
         IdentifyError: no engine answers at the address, the engine has a different key or no encryption, it
             refuses to describe itself, or `keys` is None.
@@ -99,8 +88,7 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
     # Asked first, because a CURVE client gets no answer at all from a server without encryption.
     if (mechanism := _mechanism(address, seconds)) != "CURVE":
         raise IdentifyError(
-            f"it communicates without encryption ({mechanism}), which no kvferry engine does",
-            _SAME_VERSION,
+            f"it communicates without encryption ({mechanism}), which no kvferry engine does", _SAME_VERSION
         )
     if keys is None:
         raise IdentifyError("it asks for a key, but this user has none on this machine", _GIVE_KEY)
@@ -120,10 +108,7 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
 def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence[int]) -> None:
     """Have an engine free the blocks that it keeps for a peer, without reading their KV.
 
-    Args:
-        address: host and port of the engine's control channel.
-        tokens: token ids of the prompt whose KV the blocks hold. The prompt must have no images, LoRA
-            adapter or cache salt.
+    `tokens` are those of the prompt, which has no images, LoRA adapter or cache salt.
     """
     # An engine releases only what was redeemed.
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
@@ -134,14 +119,7 @@ def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence
 
 @contextmanager
 def _connected(address: Address, keys: Keys, linger_milliseconds: int = 0) -> Iterator[ControlSocket]:
-    """Yield a connection to the control channel at `address`.
-
-    Args:
-        linger_milliseconds: time limit for sending messages still queued when the connection is closed.
-
-    Raises:
-        IdentifyError: the address is malformed, or the socket fails.
-    """
+    """Yield a connection. Raise IdentifyError if the address is malformed or the socket fails."""
     context: zmq.Context[Any] = zmq.Context()
     channel = None
     try:
@@ -156,12 +134,7 @@ def _connected(address: Address, keys: Keys, linger_milliseconds: int = 0) -> It
 
 
 def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: float) -> Any:
-    """Send a message, and return the answer, which is of class `kind`.
-
-    Raises:
-        IdentifyError: no answer arrives until `deadline` (monotonic seconds), the engine refuses, or the
-            answer is another one.
-    """
+    """Return the answer. Raise IdentifyError if no `kind` arrives until `deadline`, in monotonic seconds."""
     try:
         reply = channel.ask(message, deadline)
     except TimeoutError as error:
@@ -180,11 +153,7 @@ def _ask(channel: ControlSocket, message: Request, kind: type[Any], deadline: fl
 
 
 def _mechanism(address: Address, seconds: float) -> str:
-    """Return the name of a ZeroMQ server's security mechanism, such as ``NULL`` or ``CURVE``.
-
-    Raises:
-        IdentifyError: no process listens at the address, or the server does not speak ZeroMQ.
-    """
+    """Return a server's mechanism, such as ``CURVE``. Raise IdentifyError if it speaks no ZeroMQ."""
     until = time.monotonic() + seconds
     received = b""
     try:

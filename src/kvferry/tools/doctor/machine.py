@@ -37,10 +37,9 @@ def devices(folder: str = "/sys/class/infiniband") -> list[str]:
 
 
 def locked_memory(limit: int, rdma: list[str]) -> Finding:
-    """Check whether a process can lock all its memory, because RDMA devices access only locked memory.
+    """Check whether a process can lock all its memory: RDMA devices access only locked memory.
 
-    Args:
-        limit: number of lockable bytes, negative for unlimited.
+    `limit` is in bytes, negative for none.
     """
     subject = "locked memory"
     may = "unlimited" if limit < 0 else f"up to {format_bytes(limit)}"
@@ -207,12 +206,7 @@ def check() -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted file system.
-
-    Attributes:
-        kind: type of the file system, as the kernel names it.
-        source: device or server that holds the files.
-    """
+    """A mounted file system: its type as the kernel names it, and the device or server with its files."""
 
     point: str
     kind: str

@@ -16,11 +16,7 @@ def _start_plugins() -> ProcessResult:
 
 
 def check(version: str | None, probe: Callable[[], ProcessResult] = _start_plugins) -> Iterator[Finding]:
-    """Check that NIXL is installed, that its plugins start, and that a process can exit after using it.
-
-    Args:
-        version: installed version of NIXL; None if it is not installed.
-    """
+    """Check that NIXL is installed, that its plugins start, and that a process can exit after using it."""
     if version is None:
         absent = "is not installed here: engines on this machine can keep KV in tiers, but not exchange it"
         yield note("NIXL", absent, _INSTALL)

@@ -101,7 +101,6 @@ def _without_direction(findings: Sequence[Finding]) -> set[tuple[str, State, str
 
 
 def _check_pair(there: EngineIdentity, here: EngineIdentity, costs: Costs, local: str) -> Iterator[Finding]:
-    """Yield findings on whether and how engine `here` can read KV from engine `there`."""
     different = differences(there, here)
     for text in different:
         yield bad("difference", text, _ADVICE.get(_fact_of(text), _OTHERWISE))
@@ -138,7 +137,6 @@ def _fact_of(difference: str) -> str:
 
 
 def _describe_link(there: EngineIdentity, here: EngineIdentity, local: str) -> Finding:
-    """Report whether two engines are on one machine, and what was measured about their connection."""
     # In one order for both directions, so that their findings can be equal.
     times = sorted((there.round_trip_seconds, here.round_trip_seconds))
     took = " and ".join(map(format_seconds, times))
@@ -172,7 +170,6 @@ def _strategies(templates: Sequence[Template], costs: Costs) -> set[str]:
 
 
 def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
-    """Yield a note if engine `there` lacks draft-model layers of engine `here`."""
     peer, ours = ([card.geometry for card in identity.ranks] for identity in (there, here))
     # Loads set the KV of the missing layers to zero.
     if names := absent_layer_names(peer, ours):
@@ -185,7 +182,6 @@ def _check_draft_layers(there: EngineIdentity, here: EngineIdentity) -> Iterator
 
 
 def _check_windows(there: EngineIdentity, here: EngineIdentity) -> Iterator[Finding]:
-    """Yield a note if loads may fill blocks of sliding-window layers only in part."""
     theirs, ours = _window_block_tokens(there), _window_block_tokens(here)
     if 0 < theirs < ours:
         yield note(

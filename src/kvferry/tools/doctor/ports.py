@@ -29,12 +29,7 @@ _SHUT = "let only peers reach it; docs/network.md has a firewall rule and a Netw
 
 @dataclass(frozen=True, slots=True, order=True)
 class Port:
-    """A listening TCP socket.
-
-    Attributes:
-        process: id of a process that has the socket open.
-        address: IP address that the socket is bound to; ``0.0.0.0`` or ``::`` for all addresses.
-    """
+    """A listening TCP socket. `address` is an IP address; ``0.0.0.0`` or ``::`` for all addresses."""
 
     process: int
     address: str
@@ -99,7 +94,6 @@ def engine_of(host: str, port: int, namespace_of: Callable[[int], str] = network
 
     Args:
         host: IP address, or a name that resolves to one.
-        namespace_of: function that returns the network namespace of a process, by its id.
 
     Returns:
         Command line of each process, by process id. Empty if no process that this user can inspect listens
@@ -130,7 +124,6 @@ def _sockets_at(process: int, port: int) -> dict[str, str]:
 
 
 def _engine_of_process(process: psutil.Process) -> dict[int, str]:
-    """Return the command lines of the processes of the engine that has a process, by process id."""
     with suppress(psutil.Error):  # a process has just ended
         while (parent := process.parent()) is not None and "vllm" in _command(parent).lower():
             process = parent

@@ -58,7 +58,6 @@ class ReadTimings:
         transports: UCX's names of the transports, for example ``cma/memory``.
         timed: (number of descriptors, total bytes, median seconds) of one READ per size of descriptors, the
             smallest size first.
-        machine: description of the machine (CPU and so on), by property.
         strategy: strategy by which kvferry then moved KV between the two processes.
         not_shared: why the processes cannot share host memory; empty if they can.
     """
@@ -91,8 +90,7 @@ class ReadTimings:
 def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
     """Return UCX's names of the transports that READs used, e.g. ``cma/memory``.
 
-    Args:
-        memory: UCX's name of the kind of memory that was read, e.g. ``cuda``; empty for any.
+    `memory` is UCX's name of the kind that was read, e.g. ``cuda``; empty for any.
     """
     found: dict[str, None] = {}
     inside = False
@@ -110,8 +108,7 @@ def transport_of(out: Iterable[str], memory: str = "") -> tuple[str, ...]:
 def start_reads(transports: str | None, device: str = "cpu") -> ProcessResult:
     """Time READs between two other processes, and return the result of the first.
 
-    Args:
-        transports: value of ``UCX_TLS``; None to leave the variable as it is.
+    `transports` is the value of ``UCX_TLS``; None leaves the variable as it is.
     """
     variables = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     return run_python(
@@ -139,11 +136,7 @@ def check(
     several_machines: bool = False,
     rdma_devices: Callable[[], list[str]] = devices,
 ) -> Iterator[Finding | ReadTimings]:
-    """Check that READs between two processes work, with all transports and without shared memory.
-
-    Yields:
-        Findings, and the times of READs with all transports.
-    """
+    """Check READs between two processes with all transports, which are timed, and without shared memory."""
     given = environment.get("UCX_TLS")
     shared = parse_timings(start(None))
     if isinstance(shared, str):
@@ -228,11 +221,7 @@ def calibrate(
     progress: Callable[[str], None],
     measure: Callable[[Callable[[str], None]], CalibrationResult] = _measure,
 ) -> Iterable[Finding]:
-    """Measure the costs of transfers, write them to a file, and yield findings with the values.
-
-    Args:
-        path: costs file that the configuration names; None for the user's default file.
-    """
+    """Measure the costs of transfers, write them to a file, and yield findings with the values."""
     try:
         found = measure(progress)
         file = expanded(path) if path else default_costs_path()

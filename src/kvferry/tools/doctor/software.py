@@ -80,11 +80,7 @@ def hash_seed(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def weights_cache(path: Path | None, digests: int) -> Finding:
-    """Check whether engines can store digests of model weights, so that later starts need not compute them.
-
-    Args:
-        path: file for the digests; None for a user without a home directory.
-    """
+    """Check that digests of weights can be kept for later starts; `path` is None without a home directory."""
     subject, again = "weights", "every engine start reads all weights again, at several GB/s"
     if path is None:
         advice = "set XDG_CACHE_HOME to a folder that is kept"

@@ -84,11 +84,7 @@ def check(tiers: Tiers) -> Iterator[Finding]:
 
 
 def host(settings: HostSettings, room: Callable[[], tuple[int, str] | None] = available_memory) -> Finding:
-    """Check that enough memory is available for the host tier.
-
-    Args:
-        room: returns (available bytes, text that names the limit), or None if that is unknown.
-    """
+    """Check that memory suffices for the host tier. `room` returns (available bytes, name of the limit)."""
     subject = "host memory"
     found = room()
     if found is None:
@@ -124,7 +120,9 @@ def file(
         yield from_error(subject, error)
         return
     # The engine creates the default directory, but not one that is configured: its disk may not be mounted.
-    path = directory if settings.path else _existing_parent(directory)
+    path = directory
+    if not settings.path:
+        path = str(next(one for one in (Path(path), *Path(path).parents) if one.exists()))
     # In a process, because a dead network mount hangs whoever touches it, and cannot be interrupted.
     ended = probe(path)
     probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
@@ -186,13 +184,7 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
             )
 
 
-def _existing_parent(default: str) -> str:
-    path = Path(default)
-    return str(next(one for one in (path, *path.parents) if one.exists()))
-
-
 def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the disk has room for the capacity of a file tier."""
     ledger = probed.get("ledger")
     free, used = probed["free"], ledger[1] if ledger else 0
     if settings.capacity is not None:
@@ -213,7 +205,6 @@ def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, A
 
 
 def _describe_mount(subject: str, path: str, mount: Mount) -> Finding:
-    """Report the kind of file system that holds a file tier's directory, with its drawbacks."""
     where = f"{path} is on {mount.kind} ({mount.source}, mounted on {mount.point})"
     for kinds, found, advice in _DRAWBACKS:
         if mount.kind in kinds or (kinds is _NETWORK and mount.kind.startswith("fuse")):
@@ -243,11 +234,7 @@ _FINDINGS: Mapping[Verdict, Callable[[str, str], Finding]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The settings of kvferry's connectors in a configuration file.
-
-    Attributes:
-        configs: settings of each `KVFerryConnector` in the file; those with invalid settings are left out.
-    """
+    """The valid settings of each `KVFerryConnector` in a configuration file, and findings on all."""
 
     configs: tuple[ConnectorConfig, ...]
     findings: tuple[Finding, ...]

@@ -120,11 +120,7 @@ def _ask(path: Path, question: bytes, until: float) -> list[bytes] | Exception:
 
 
 def _decode(first: bytes, *rest: bytes) -> tuple[EngineInfo, list[RequestTrace]]:
-    """Decode an engine's answer: its description, or the reason why it refused, then one trace per line.
-
-    Raises:
-        ProtocolError: the answer is malformed, or the engine refused the question.
-    """
+    """Decode an engine's description and traces. Raise ProtocolError if malformed, or if it refused."""
     try:
         # A refusal has no other field, so its line begins with this name.
         if b'"error"' in first[:16]:

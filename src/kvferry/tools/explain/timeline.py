@@ -252,7 +252,6 @@ class Summary:
 
     @property
     def queued(self) -> float:
-        """The rest of `seconds`; 0 if the request is not scheduled yet."""
         return max(0.0, (self.seconds or 0.0) - self.loading - self.looking)
 
 
@@ -315,11 +314,7 @@ def render(traced: EngineTrace) -> str:
 
 
 def render_list(traced: Sequence[EngineTrace], now: float) -> str:
-    """Render a list of requests as text, with about two lines per request, or one without a terminal.
-
-    Args:
-        now: seconds since 1970.
-    """
+    """Render requests as text at `now`, in seconds since 1970. Without a terminal, each takes one line."""
     lines: list[str] = []
     for one in traced:
         found = summary(one.trace)

@@ -112,9 +112,7 @@ class CalibrationJob:
 
     Attributes:
         read_sizes: descriptor sizes in bytes. One READ is measured per size.
-        read_bytes: maximum number of bytes of a READ.
-        read_descriptors: maximum number of descriptors of a READ. It limits READs with short descriptors.
-        copy_bytes: bytes that one gather or scatter copies.
+        read_bytes, read_descriptors: maximum of a READ. The latter limits READs with short descriptors.
         device: where the KV is: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
         host_runs: run lengths of copies between GPU and host memory, in bytes, ascending.
     """
@@ -148,8 +146,6 @@ class CalibrationResult:
 
 def calibrate(job: CalibrationJob, progress: Callable[[str], None]) -> CalibrationResult:
     """Measure READs and copies on this machine, and fit the transfer planner's costs to the timings.
-
-    Start a second process, read from its memory, and measure how fast it answers gather requests.
 
     Raises:
         ConfigError: memory cannot be allocated, NIXL cannot be used, or there is no such device.
@@ -356,12 +352,7 @@ class _GatherChannel:
 
 
 def _overlap(job: CalibrationJob, channel: _GatherChannel, raw: RawReads, size: int) -> float:
-    """Measure how much time is saved if a gather and a READ of `size` bytes run at the same time.
-
-    Returns:
-        The saved time as a share of the time of the shorter operation: 0 if the operations run one after the
-        other, 1 if the longer operation hides the shorter.
-    """
+    """Measure the saved share (0 to 1) of the shorter time if a gather and a READ of `size` bytes overlap."""
     lists = raw.equal_descriptors(size)
     timed: list[Callable[[], float]] = [
         partial(channel.time, _LARGE),

@@ -10,10 +10,7 @@ from kvferry.common.errors import ConfigError
 
 
 def source_and_destination(device: str) -> tuple[str, str]:
-    """Return the torch devices of the KV cache to read from, and of the KV cache to read into.
-
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto`` for ``cuda`` if there is a GPU.
+    """Return the torch devices to read from and into: ``auto`` is ``cuda`` if there is a GPU, else ``cpu``.
 
     Raises:
         ConfigError: there is no such device.

@@ -63,20 +63,10 @@ class ProducerProcess:
 
     Leaving its context ends the process. If the process has died, every method that needs it raises
     TransferError with the reason.
-
-    Attributes:
-        listening: addresses of the engines' control channels, and the incarnation.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
-        """Start the process, and wait until its engines can be read from.
-
-        Args:
-            settings: environment variables to set in the process, such as UCX_TLS.
-
-        Raises:
-            TransferError: the process cannot start.
-        """
+        """Start the process, and wait until its engines can be read from. Raise TransferError on failure."""
         # A forked process would have NIXL's and ZeroMQ's sockets and locks, without their threads.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -107,7 +97,6 @@ class ProducerProcess:
         return self._process.pid or 0
 
     def address(self, engine: int) -> tuple[str, int]:
-        """Return the host and port of an engine's control channel."""
         return self.listening.addresses[engine]
 
     def grant(self, engine: int, lease: str) -> bytes:
@@ -116,7 +105,6 @@ class ProducerProcess:
         return self._answer(_Granted, _ANSWER_SECONDS).ticket
 
     def wait_ended(self) -> None:
-        """Wait until all leases of all engines have ended."""
         self._say(_AllEnded())
         self._answer(_AllEnded, _ANSWER_SECONDS)
 
@@ -125,7 +113,7 @@ class ProducerProcess:
             raise TransferError(self._death())
 
     def close(self) -> None:
-        """Make the producer process end, wait until it has, and kill it if it does not in time."""
+        """End the producer process, and kill it if it does not end in time."""
         # The producer ends when the pipe does.
         self._pipe.close()
         self._process.join(_END_SECONDS)
@@ -218,7 +206,6 @@ class _ProducerFailed:
 def _produce(
     pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
 ) -> None:
-    """Run engines without a model in this process until the other end of `pipe` closes."""
     # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(settings)

@@ -33,11 +33,7 @@ _POLL_SECONDS = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class PreparedLists:
-    """NIXL's handles of prepared descriptor lists, and the descriptors of a READ.
-
-    Attributes:
-        indices: indices of the descriptors to read, in the remote and in the local list.
-    """
+    """NIXL's prepared descriptor lists, and the `indices` of the descriptors to read in both."""
 
     local: Any
     remote: Any
@@ -118,7 +114,6 @@ class RawReads:
         return seconds
 
     def time_creation(self, lists: PreparedLists) -> float:
-        """Create a NIXL transfer without posting it, and return the seconds that this takes."""
         started = time.perf_counter()
         handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started

@@ -103,7 +103,6 @@ class Reader:
 
         Args:
             peers: indices, in the producer process, of the engines to read from.
-            settings: transfer settings; their CURVE keys are replaced by the producer's.
         """
         self.engine, self.producer, self.bytes = engine, producer, engine.rank_bytes(rank)
         self._leases, self._claims = 0, dict[str, Redemption]()
@@ -237,7 +236,6 @@ class Reader:
         return answer.grant.word(answer.incarnation)
 
     def acknowledge(self, key: str) -> None:
-        """Tell an engine of the producer process that a lease is no longer needed."""
         self._client.end(self._claims.pop(key))
 
     def clear(self) -> None:
@@ -249,7 +247,6 @@ class Reader:
             self.cache.buffer.numpy().fill(0)
 
     def check(self) -> None:
-        """Raise TransferError if the KV cache does not have the expected bytes after a read."""
         check_memory(self.cache, self._expected)
 
     def _check_compatible(self, cards: tuple[RankCard, ...]) -> None:

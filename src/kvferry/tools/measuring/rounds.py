@@ -18,13 +18,9 @@ import numpy as np
 def run_rounds(
     moves: Sequence[Callable[[], float]], repeats: int, progress: Callable[[str], None] = lambda _: None
 ) -> list[list[float]]:
-    """Call every function once per round, in a new random order each round, and return the measured times.
+    """Call every function once per round, in a new order, and return its seconds in each counted round.
 
-    Args:
-        repeats: number of counted rounds. One warm-up round before them is not counted.
-
-    Returns:
-        For each function, its time in each counted round, in seconds.
+    One warm-up round comes before the `repeats` counted rounds.
     """
     progress("moving, a round that does not count")
     for move in moves:
@@ -41,12 +37,7 @@ def run_rounds(
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The properties of a machine that affect measurements.
-
-    Attributes:
-        cores: number of processor cores that this process may use.
-        transports: value of UCX_TLS; None if it is not set.
-    """
+    """The properties of a machine that affect measurements. `transports` is UCX_TLS, None if unset."""
 
     cores: int
     cpu: str

@@ -63,7 +63,6 @@ class SimulatedEngine:
         )
 
     def allocated(self, rank: int) -> OwnedCache:
-        """Allocate the KV cache of one rank, filled with zeros."""
         try:
             return allocate(self.model, self.shape, rank, self.device)
         except (MemoryError, RuntimeError) as error:
@@ -80,12 +79,7 @@ def span_of(tokens: int) -> LoadSpan:
 
 
 def read_geometry(name: str, changes: Mapping[str, int] | None = None, dtype: str = "auto") -> ModelReading:
-    """Return the description of a model's KV cache, read from the model's ``config.json``.
-
-    Args:
-        name: name or path of the model, in any form that `kvferry plan` accepts.
-        changes: fields of ``config.json`` to replace, with their new values.
-    """
+    """Return the reading of a ``config.json``, with `changes` of fields. `name` is as for `kvferry plan`."""
     found, config = find_config(name)
     if changes:
         found, config = f"{found}, changed", {**config, **changes}
@@ -101,11 +95,9 @@ def simulate_engine(
     order: str = "scattered",
     seed: int = 1,
 ) -> SimulatedEngine:
-    """Return an engine without a model, whose blocks hold one request. Allocates no memory yet.
+    """Return an engine whose blocks hold one request. Allocates no memory yet.
 
-    Args:
-        order: order of block ids: "scattered", as in an engine that has run for a while, or "contiguous", as
-            in a new engine.
+    Block ids are "scattered", as in an engine that has run for a while, or "contiguous", as in a new engine.
     """
     made = shape(reading, side, 1)
     layers = reading.cache.layers
@@ -137,7 +129,6 @@ def block_ids(blocks: int, order: str, seed: int) -> Int64s:
 
 
 def _positions(cache: LayerCache, block_tokens: int, tokens: int) -> tuple[int, int]:
-    """Return the range of positions in a group's block table at which a load needs blocks."""
     if cache.kind is GroupKind.STATE:
         return 0, 1
     low, high = needed_tokens(cache, span_of(tokens))
@@ -181,7 +172,8 @@ def _fill_pages(pages: torch.Tensor, group: Group, layer: Layer, number: int, ta
     # Writing words is quicker than bytes. The largest that divides a head's bytes.
     word = gcd(8, content)
     words = pages.view(_WORDS[word])
-    base = _base(_first_head(layer), (heads, tokens, content // word))
+    axis = layer.page.fields[0].axis("head")
+    base = _base(axis.start if axis else 0, (heads, tokens, content // word))
     for position, block in enumerate(table):
         if block:
             first = position * group.block_tokens
@@ -197,18 +189,9 @@ def _fill_state(fields: dict[str, torch.Tensor], layer: Layer, number: int, bloc
         elements[block].copy_(value.reshape(heads, *inner).to(elements.dtype))
 
 
-def _first_head(layer: Layer) -> int:
-    axis = layer.page.fields[0].axis("head")
-    return axis.start if axis else 0
-
-
 @cache
 def _base(first_head: int, counts: tuple[int, int, int]) -> torch.Tensor:
-    """Return the part of a page's test values that is the same for every block and layer.
-
-    Returns:
-        int64 of shape (heads, tokens, words).
-    """
+    """Return the test values that all blocks and layers share, int64 of shape (heads, tokens, words)."""
     head, token, word = (torch.arange(count, dtype=torch.int64) for count in counts)
     return ((head + first_head) * _HEAD)[:, None, None] + (token * _TOKEN)[None, :, None] + word * _WORD
 
@@ -222,5 +205,5 @@ def _mix_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap(value: int) -> int:
-    """Return the signed 64-bit integer that equals `value` modulo 2**64."""
+    """Return `value` modulo 2**64 as a signed integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

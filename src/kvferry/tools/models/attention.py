@@ -8,14 +8,7 @@ from typing import Any
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry import GroupKind
-from kvferry.tools.models.config import (
-    FLOATS,
-    PACKED_LATENT,
-    SCALED,
-    ModelConfig,
-    checked_int,
-    element_bytes,
-)
+from kvferry.tools.models.config import FLOATS, PACKED_LATENT, SCALED, ModelConfig, checked_int, element_bytes
 from kvferry.tools.models.families import Mixer, ModelFamily, layer_overrides
 from kvferry.tools.models.store import LayerCache, StoredField
 
@@ -23,11 +16,7 @@ _KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups",
 )  # fmt: skip
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_KINDS = {
-    Mixer.FULL: GroupKind.FULL,
-    Mixer.SLIDING: GroupKind.SLIDING,
-    Mixer.CHUNKED: GroupKind.CHUNKED,
-}
+_KINDS = {Mixer.FULL: GroupKind.FULL, Mixer.SLIDING: GroupKind.SLIDING, Mixer.CHUNKED: GroupKind.CHUNKED}
 _PACKED_LATENT_BYTES = 656
 
 # An indexer's key has one float32 scale per group of this many fp8 elements.
@@ -49,9 +38,7 @@ _OVERLAPPING = 4
 class AttentionReader:
     """Derives the caches of attention layers from a model's configuration.
 
-    Attributes:
-        cache_dtype: element type of the KV cache, one of `CACHE_DTYPES`.
-        model_dtype: element type that the model computes in, a key of `FLOATS`.
+    `cache_dtype` is one of `CACHE_DTYPES`, `model_dtype` a key of `FLOATS`.
     """
 
     config: ModelConfig
@@ -149,11 +136,7 @@ def query_heads(config: ModelConfig) -> int:
 
 
 def without_attention(config: ModelConfig) -> set[int]:
-    """Return the indices of the layers that have no attention, as in Nemotron-NAS.
-
-    Raises:
-        ConfigError: a layer has a kind of attention whose cache is unknown.
-    """
+    """Return the layers without attention, as in Nemotron-NAS. Raise ConfigError for an unknown attention."""
     blocks = config.listed("block_configs", config.layers) or ()
     skipped = set()
     for number, block in enumerate(blocks):

@@ -115,7 +115,6 @@ class ModelConfig:
     """The part of a ``config.json`` that describes the language model.
 
     Attributes:
-        defaults: default values of the model family, by key.
         read_keys: every lookup adds the names of the keys that it has read.
     """
 
@@ -125,7 +124,6 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """Name of the model family; empty if the file has none."""
         return str(self.get("model_type") or "")
 
     @property
@@ -215,11 +213,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_unread(config: ModelConfig) -> list[str]:
-    """Return a note for the user about keys that were not read.
-
-    Raises:
-        ConfigError: the name of such a key suggests that it affects the KV cache.
-    """
+    """Return a note about keys that were not read. Raise ConfigError if one may affect the KV cache."""
     unread = [
         name
         for name, value in config.values.items()

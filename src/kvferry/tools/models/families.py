@@ -40,14 +40,12 @@ class ModelFamily:
     """Properties of a model family that its ``config.json`` does not state but that determine its KV cache.
 
     Attributes:
-        recurrent: kind of recurrence of the recurrent layers, if any.
         everywhere: True if every layer is recurrent.
         beside_attention: True if every layer also has attention; used only with `everywhere`.
         window_offset: tokens to add to ``sliding_window`` to get the attention window.
         attentions: number of attention caches per layer.
         expanded: True if layers cache K and V per head although the model computes both from a latent.
         ssm_dtype: element type of the recurrent state; None for the type in which the model computes.
-        defaults: values of keys that ``config.json`` may omit.
     """
 
     recurrent: Mixer | None = None

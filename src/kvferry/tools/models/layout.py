@@ -197,7 +197,10 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
     first = sum(engine.stages[:stage])
     on_stage = range(first, first + engine.stages[stage])
     placed = []
-    for shape in engine.groups or _by_kind(model, engine.block_tokens):
+    shapes = engine.groups or [
+        GroupShape(n, model.layers[n[0]].block_tokens or engine.block_tokens) for n in group_layers(model)
+    ]
+    for shape in shapes:
         store, tokens, kernels = model.layers[shape.layers[0]], shape.block_tokens, 1
         if tokens == engine.block_tokens:
             tokens, kernels = engine.kernel_tokens or tokens, engine.kernels
@@ -225,11 +228,6 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         regions=(Region(address, engine.num_blocks * pool.block_bytes),),
     )
     return RankLayout(geometry, tuple(maps))
-
-
-def _by_kind(model: ModelCache, block_tokens: int) -> tuple[GroupShape, ...]:
-    found = group_layers(model)
-    return tuple(GroupShape(n, model.layers[n[0]].block_tokens or block_tokens) for n in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,6 @@ class _Pool:
 
 
 def _slot_bytes(engine: EngineShape, interiors: Sequence[PageInterior]) -> int:
-    """Return the size of a slot, which has room for a page of any group."""
     boxes = sorted({(i.heads, i.tokens, i.content) for i in interiors})
     if len(boxes) > 1 and not is_compact(engine.layout):
         raise GeometryError(

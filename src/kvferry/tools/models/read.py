@@ -120,7 +120,6 @@ def _mark_unused_keys(config: ModelConfig, used: set[Mixer]) -> None:
 def _stores(
     config: ModelConfig, family: ModelFamily, layers: list[Mixers], dtypes: tuple[str, str]
 ) -> list[tuple[LayerCache, ...]]:
-    """Return the caches of each layer, from its mixers and the element types of KV cache and model."""
     attention = AttentionReader(config, family, *dtypes)
     ssm_dtype = _ssm_dtype(config, family, dtypes[1])
     recurrent = {
@@ -140,7 +139,6 @@ def _stores(
 
 
 def _model_dtype(config: ModelConfig, dtype: str) -> tuple[str, list[str]]:
-    """Return (element type that the model computes in, notes for the user)."""
     if dtype in FLOATS:
         return dtype, []
     value = config.get(*DTYPES)
@@ -161,12 +159,7 @@ def _ssm_dtype(config: ModelConfig, family: ModelFamily, model_dtype: str) -> st
 
 
 def _unknown(config: ModelConfig) -> str:
-    """Return a note that an unknown model is treated as one with ordinary attention.
-
-    Raises:
-        ConfigError: a key suggests that layers cache something else, or the file does not give the number of
-            attention heads.
-    """
+    """Return a note that an unknown model is treated as one with ordinary attention, or raise ConfigError."""
     name = config.model_type or "unknown"
     for key in ("index_head_dim", "compress_ratios", "sparse_attention_config", "block_configs"):
         if config.get(key) is not None:

@@ -21,15 +21,12 @@ Builder: TypeAlias = Callable[[ModelConfig, int, int], tuple[StoredField, ...]]
 def recurrent_store(config: ModelConfig, mixer: Mixer, model_dtype: str, ssm_dtype: str) -> LayerCache:
     """Return the cache of one recurrent layer, or raise a ConfigError if a size is missing or invalid.
 
-    Args:
-        model_dtype: element type of the convolution's inputs, a key of `FLOATS`.
-        ssm_dtype: element type of the recurrent state, a key of `FLOATS`.
+    The element types of the convolution's inputs and of the recurrent state are keys of `FLOATS`.
     """
     return LayerCache(GroupKind.STATE, 0, _BUILDERS[mixer](config, FLOATS[model_dtype], FLOATS[ssm_dtype]))
 
 
 def _past_inputs_axis(kernel: int) -> tuple[str, int]:
-    """Return (name, length) of the axis that holds past inputs of a convolution over `kernel` tokens."""
     if kernel < 2:
         raise ConfigError(
             f"config.json: a convolution over {kernel} tokens keeps nothing; at least 2 are expected"

@@ -60,7 +60,6 @@ class LayerCache:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of one stored entry, over all heads."""
         return sum(field.head_bytes * max(field.heads, 1) for field in self.fields)
 
     def bytes_of(self, tokens: int) -> int:

@@ -215,7 +215,7 @@ class SnapshotSteps:
 
     @property
     def aligned_step_tokens(self) -> int:
-        """Number of tokens that a prefill step computes: whole blocks, at least one."""
+        """Whole blocks, at least one."""
         return max(self.step_tokens // self.block_tokens, 1) * self.block_tokens
 
     def positions(

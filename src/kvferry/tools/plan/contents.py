@@ -41,11 +41,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BackendPages:
-    """How the pages of an attention backend move, for one KV cache dtype and layout.
-
-    Attributes:
-        fields: names of the fields of a page; empty if its pages move whole.
-    """
+    """How the pages of an attention backend move, by KV cache dtype and layout; whole without `fields`."""
 
     backend: str
     fields: tuple[str, ...] = ()
@@ -200,7 +196,6 @@ def _renamed(pages: BackendPages) -> dict[str, str]:
 def _page(
     page: PageFormat, where: PageMap, rank: RankGeometry, pages: BackendPages, cache: LayerCache
 ) -> PageFormat:
-    """Return the page of a layer as its backend fills it."""
     if not pages.why_whole:
         names = _renamed(pages)
         fields = tuple(replace(field, name=names.get(field.name, field.name)) for field in page.fields)

@@ -134,11 +134,7 @@ def _quantization(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model of the built-in table.
-
-    Attributes:
-        also: names of other models with the same KV cache geometry.
-    """
+    """A model of the built-in table. `also` names others with the same KV cache geometry."""
 
     name: str
     source: str
@@ -188,9 +184,8 @@ def _plain(name: str) -> str:
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Find a model, and return its display name and the content of its ``config.json``.
 
-    Args:
-        model: path of a ``config.json``, a ``params.json`` or their folder, name in the built-in table, or
-            name on the hub. An existing path is taken first, then the table.
+    `model` is a path of a ``config.json``, a ``params.json`` or their folder, a name in the built-in table,
+    or a name on the hub. An existing path is taken first, then the table.
     """
     path = expanded(model)
     is_path = model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1
@@ -226,7 +221,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the content of a model's file, in the keys of a ``config.json``, with what stands beside it."""
+    """Return a model's file, in the keys of a ``config.json``, with what stands beside it."""
     if path.name == PARAMS_FILE:
         beside = path.with_name(CONFIG_FILE)
         return _from_params(_load(path), _load(beside) if beside.exists() else {})

@@ -40,18 +40,13 @@ _ROOM_BYTES = TransferSettings().staging_bytes // 4
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """The costs of transfer work, and the transfer strategy, that a forecast assumes.
-
-    Attributes:
-        strategy: strategy to use where it is possible; None for the cheapest strategy.
-    """
+    """The costs of transfer work that a forecast assumes, and the strategy; None for the cheapest."""
 
     costs: Costs
     strategy: Strategy | None = None
     one_machine: bool = False
 
     def method(self, route: Route, cells: int) -> TransferMethod:
-        """Return the method by which a number of cells of a route is transferred."""
         shared = self.one_machine or self.strategy is Strategy.SHARED
         found = transfer_methods(route, self.costs, _ROOM_BYTES, shared=shared)
         return found[choose_method(found, cells, self.costs, self.strategy)]
@@ -83,8 +78,6 @@ def parse_strategy(name: str) -> Strategy | None:
 @dataclass(slots=True)
 class TransferEstimate:
     """The expected transfer of a prompt's KV, for one kind of layer or for all layers.
-
-    One route after the other is added.
 
     Attributes:
         pages: number of pages that are written at the destination, over all ranks.
@@ -118,12 +111,10 @@ class TransferEstimate:
 
     @property
     def block_run_bytes(self) -> int:
-        """Length of the longest run inside one cell."""
         return max(+self.runs, default=0)
 
     @property
     def strategy(self) -> str:
-        """Name of the transfer strategy; `MIXED` if several are used."""
         strategies = self.strategies or {Strategy.DIRECT}
         return next(iter(strategies)).value if len(strategies) == 1 else MIXED
 
@@ -133,11 +124,7 @@ class TransferEstimate:
         return max(self.rank_seconds.values(), default=0.0)
 
     def add(self, rank: int, route: Route, cells: Cells, full: Cells, pricing: Pricing) -> None:
-        """Add a route to a destination rank.
-
-        Args:
-            full: cells of the route that would be transferred if its layers had full attention.
-        """
+        """Add a route to a destination rank. `full` are its cells if its layers had full attention."""
         counted = count_transfer(route, cells)
         self.pages += len(route.layers) * len(set(cells.dst_block.tolist()))
         self.descriptors += counted.descriptors
@@ -161,7 +148,6 @@ class TransferEstimate:
 
     @classmethod
     def of(cls, parts: Iterable[Self]) -> Self:
-        """Return the sum of several estimates."""
         whole = cls()
         for part in parts:
             whole.pages += part.pages
@@ -211,8 +197,7 @@ class Forecast:
     """The forecast of moving one request's KV from one engine to another.
 
     Attributes:
-        source, destination: settings of the engine that has the KV, and of the engine that reads it.
-        blocks: number of tokens per block at the source, and at the destination.
+        blocks: tokens per block at the source, and at the destination.
         notes: assumptions, one sentence each.
         refused: why kvferry's connector refuses the transfer, one sentence each. The destination then
             computes the prompt. Empty if it transfers the KV.
@@ -250,8 +235,7 @@ def forecast(
 ) -> Forecast:
     """Forecast the handover of a prompt's KV from the first engine to the second.
 
-    Args:
-        separate: True if K and V are on separate pages in both engines, False if a page holds both.
+    K and V are on `separate` pages in both engines, or a page holds both.
     """
     rows, refused = tuple[LayerForecast, ...](), tuple[str, ...]()
     try:
@@ -283,7 +267,8 @@ def _forecast_layers(
             group = dst.groups[route.dst_group]
             cells = setting.cells(route, group)
             # What the same layers would transfer without windows.
-            full = setting.cells(route, Attention(_without_window(group.kind)))
+            windowed = group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+            full = setting.cells(route, Attention(GroupKind.FULL if windowed else group.kind))
             estimates[setting.dst.kinds[route.dst_group]].add(number, route, cells, full, pricing)
     counts = Counter(reading.cache.layers)
     _compare_state(reading, dict(zip(setting.kinds, estimates, strict=True)), counts)
@@ -303,10 +288,6 @@ def _forecast_layers(
         )
         rows.append(row)
     return tuple(rows)
-
-
-def _without_window(kind: GroupKind) -> GroupKind:
-    return GroupKind.FULL if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else kind
 
 
 def _compare_state(
@@ -330,7 +311,6 @@ def _compare_state(
 
 
 def _pages(memory: EngineMemory, kind: int) -> list[PageFormat]:
-    """Return the page of every layer of one kind, on every rank."""
     return [
         layer.page
         for rank in memory.ranks

@@ -57,7 +57,6 @@ class KeptSettings:
         chunk_tokens: None for the connector's default.
         snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored;
             None to store them at the end of every chunk.
-        prompt: length in tokens of the prompt that is stored.
         first_snapshot_tokens: first position of a snapshot for shared prefixes; 0 for none, None for the
             connector's default.
     """
@@ -81,11 +80,7 @@ class KeptSettings:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """The format and the file size of a stored chunk of one KV cache group.
-
-    Attributes:
-        file_bytes: size of a chunk's file, with header and padding.
-    """
+    """The format of a stored chunk of one KV cache group, and its file's size with header and padding."""
 
     group: CanonicalGroup
     layers: int
@@ -93,7 +88,6 @@ class KeptGroup:
 
     @property
     def is_state(self) -> bool:
-        """True if a chunk of the group is a snapshot."""
         return self.group.kind is GroupKind.STATE
 
 
@@ -102,7 +96,6 @@ class StoredForm:
     """The form in which an engine's tiers store a model's KV, and the settings that decide what they store.
 
     Attributes:
-        snapshot_tokens: number of tokens between the positions at which windows and snapshots are stored.
         requested_first: requested first position of a snapshot for shared prefixes; None for the connector's
             default.
     """
@@ -115,7 +108,6 @@ class StoredForm:
 
     @property
     def groups(self) -> tuple[KeptGroup, ...]:
-        """Stored chunks of each KV cache group."""
         return tuple(map(_kept_group, self.canonical.groups))
 
     @property
@@ -146,11 +138,7 @@ def _kept_group(group: CanonicalGroup) -> KeptGroup:
 
 
 def stored_form(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> StoredForm:
-    """Return the form in which an engine's tiers store a model's KV.
-
-    Args:
-        settings: requested settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
-    """
+    """Return the form in which an engine's tiers store a model's KV. `KeptSettings.prompt` has no effect."""
     kinds = {cache.kind for cache in reading.cache.layers}
     if settings.retention and not kinds & {GroupKind.SLIDING, GroupKind.STATE}:
         raise ConfigError(

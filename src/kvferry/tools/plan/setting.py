@@ -32,11 +32,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Two hypothetical engines, and a request to transfer between them.
-
-    Attributes:
-        kinds: KV cache of each kind of layer: layers with equal `LayerCache`.
-    """
+    """Two hypothetical engines, and a request between them. `kinds` are the distinct `LayerCache`."""
 
     kinds: tuple[LayerCache, ...]
     src: EngineMemory
@@ -44,7 +40,6 @@ class PlannedTransfer:
     span: LoadSpan
 
     def templates(self, number: int) -> tuple[Template, ...]:
-        """Return the templates by which one destination rank reads from the source ranks."""
         return build_templates(self.src.ranks, self.dst.ranks[number])
 
     def cells(self, route: Route, group: GroupPattern) -> Cells:
@@ -58,8 +53,7 @@ def set_up(
 ) -> PlannedTransfer:
     """Lay out the memory of two hypothetical engines, and make up the block tables of a request in both.
 
-    Args:
-        separate: True if K and V are on separate pages in both engines, False if a page holds both.
+    K and V are on `separate` pages in both engines, or a page holds both.
     """
     laid, origin = _split_k_and_v(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))
@@ -71,7 +65,6 @@ def set_up(
 
 
 def _memory(reading: ModelReading, side: EngineSide, tokens: int, kinds: Sequence[int]) -> EngineMemory:
-    """Return the memory of one engine. `kinds` has the kind of every layer."""
     groups = shape(reading, side, num_blocks=1).groups
     layers = reading.cache.layers
     blocks = [

@@ -25,7 +25,6 @@ class EngineSide:
     """The requested settings of one engine that decide its memory layout.
 
     Attributes:
-        tp, pp: number of tensor-parallel ranks, and of pipeline ranks.
         layout: one of `LAYOUTS`, NHD or HND.
         block_tokens, backend: None for vLLM's choice.
     """
@@ -99,7 +98,6 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:
-    """Return the number of entries in `reading.cache.layers` that each pipeline rank has."""
     cuts = [0, *accumulate(split_stages(len(reading.kept), pp))]
     # Ranks share the model's layers, of which one may have no cache, or several.
     stages = [sum(reading.kept[first:last]) for first, last in pairwise(cuts)]

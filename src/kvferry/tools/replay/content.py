@@ -37,13 +37,10 @@ def _group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
 class RequestKeys:
     """The keys of a request's chunks in each KV cache group, for one length of chunks.
 
-    `keys_of_each` computes them.
-
     Attributes:
         known_tokens: number of tokens, from the start of the request, whose identity the trace has. Tokens
             after the prompt are generated tokens.
         computed_tokens: number of these tokens whose KV the engine computes.
-        whole: keys of the whole chunks, one list per group.
     """
 
     def __init__(
@@ -132,12 +129,7 @@ def keys_of_each(
 def _tails(
     requests: Sequence[TraceRequest], chunk_tokens: int, groups: int, tokens: Sequence[int]
 ) -> list[tuple[bytes, ...]]:
-    """Return the key, in each group, of the incomplete last chunk of each request's first tokens.
-
-    Args:
-        tokens: number of tokens from the start of each request, at most its prompt. A key means nothing
-            where this is a multiple of `chunk_tokens`.
-    """
+    """Return `RequestKeys.tail` of each request. It means nothing for a multiple of `chunk_tokens`."""
     unit, ends = requests[0].unit_tokens, np.array(tokens)
     units = (ends - 1) // unit
     units[units >= np.array([request.prompt_tokens // unit for request in requests])] = _BEYOND
@@ -150,9 +142,6 @@ def _chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.
     """Return the identities of the first whole chunks of each request, uint64, in one array.
 
     A chunk that ends inside the prompt's incomplete last unit depends on the whole prompt.
-
-    Args:
-        counts: number of chunks of each request, int64 of shape (requests,).
     """
     # A chunk's identity covers the unit in which it ends. So equal chunks have different identities if their
     # prompts differ later in that unit, and the replay counts too few hits, unless units divide chunks.
@@ -167,11 +156,7 @@ def _chunk_ids(requests: Sequence[TraceRequest], chunk_tokens: int, counts: npt.
 def _prefix_ids(
     requests: Sequence[TraceRequest], owners: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
 ) -> Ids:
-    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown.
-
-    Args:
-        units: number of the unit at whose end each prefix ends, int64 of shape (prefixes,).
-    """
+    """Return the identity of each prefix that ends at a unit; of the whole prompt if the unit is unknown."""
     each = [request.prefix_ids for request in requests]
     prompts = np.array([request.prompt_id for request in requests], np.uint64)
     known = np.array([len(ids) for ids in each])

@@ -44,11 +44,7 @@ Requests: TypeAlias = Callable[[str], Iterable[TraceRequest]]
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The hit rate with one capacity.
-
-    Attributes:
-        hit_rate: share of the prompt tokens that the engine's prefix cache and host memory provide.
-    """
+    """The share of prompt tokens that the engine's prefix cache and host memory provide at one capacity."""
 
     capacity_bytes: int
     hit_rate: float
@@ -72,7 +68,10 @@ class _Sums:
 
     def add(self, place: int, number: int) -> None:
         while place + 1 >= len(self._tree):
-            self._grow()
+            # The new half begins with zeros, so its last node has the total.
+            size = len(self._tree) - 1
+            self._tree += [0] * size
+            self._tree[2 * size] = self.total
         self.total += number
         at = place + 1
         while at < len(self._tree):
@@ -85,12 +84,6 @@ class _Sums:
             before += self._tree[at]
             at -= at & -at
         return self.total - before
-
-    def _grow(self) -> None:
-        # The new half begins with zeros, so its last node has the total.
-        size = len(self._tree) - 1
-        self._tree += [0] * size
-        self._tree[2 * size] = self.total
 
 
 class StackDistances:

@@ -32,11 +32,7 @@ NO_PREFIX = LocalPrefix(0, 0)
 
 
 class EngineCache:
-    """The prefix cache of one engine.
-
-    Args:
-        num_blocks: number of blocks in the pool, over all KV cache groups; 0 without prefix caching.
-    """
+    """The prefix cache of one engine. `num_blocks` is over all KV cache groups; 0 without prefix caching."""
 
     def __init__(self, model: ServedModel, num_blocks: int, unit_tokens: int) -> None:
         self._model = model
@@ -147,7 +143,6 @@ class EngineCache:
         return found
 
     def _window_runs(self, group: BlockGroup, runs: int, ends: set[int]) -> list[int]:
-        """Return the runs that a group with an attention window keeps."""
         # With `prefix_cache_retention_interval` 0, vLLM keeps only the last window before the end of a prompt
         # and before the end of a prefix that another prompt shares.
         retention = self._model.form.steps.retention
@@ -187,7 +182,6 @@ class Hit(NamedTuple):
 
     @property
     def found(self) -> int:
-        """Number of tokens that the engine had or loaded."""
         return self.local_tokens + sum(self.tier_tokens)
 
 
@@ -200,11 +194,7 @@ class Arrived(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A request that a simulated engine has admitted and not finished.
-
-    Attributes:
-        shared: position of a prefix shared with another prompt, as in `ComputedPrompt`.
-    """
+    """A request that a simulated engine has admitted and not finished. `shared` is as in `ComputedPrompt`."""
 
     arrived: Arrived
     hit: Hit

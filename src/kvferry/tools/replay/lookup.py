@@ -29,7 +29,6 @@ class TierCounts:
 
     Attributes:
         stored, read, evicted, dropped: numbers of chunks. A chunk is dropped if there is no room for it.
-        most_bytes: maximum of the bytes that the tier held in these chunks.
     """
 
     stored: int = 0
@@ -57,7 +56,6 @@ class SimulatedTier:
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
         held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
-        counts: numbers of chunks of each KV cache group so far.
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
     """
 
@@ -122,7 +120,6 @@ class SimulatedTier:
         return stored
 
     def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys of chunks that the tier does not hold, in the same order."""
         held = self.held
         return [key for key in keys if key not in held]
 
@@ -192,14 +189,7 @@ class Found(NamedTuple):
 def look_up(
     model: ServedModel, tiers: Sequence[SimulatedTier], prompt: int, keys: RequestKeys, local: int
 ) -> Found | None:
-    """Look a prompt up in the tiers of an engine.
-
-    Args:
-        tiers: the fastest first.
-
-    Returns:
-        None if the prompt has no chunk, or no tier holds the first one.
-    """
+    """Look a prompt up in an engine's tiers, the fastest first; None if they do not hold its first chunk."""
     size = keys.chunk_tokens
     # As in `connector.tiers.source`: which prompts may be loaded to their end, and which have a tail.
     in_full = model.has_only_attention or windows_survive_load(model.block_groups, prompt)
@@ -225,7 +215,7 @@ def look_up(
 def _leading_chunks(
     tiers: Sequence[SimulatedTier], row: Sequence[bytes], tokens: int, size: int, local: int
 ) -> Found | None:
-    """Return what `look_up` returns for a model with one group, which attends to all tokens."""
+    """Do the work of `look_up` for a model with one group, which attends to all tokens."""
     # Such a model needs all chunks from the first one, so the leading chunks that are held are the result of
     # `find_coverage`. Its arrays would make the replay of such a model take 1.5 to 3 times as long.
     first = local // size
@@ -250,7 +240,6 @@ def _leading_chunks(
 
 
 def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]], tiers: int) -> Found:
-    """Return what a look-up has found, from the usable prefixes and the keys of the chunks of each group."""
     end, slowest = covered.longest()
     local, chunks, tokens = covered.chunked.local_tokens, list[tuple[int, int, int]](), [0] * tiers
     if end > local:
@@ -283,7 +272,6 @@ def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]
 
 
 def _fastest(tiers: Iterable[SimulatedTier], keys: Iterable[bytes]) -> Iterator[int]:
-    """Yield the number of the fastest tier that holds each chunk."""
     held = [tier.held for tier in tiers]
     for key in keys:
         yield next((number for number, each in enumerate(held) if key in each), NO_TIER)

@@ -34,11 +34,7 @@ def _page(name: str, points: Sequence[CurvePoint], print_text: Callable[[Report]
 
 
 def curve_section(points: Sequence[CurvePoint], about: str = "") -> Iterator[str]:
-    """Yield the HTML of a hit-rate curve; nothing if there are fewer than two points.
-
-    Args:
-        about: sentence about the trace and the settings, as plain text, where the page has none.
-    """
+    """Yield the HTML of a hit-rate curve, with `about` as plain text; nothing for fewer than two points."""
     if len(points) < 2:
         return
     yield "<section><h2>Hit rate by capacity of host memory</h2>"

@@ -37,11 +37,7 @@ BYTES_PER_SECOND: Mapping[str, float] = MappingProxyType({"host": 20e9, "file": 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """The block tables of an engine that hold the KV of one kind of layers.
-
-    Attributes:
-        tables: number of block tables. Each has its own blocks of the pool.
-    """
+    """The block tables of an engine that hold the KV of one kind of layers."""
 
     kind: GroupKind
     attention_span: int
@@ -83,7 +79,6 @@ class ServedModel:
 
     @cached_property
     def attention(self) -> tuple[int, ...]:
-        """Indices of the groups that attend to all tokens."""
         return tuple(n for n, group in enumerate(self.groups) if attends_to_all(group.kind))
 
     @cached_property
@@ -92,7 +87,6 @@ class ServedModel:
 
     @cached_property
     def has_one_row(self) -> bool:
-        """True if the model has one group, which attends to all tokens."""
         return len(self.groups) == 1 and self.has_only_attention
 
     @cached_property
@@ -108,16 +102,11 @@ class ServedModel:
 
     @cached_property
     def block_tokens(self) -> int:
-        """Least common multiple of the tokens per block of all groups."""
         return lcm(*(group.block_tokens for group in self.block_groups))
 
 
 def served_model(reading: ModelReading, side: EngineSide, settings: KeptSettings) -> ServedModel:
-    """Return a model with the settings of the engine that serves it.
-
-    Args:
-        settings: settings of the engine and the tiers. `KeptSettings.prompt` has no effect.
-    """
+    """Return a model with the settings of its engine and tiers. `KeptSettings.prompt` has no effect."""
     form = stored_form(reading, side, settings)
     layers = reading.cache.layers
     # Engines may divide layers of one kind among several block tables, and tiers store them in one group.
@@ -155,7 +144,7 @@ class BlockPool(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The prefix cache that an engine with this pool has, as words after "an engine"."""
+        """Words after "an engine"."""
         if not self.blocks:
             return "without a prefix cache"
         return f"with a prefix cache of {counted(self.blocks, 'block')}{self.source and f' ({self.source})'}"
@@ -199,11 +188,7 @@ def block_pool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSetting:
-    """A tier of a replay.
-
-    Attributes:
-        capacity_bytes: maximum bytes of its chunks, for each engine or for all engines together.
-    """
+    """A tier of a replay. `capacity_bytes` limits its chunks, for each engine or for all together."""
 
     kind: str
     capacity_bytes: int
@@ -287,8 +272,6 @@ class ReplaySettings:
 
 class RecordedEngine(msgspec.Struct, frozen=True):
     """The settings of an engine that recorded a trace. A value is None if the header does not have it.
-
-    Without tiers, the engine has no values of chunks and snapshots.
 
     Attributes:
         snapshot_tokens: distance in tokens between kept windows and snapshots.

@@ -84,7 +84,6 @@ class Outcome:
 
     @cached_property
     def tiers(self) -> tuple[TierOutcome, ...]:
-        """Outcome of each kind of tier, host memory first."""
         return tuple(map(self._tier, range(len(self.simulation.tiers))))
 
     def _tier(self, number: int) -> TierOutcome:
@@ -294,10 +293,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
     if len(results.waits):
         waits = {
             name: {"mean": times.mean, **{f"p{share}": times.quantile(share / 100) for share in (50, 90, 99)}}
-            for name, times in (
-                ("with_tiers", results.waits),
-                ("without_tiers", results.waits_without_tiers),
-            )
+            for name, times in (("with_tiers", results.waits), ("without_tiers", results.waits_without_tiers))
         }
     return {
         "trace": found.trace,

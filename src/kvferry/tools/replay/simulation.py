@@ -43,7 +43,6 @@ Route: TypeAlias = Callable[[TraceRequest, Sequence[int]], int]
 
 
 def _choose_by_session(request: TraceRequest, queues: Sequence[int]) -> int:
-    """Choose the same engine for all requests of a session, or with the same first unit of content."""
     first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
     seed = request.session or first
     return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
@@ -114,7 +113,6 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """Mean in seconds; 0 without times."""
         return self._sum / self._count if self._count else 0.0
 
     def quantile(self, share: float) -> float:
@@ -133,7 +131,6 @@ class Results:
 
     Attributes:
         tier_tokens: tokens that each tier provided, host memory first.
-        tier_bytes: bytes that loads took from each tier.
         group_tokens: tokens of the longest prefix that each group alone could use.
         local_tokens: tokens that engines had in their own prefix caches.
         lost_tokens: tokens whose full-attention KV was at hand, but that were computed again because a window
@@ -162,7 +159,6 @@ class Results:
 
     @property
     def seconds(self) -> float:
-        """Time between the first and the last counted arrival."""
         return self.last_arrival - self.first_arrival
 
     @property
@@ -190,7 +186,6 @@ class Results:
         return self.unit_hits / self.units if self.units else 0.0
 
     def add(self, request: TraceRequest, hit: Hit) -> None:
-        """Add a request that an engine has admitted."""
         prompt, unit = request.prompt_tokens, request.unit_tokens
         found = hit.found
         if not self.requests:

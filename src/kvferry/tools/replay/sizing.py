@@ -109,11 +109,7 @@ class Sizing:
 def size(
     requests: Requests, model: ServedModel, given: ReplaySettings, question: SizeQuestion, unit_tokens: int
 ) -> Sizing:
-    """Find the smallest host memory or disk that reaches a hit rate on a trace.
-
-    Args:
-        given: settings of the replays, except for the tiers. The replays leave time out.
-    """
+    """Find the smallest host memory or disk that reaches a hit rate. The replays leave time out."""
 
     def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
         tiers = (
@@ -158,7 +154,6 @@ def size(
 def _choices(
     model: ServedModel, ceiling: Simulation, replayed: Callable[[ServedModel, str, int], Simulation]
 ) -> Iterable[EngineChoice]:
-    """Yield the hit rate under the present settings and others; nothing without recurrent state."""
     if model.state is None:
         return
     yield _choice(ceiling)

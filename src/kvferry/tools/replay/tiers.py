@@ -59,7 +59,7 @@ class SimulatedTiers:
         self._host, self._slow = self.tiers[0], self.tiers[1:]
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
-        """Load a prefix: count the reads, and copy chunks of slow tiers into host memory."""
+        """Count the reads of a prefix, and copy chunks of slow tiers into host memory."""
         keys, groups, tiers = wanted
         here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
         self._host.policy.touch_all(here[::-1])
@@ -100,7 +100,6 @@ class SimulatedTiers:
             here, wanted = [], wanted[fitting:]
 
     def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
-        """Store chunks that one step of the engine completes."""
         stored = self._host.store(self._pieces(runs), cold)
         for tier in self._slow:
             for group, keys in stored:
@@ -197,11 +196,7 @@ def store_chunks(
     prompt: ComputedPrompt,
     snapshots: Sequence[int],
 ) -> None:
-    """Store the chunks of a request that its engine has computed, and mark its prompt as used.
-
-    Args:
-        tiers: tiers of the engine. Mutated.
-    """
+    """Store the chunks of a request that its engine has computed in `tiers`, and mark its prompt as used."""
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)

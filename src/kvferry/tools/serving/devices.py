@@ -32,7 +32,6 @@ class Devices:
     Attributes:
         gpus: indices or UUIDs, in the form of ``CUDA_VISIBLE_DEVICES``; empty for a CPU build of vLLM or a
             machine without GPUs.
-        cores: ids of the CPU cores that the engines may use.
     """
 
     gpus: tuple[str, ...]

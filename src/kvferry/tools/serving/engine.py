@@ -52,10 +52,7 @@ class EngineSpec:
 
     Attributes:
         name: unique in its fleet, for example ``prefill-0``. The log file has this name.
-        model: path or id that vLLM can load.
-        port: TCP port of the OpenAI endpoint.
         kv_transfer: value of ``--kv-transfer-config``; None for an engine without KV transfer.
-        arguments: further arguments of vLLM's API server.
         environment: environment variables of the engine, in addition to those of this process.
     """
 
@@ -108,11 +105,7 @@ class EngineProcess:
         stop_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the guard.
-
-        Raises:
-            OSError: the log file or the process cannot be created.
-        """
+        """Start the guard. Raise OSError if the log file or the process cannot be created."""
         self.spec = spec
         self.log_path = log_path
         self.state = EngineState.STARTING
@@ -156,7 +149,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard. It is also the id of the engine's process group."""
+        """Process id of the guard, also of the engine's process group."""
         return self._guard.pid
 
     def poll(self) -> EngineState:

@@ -45,17 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Run an engine's command until the command or the launcher ends, and return the exit code.
-
-    All processes of the engine have ended when this function returns.
-
-    Args:
-        arguments: file descriptor of a pipe that closes when the launcher ends, seconds from SIGTERM to
-            SIGKILL, and then the engine's command.
-
-    Returns:
-        Exit code of the command; 128 + n if signal n ended it.
-    """
+    """Run an engine's command until it or the launcher ends, end all its processes, and return its code."""
     lifeline, stop_timeout_seconds, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     root = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 - no threads here

@@ -66,9 +66,7 @@ class Fleet:
 
     Args:
         log_dir: folder for one log per engine, ``<name>.log``; created if it does not exist.
-        startup_timeout_seconds: longest time from the start of an engine until it is ready.
         stop_timeout_seconds: time that an engine has to end after SIGTERM, before it is killed.
-        clock: function that returns monotonic seconds, for the age of engines.
 
     Attributes:
         engines: started engines in the order of their specifications; empty before `start`.
@@ -182,7 +180,7 @@ class Fleet:
 
     @property
     def decode_urls(self) -> list[str]:
-        """Base URLs of the engines that answer: decode engines, and engines with both roles."""
+        """URLs of engines that decode."""
         return [engine.spec.url for engine in self.engines if engine.spec.role is not Role.PREFILL]
 
     def stop(self) -> None:
@@ -229,11 +227,7 @@ class Fleet:
 
 
 def make_log_dir(path: Path) -> None:
-    """Create the folder of the engines' logs, which only this user may enter, if it does not exist.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """Create the logs' folder, for this user only, if it does not exist. Raise ConfigError if that fails."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -327,7 +321,6 @@ def _may_compile(engines: Sequence[EngineProcess]) -> bool:
 
 
 def _table(engines: Sequence[EngineProcess]) -> Group:
-    """Return a table of the engines' states, with the hint below it if it applies."""
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(3):
         table.add_column(no_wrap=True)

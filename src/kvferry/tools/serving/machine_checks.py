@@ -55,11 +55,7 @@ def check_model(model: str) -> None:
 
 
 def check_path(model: str) -> None:
-    """Check that a model that is given as a path exists and can be read.
-
-    Raises:
-        ConfigError: it does not or cannot.
-    """
+    """Check that a model given as a path exists and can be read. Raise ConfigError if not."""
     if model.startswith(("/", "./", "../", "~")):
         try:
             expanded(model).stat()
@@ -141,7 +137,7 @@ def bfloat16_fault(run: Callable[[], int] = _compute, processor: Path = _PROCESS
 
 
 def _remembered(key: str, run: Callable[[], int]) -> int:
-    """Return the exit code of an earlier trial, or of a new one, which is then remembered."""
+    """Return the exit code of an earlier trial, or run and remember a new one."""
     # Without a cache, or with a file of another form, each start tries anew.
     with suppress(ConfigError, OSError, ValueError, LookupError, TypeError):
         kept = json.loads((user_cache() / "cpu_attention.json").read_text())

@@ -45,7 +45,6 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for a process that stops because of the signal `received`; 0 if it is None."""
         return _EXIT_CODES[self.received] if self.received is not None else 0
 
     def check(self) -> None:
@@ -90,11 +89,7 @@ class StopSignals:
 
 
 def temporary_folder(prefix: str) -> Path:
-    """Create a temporary folder that only this user can enter.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """Create a temporary folder that only this user can enter. Raise ConfigError if that fails."""
     try:
         return Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:

@@ -60,7 +60,6 @@ class Restarts:
         in_row: number of restarts since the engine last ran for the policy's `stable_seconds`.
         due: monotonic seconds of the next start; None if the engine runs, or is not started again.
         starting: True from a restart until the engine is ready.
-        given_up: True if the engine has used up its restarts.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -109,12 +108,11 @@ class Supervisor:
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch the engines of a fleet, all of which are ready."""
         self._fleet, self._say, self._policy, self._clock = fleet, say, policy, clock
         self._restarts = {engine.spec.name: Restarts(policy) for engine in fleet.engines}
 
     def check(self) -> None:
-        """Look at every engine once. Report engines that have ended or are ready again, and start those due.
+        """Report engines that ended or are ready again, and start those due.
 
         Raises:
             FleetLost: no engine that decodes is left.
@@ -146,11 +144,7 @@ class Supervisor:
             self._on_ended(engine, restarts, str(error), 0.0)
 
     def _on_ended(self, engine: EngineProcess, restarts: Restarts, notice: str, ran_seconds: float) -> None:
-        """Say that an engine has ended, and plan its restart, or give it up.
-
-        Raises:
-            FleetLost: no engine that decodes is left.
-        """
+        """Plan the restart of an engine that has ended, or give it up. Raise FleetLost if none is left."""
         earlier = restarts.in_row
         wait = restarts.on_ended(self._clock(), ran_seconds)
         if wait is None:
@@ -190,7 +184,6 @@ def serve_fleet(
     Args:
         signals: the first signal stops the engines, and a second one kills them.
         announce: function that is called with one line when the endpoint can serve requests.
-        startup_timeout_seconds: longest time from the start of an engine until it is ready.
 
     Raises:
         LaunchError: an engine did not start.

@@ -16,11 +16,7 @@ _NAME = "smollm2-135m-instruct-1"
 
 
 def smollm2_checkpoint() -> Path:
-    """Return the folder of the checkpoint, beside the tiny checkpoints. It may not exist.
-
-    Raises:
-        ConfigError: the user has no cache folder.
-    """
+    """Return the folder of the checkpoint, which may not exist. Raise ConfigError without a cache folder."""
     return cache_directory() / _NAME
 
 

@@ -54,7 +54,7 @@ class Parallel:
 
     @property
     def workers(self) -> int:
-        """Number of workers that the engine has on this machine. Each needs a device."""
+        """Number on this machine. Each needs a device."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
@@ -63,11 +63,7 @@ class Parallel:
 
 
 def parallel_of(tensor: int, arguments: Sequence[str]) -> Parallel:
-    """Return the parallel sizes of an engine, as read from its command-line arguments.
-
-    Raises:
-        ConfigError: a size is not a whole number of at least 1.
-    """
+    """Return an engine's parallel sizes from its arguments. Raise ConfigError unless whole and at least 1."""
     pipeline = _size(arguments, "--pipeline-parallel-size", "-pp")
     context = _size(arguments, "--prefill-context-parallel-size", "-pcp")
     data = _size(arguments, "--data-parallel-size", "-dp")
@@ -106,11 +102,6 @@ class EngineGroup:
 
     @property
     def parallel(self) -> Parallel:
-        """Parallel sizes of each engine.
-
-        Raises:
-            ConfigError: a size in the arguments is not a whole number of at least 1.
-        """
         return parallel_of(self.tensor_parallel, self.arguments)
 
 
@@ -128,14 +119,7 @@ def fleet_specs(
 ) -> tuple[EngineSpec, ...]:
     """Return the specifications of prefill engines and decode engines on this machine, in this order.
 
-    Args:
-        prefill_settings, decode_settings: connector settings, by their names in `ConnectorConfig`; None for
-            the default values.
-        arguments: further arguments of vLLM's API server for every engine, such as other parallel sizes.
-        machine: devices that the engines share; None for the devices of this machine.
-
-    Raises:
-        ConfigError: `group_specs` refuses the engines.
+    Settings, arguments, devices and errors are as in `EngineGroup` and `group_specs`.
     """
     groups = (
         EngineGroup(Role.PREFILL, prefill, prefill_tensor_parallel, prefill_settings, arguments),
@@ -198,8 +182,7 @@ def group_specs(
 def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[str, Any]]:
     """Return each engine's connector settings, with which decode engines meet prefill engines at start.
 
-    Args:
-        ports: free port for the control channel of each engine.
+    `ports` are free ones for the control channels.
     """
     settings = [dict(group.settings or {}) for group in engines]
     named = any(own.get(name) is not None for own in settings for name in _ADDRESSES)
@@ -217,11 +200,7 @@ def _meeting(engines: Sequence[EngineGroup], ports: Sequence[int]) -> list[dict[
 
 
 def split_arguments(option: str, text: str) -> list[str]:
-    """Split the value of an option that holds several arguments, as a shell does.
-
-    Raises:
-        ConfigError: a quotation mark is not closed.
-    """
+    """Split the value of an option as a shell does. Raise ConfigError if a quotation mark is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -89,7 +89,6 @@ class Values:
 
     @classmethod
     def added(cls, several: Iterable[Values]) -> Values:
-        """Return the sums of several engines' values, by metric name and labels."""
         sums: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for values in several:
             for name, series in values.of.items():
@@ -113,7 +112,6 @@ class Scrape:
     Attributes:
         at: monotonic seconds of the reading.
         started: start of the server's process, in seconds since 1970; None if unknown.
-        model: name of the served model; empty if unknown.
         ferry: True if the page has kvferry's metrics.
         engines: values of the metrics of each engine, by the metrics' label ``engine``, such as ``0``.
     """
@@ -126,13 +124,10 @@ class Scrape:
 
 
 def parse_page(text: str, at: float) -> Scrape:
-    """Parse a page of metrics, and return the metrics that `kvferry top` uses.
-
-    Args:
-        at: monotonic seconds of the reading.
+    """Return the metrics that `kvferry top` uses from a page read at `at` monotonic seconds.
 
     Raises:
-        ProtocolError: the page is not in Prometheus's format, or has no metric that `kvferry top` uses.
+        ProtocolError: the page is not in Prometheus's format, or has no such metric.
     """
     engines: defaultdict[str, defaultdict[str, dict[Labels, float]]] = defaultdict(lambda: defaultdict(dict))
     started, model = None, ""
@@ -159,11 +154,7 @@ def parse_page(text: str, at: float) -> Scrape:
 
 
 def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
-    """Check that a time series has all labels that its metric needs, and return a copy of its labels.
-
-    Raises:
-        ValueError: a label is missing, or the label ``le`` of a bucket is not a number.
-    """
+    """Return a copy of a series' labels. Raise ValueError if one is missing, or ``le`` is not a number."""
     if missing := _LABELS[name] - labels.keys():
         raise ValueError(f"{name} has no label {', '.join(sorted(missing))}")
     if name.endswith("_bucket"):
@@ -173,11 +164,7 @@ def _checked(name: str, labels: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The current metric values and the rates of one engine, or their sums over several engines.
-
-    Attributes:
-        rates: counters per second between the last two readings; None with only one reading.
-    """
+    """The values and the rates per second of one engine or of several. One reading has no rates."""
 
     now: Values
     rates: Values | None
@@ -193,7 +180,6 @@ def window(before: Scrape | None, now: Scrape, engine: str) -> Window:
     """Return the metric values of one engine, and the rates of its counters between two readings.
 
     Args:
-        before: reading before the last one; None if there is none.
         engine: value of the label ``engine`` of the engine's metrics, such as ``0``.
     """
     values = now.engines[engine]

@@ -55,10 +55,8 @@ class ConnectorFigures:
 
     Attributes:
         queries: requests for which the connector was queried: the sum of `hits`, `passed_over` and `misses`.
-        hits: requests for which the connector was chosen to load.
         passed_over: requests for which the connector had tokens but was not chosen.
         misses: requests for which the connector had no tokens, or did not answer in time.
-        hit_tokens: tokens that the connector was chosen to load.
         loads: number of ended loads, by outcome.
     """
 
@@ -96,11 +94,7 @@ class MissCount:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBytes:
-    """The bytes that a source loaded for one KV cache group with one transfer method.
-
-    Attributes:
-        size: number of bytes, in total or per second.
-    """
+    """The bytes, in total or per second, that a source loaded for one KV cache group by one method."""
 
     source: str
     group: str
@@ -204,13 +198,7 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All figures that `kvferry top` shows for one engine, or for several together.
-
-    Attributes:
-        levels: current values of gauges.
-        rates: counters per second between the last two readings; None after the first reading.
-        totals: counters since the engines' start.
-    """
+    """All figures of one engine or several: gauges, rates per second (None after one reading), totals."""
 
     levels: Gauges
     rates: ActivityCounts | None
@@ -225,7 +213,6 @@ def compute_figures(windows: list[Window]) -> Figures:
 
 
 def _activity_counts(values: Values) -> ActivityCounts:
-    """Compute the counts of requests, loads and chunks, all per second or all since the engines' start."""
     sources = {
         source for name in ("queries", "loads") for source in values.by(f"kvferry_{name}_total", "source")
     }
@@ -361,7 +348,6 @@ def _fullest(tier: str, each: list[Values]) -> TierUsage:
 
 
 def _tier_usages(values: Values, tier: str) -> list[TierUsage]:
-    """Return the usage of a KV tier as one engine reports it, with an entry per connector."""
     used, capacity, owed = (
         values.by(f"kvferry_tier_{name}", CONNECTOR, tier=tier)
         for name in ("used_bytes", "capacity_bytes", "owed_chunks")

@@ -78,7 +78,6 @@ def text(fleet: FleetView, width: int | None, every: float) -> str:
 
 
 def _title(fleet: FleetView, width: int | None, every: float) -> TextLine:
-    """Return the title line, with the number of engines, the time between readings and a clock."""
     answering = f"engines answering: {fleet.answering} of {len(fleet.engines)}"
     clock = time.strftime("%H:%M:%S", time.localtime(fleet.at))
     whole = f"kvferry top  {answering}, read every {every:g} s"
@@ -105,7 +104,6 @@ def engine_list(
     """Return the list of engines: a heading and one line per engine.
 
     Args:
-        chosen: index of the engine to highlight; None to highlight none.
         whole: True to show errors in full, in several lines if needed.
     """
     rows = [
@@ -127,7 +125,7 @@ def engine_list(
 
 
 def _cut(lines: list[TextLine], room: int) -> list[TextLine]:
-    """Shorten the list of engines to `room` lines, at least 2. A last line counts those that are left out."""
+    """Shorten the list to `room` lines, at least 2. A last line counts the engines that are left out."""
     if len(lines) <= room:
         return lines
     head, *engines = lines
@@ -146,7 +144,6 @@ def _named(engine: EngineRow) -> str:
 
 
 def _silent(engine: EngineRow, at: float, width: int | None, *, whole: bool) -> list[str]:
-    """Return the lines about an engine that does not answer: its name, time of first failure, and error."""
     if engine.silence is None:
         status = "asked, has not answered yet"
     else:

@@ -73,7 +73,6 @@ class View:
 
     Attributes:
         chosen: index of the engine that is shown in detail; None for all engines together.
-        done: True once the user has quit.
     """
 
     def __init__(self) -> None:

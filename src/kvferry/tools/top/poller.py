@@ -24,11 +24,7 @@ _SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The failure of an address that does not answer.
-
-    Attributes:
-        since: time of the first failure after the last success, in seconds since 1970.
-    """
+    """A failure: `since` is the first one after the last success, in seconds since 1970."""
 
     since: float
     why: str
@@ -61,7 +57,6 @@ class PolledAddress:
         return parts.netloc.rpartition("@")[2] + parts.path or self.url
 
     def answered(self, scrape: Scrape) -> PolledAddress:
-        """Return a copy of this address after a successful reading, which becomes `now`."""
         return replace(self, before=self.now, now=scrape, silence=None)
 
     def failed(self, at: float, why: str) -> PolledAddress:
@@ -85,7 +80,6 @@ class EngineRow:
         role: ``prefill`` or ``decode`` if a router lists the engine; ``router`` for a router that has stopped
             answering; otherwise empty.
         engine: label ``engine`` of the metrics, such as ``0``; empty if the address does not answer.
-        model: name of the served model; empty if unknown.
         ferry: True if the engine runs kvferry's connector.
         started: start of the engine's process, in seconds since 1970; None if unknown.
         silence: None if the last reading succeeded, or if the address was not read yet.
@@ -142,11 +136,7 @@ def fleet_view(all_seen: list[PolledAddress], at: float) -> FleetView:
 
 
 def parse_address(text: str) -> str:
-    """Return the base URL of an engine or router, without an ending such as ``/metrics``.
-
-    Raises:
-        ConfigError: the text is not a URL.
-    """
+    """Return the base URL of an engine or router, without ``/metrics``. Raise ConfigError for no URL."""
     if (found := server_url(text)) is None:
         raise ConfigError(
             f"{text!r} is no URL of an engine or a router; give one such as http://127.0.0.1:8000"
@@ -187,7 +177,6 @@ class Poller:
         self._changed = changed
 
     def fleet(self) -> FleetView:
-        """Return the state of all engines, from the last readings."""
         return fleet_view(list(self._seen.values()), time.time())
 
     async def read_once(self) -> None:
@@ -201,7 +190,6 @@ class Poller:
                     group.start_soon(self._read, url)
 
     async def keep_reading(self, every: float, group: TaskGroup) -> None:
-        """Read the metrics of all addresses every so many seconds, until the task is cancelled."""
         reading: set[str] = set()
         while True:
             for url in self._seen.keys() - reading:

@@ -340,6 +340,13 @@ def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():
     assert waits[-2:] == [0.0, STEP_WAIT_SECONDS], "only right after its question"
 
 
+def test_a_question_takes_no_longer_for_each_one_before_it_in_a_step():
+    engine = with_peer(redeemed=Pending())
+    for name in "abcd":
+        engine.source.ask(engine.arrive(offered(name, of=name)), 0)
+    assert sum(map(len, engine.source.agenda)) == 1, "one sum of all waits"
+
+
 @pytest.mark.parametrize(
     ("idle", "waits"),
     [

@@ -9,7 +9,7 @@ from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
-from kvferry.transport.offer import Offer, read_offer, write_nothing, write_offer
+from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from support.block_pool import request
 from support.fake_engine import FakeEngine
@@ -165,6 +165,13 @@ def test_kv_that_is_no_longer_wanted_before_it_is_computed_is_kept_for_nobody() 
     assert end(engine, "b", kv_transfer_params=named(2, 3))[0]
     assert end(engine, "c", kv_transfer_params=named(3))[0]
     assert ended(engine) == {"c"}
+
+
+def test_prompts_are_offered_however_many_names_are_no_longer_wanted() -> None:
+    engine = start()
+    assert end(engine, "a", kv_transfer_params=named(1, *range(1000, 1000 + MAX_UNWANTED)))[0]
+    assert end(engine, "b", kv_transfer_params=named(2, 2000, 2001))[0], "the oldest names are forgotten"
+    assert not any(engine.producer.agenda[2:]), "no prompt is still computed"
 
 
 def test_unclaimed_leases_end_soon_while_the_engine_is_paused() -> None:

@@ -24,11 +24,7 @@ _TEXT_COLUMNS = 76
 def picture(
     forecast: Forecast, reading: ModelReading, *, separate: bool = False, more: Iterable[str] = ()
 ) -> str:
-    """Return the HTML page that shows a handover forecast: a table, and pictures of the copied memory.
-
-    Args:
-        more: HTML of further parts, at the end of the page.
-    """
+    """Return the HTML page of a handover: a table, pictures of the copied memory, and the HTML in `more`."""
     setting = set_up(reading, (forecast.source, forecast.destination), forecast.tokens, separate=separate)
     body = [*_heading(forecast), _table(forecast)]
     body += [f'<p class="note">Note: {escape(note)}.</p>' for note in forecast.notes]
@@ -96,7 +92,7 @@ def _legend() -> str:
 
 
 def _section(setting: PlannedTransfer, number: int, row: LayerForecast) -> Iterator[str]:
-    """Yield the HTML of the section for one kind of layer: a picture of all layers, then of one layer."""
+    """Yield the HTML for one kind of layer: a picture of all layers, then of one layer."""
     yield f"<section><h2>{row.layers} {escape(describe(row.cache))}</h2>"
     group = setting.dst.kinds.index(number)
     for one_layer in (False, True):

@@ -86,11 +86,7 @@ class MemoryLane:
 
 @dataclass(frozen=True, slots=True)
 class _DrawnLane:
-    """A lane with its horizontal positions in a picture, in SVG units.
-
-    Attributes:
-        starts: horizontal position of the first byte of each strip.
-    """
+    """A lane with its horizontal positions in SVG units: `starts` is that of each strip's first byte."""
 
     lane: MemoryLane
     starts: tuple[float, ...]
@@ -104,11 +100,9 @@ class _DrawnLane:
         return self.starts[number] + inside * self.per_byte
 
     def interval(self, address: int, length: int) -> tuple[float, float]:
-        """Return the horizontal positions at which a range of memory begins and ends."""
         return self.at(address), self.at(address + length - 1) + self.per_byte
 
     def where(self, address: int) -> str:
-        """Return an address in words: the rank, and the bytes from its first strip."""
         return f"{self.lane.label} + {address - self.lane.strips[0].address:,}"
 
 

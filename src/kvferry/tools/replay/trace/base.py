@@ -222,7 +222,6 @@ class TraceFile:
         return ConfigError(f"{self.name}, line {number}: {problem}; {remedy}")
 
     def unreadable(self, error: Exception) -> ConfigError:
-        """Return the error for a file that the operating system or the decompression refuses to read."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         return ConfigError(f"{self.name} cannot be read: {reason}; give a complete and readable file")
 
@@ -264,8 +263,6 @@ class TraceFile:
 
 
 class _CountingReader(io.RawIOBase):
-    """A stream that counts the bytes read from it in a `TraceFile`."""
-
     def __init__(self, source: BinaryIO, file: TraceFile) -> None:
         self._source = source
         self._file = file

@@ -113,8 +113,6 @@ class CsvTrace(FileTrace):
 
 
 class _Conversations:
-    """Content of the latest request of each session."""
-
     # Names are kept as digests, so a session takes about 160 bytes. It takes more if one of its prompts was
     # shorter than the conversation before.
     def __init__(self) -> None:

@@ -114,7 +114,7 @@ class RecordedTrace(FileTrace):
                 yield self._request(number, record, arrivals.arrival(number, record.arrival))
 
     def _read_index(self, copy: IO[bytes] | None) -> _Index:
-        """Read all arrivals, and copy the decompressed trace to a temporary file if one is given."""
+        """Read all arrivals, and copy the decompressed trace to `copy` if it is given."""
         index = _Index()
         decoder = msgspec.json.Decoder(_Arrival)
         offset = 0
@@ -167,8 +167,7 @@ class RecordedTrace(FileTrace):
         units, more_bytes = divmod(len(record.keys), _KEY_BYTES)
         if more_bytes or not whole <= units <= most:
             raise self._file.refusal(
-                number,
-                f"keys has {len(record.keys)} bytes; expected {_KEY_BYTES} for each of {most} units",
+                number, f"keys has {len(record.keys)} bytes; expected {_KEY_BYTES} for each of {most} units"
             )
         if len(record.prompt_key) != _KEY_BYTES and rest:
             raise self._file.refusal(

@@ -57,11 +57,7 @@ class Passage(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A request with passages in place of identities.
-
-    Attributes:
-        passages: content of prompt and output. The first passage begins at token 0.
-    """
+    """A request with passages in place of identities. The first passage begins at token 0."""
 
     arrival: float
     prompt_tokens: int
@@ -193,7 +189,6 @@ class Workload:
             )
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Generate the requests in order of arrival, a small part at a time."""
         return write_out(self._outlines(), self.unit_tokens)
 
     def _outlines(self) -> Iterator[Outline]:
@@ -262,7 +257,6 @@ class WorkloadTrace(Trace):
 
 
 def _parse(description: str) -> dict[str, Any]:
-    """Return the attributes of a workload that a text gives."""
     kinds = {field.name.replace("_", "-"): field for field in fields(Workload) if field.name != "unit_tokens"}
     found: dict[str, Any] = {}
     for part in description.split(","):

@@ -31,7 +31,6 @@ class StreamedAnswer:
         prompt, tokens: token ids of the prompt and of the answer.
         logprobs: log probabilities of the likeliest tokens by id, per token of the answer; empty if the
             request does not ask for them.
-        first_token_seconds: time from sending the request to the first token.
     """
 
     request_id: str
@@ -55,7 +54,6 @@ def ask(
         body: JSON fields of the request, with the prompt and ``max_tokens``. Fields are added so that the
             answer is streamed, is decoded greedily and has exactly ``max_tokens`` tokens. With ``ignore_eos``
             false it may be shorter.
-        on_text: function that is called with each piece of text as it arrives.
 
     Raises:
         CompletionError: the endpoint answers with a status other than 200 or an error event, or the stream
@@ -117,11 +115,7 @@ def _error_text(body: bytes) -> str:
 
 @contextmanager
 def routed(prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
-    """Run the prefill/decode router in a thread until the ``with`` block ends, and yield its base URL.
-
-    Raises:
-        ConfigError: there is no decode engine, or an address is not a URL.
-    """
+    """Run the router in a thread while the block runs, and yield its URL. Raise ConfigError for a bad URL."""
     app = RouterApp(RouterSettings(prefill=tuple(prefill), decode=tuple(decode)))
     sock = listen("127.0.0.1", 0)
     url = url_of(sock)

@@ -35,11 +35,7 @@ _TINY_ARGUMENTS = (
 _LENGTHS = (240, 1100, 2600, 6400)
 _CHARACTERS_PER_TOKEN_AT_LEAST = 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_QUESTIONS = (
-    "What is the capital of France?",
-    "How many days are there in a week?",
-    "What is 2 + 3?",
-)
+_QUESTIONS = ("What is the capital of France?", "How many days are there in a week?", "What is 2 + 3?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,6 @@ class DemoModel:
 
     Attributes:
         path: path or id that vLLM can load.
-        arguments: additional arguments of vLLM's API server.
         questions: questions to ask in a chat; if there are none, the model continues passages of a text.
     """
 
@@ -78,11 +73,7 @@ def _dtype(on_a_cpu: str) -> str:
 
 
 def family_model(name: str, arguments: Sequence[str] = ()) -> DemoModel:
-    """Return the tiny model of a model family. Write its checkpoint to disk if it does not exist.
-
-    Raises:
-        ConfigError: the family is unknown.
-    """
+    """Return a family's tiny model; its checkpoint is written if missing. Raise ConfigError if unknown."""
     chosen = family(name)
     options = chosen.engine_options()
     options["dtype"] = _dtype(options["dtype"])
@@ -137,7 +128,6 @@ class _Run:
 
     Attributes:
         single_url: base URL of the prefill engine, which also answers each prompt alone.
-        log: path of the decode engine's transfer log.
     """
 
     client: httpx.Client
@@ -150,7 +140,6 @@ class _Run:
     signals: StopSignals
 
     def rows(self, count: int) -> Sequence[RequestRow]:
-        """Send prompts through the router and to one engine alone, and return a row per prompt."""
         served = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         *passages, first = _prompts(count + 1, served["max_model_len"] - self.answer_tokens)
         body = {"model": served["id"], "max_tokens": self.answer_tokens}
@@ -178,7 +167,7 @@ class _Run:
         ]
 
     def _chat(self, question: str) -> Mapping[str, Any]:
-        """Return the fields of a completion request that asks a question by the model's chat template."""
+        """Return the fields of a request that asks a question by the model's chat template."""
         body = {"messages": [{"role": "user", "content": question}]}
         answer = self.client.post(f"{self.single_url}/tokenize", json=body).raise_for_status()
         return {"prompt": answer.json()["tokens"], "ignore_eos": False}
@@ -186,7 +175,6 @@ class _Run:
     def _judge(
         self, body: Mapping[str, Any], answer: StreamedAnswer, on_text: Callable[[str], None]
     ) -> AnswerVerdict:
-        """Let the prefill engine answer a prompt alone, and return the verdict on the pair's `answer`."""
         # A separate cache salt keeps the single engine from reusing the KV that it computed for the pair.
         alone = {**body, "logprobs": _LIKELIEST, "cache_salt": uuid.uuid4().hex}
         single = self._ask(self.single_url, alone, on_text)

@@ -114,13 +114,7 @@ def read_transfer(log: Path, request_id: str) -> Transfer | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """The result of one request of the demo.
-
-    Attributes:
-        transfer: KV load of the request; None if nothing was loaded.
-        first_token_seconds: time to first token that the client measured.
-        verdict: result of the comparison with a single engine.
-    """
+    """The result of one request of the demo. `transfer` is None if nothing was loaded."""
 
     prompt_tokens: int
     transfer: Transfer | None
@@ -185,7 +179,6 @@ def _wrote(rows: Sequence[RequestRow]) -> str:
 
 
 def _failures(rows: Sequence[RequestRow]) -> Iterator[str]:
-    """Yield a sentence for each request whose prompt the decode engine computed itself, with the reason."""
     for number, row in enumerate(rows, 1):
         load = row.transfer
         if load is None:
@@ -196,7 +189,6 @@ def _failures(rows: Sequence[RequestRow]) -> Iterator[str]:
 
 
 def _cells(row: RequestRow) -> tuple[str, ...]:
-    """Return a row of the table, with a cell for each of `COLUMNS`."""
     load = row.transfer
     moved, details = ["nothing" if load is None else load.outcome, "", "", ""], [""] * 4
     if load is not None and load.outcome == "ready":
@@ -240,23 +232,19 @@ class Screen:
             self._report.text(line)
 
     def model(self, title: str) -> None:
-        """Print a heading with the name of the model that the next lines are about."""
         self._console.print()
         self._report.heading(title)
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[Sequence[EngineProcess]], None]]:
-        """Show the progress of starting engines during the ``with`` block, then print that they are ready."""
         with startup_progress(self._console) as show:
             yield show
         self.note("Both engines are ready.")
 
     def handshake(self, seconds: float) -> None:
-        """Print the first request's time to first token, which includes the engines' handshake."""
         self.note(f"The engines met: the first request had its first token after {format_seconds(seconds)}.")
 
     def asked(self, number: int, prompt: str) -> None:
-        """Print a prompt, cut to one line of the console."""
         text, room = printable(prompt, " "), self._line - len(_INDENT) - 4
         self.note(f"\n{number:>3} {text if len(text) <= room else text[:room] + ' ...'}")
 

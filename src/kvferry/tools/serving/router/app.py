@@ -188,7 +188,6 @@ class RouterApp(Starlette):
                 await self._flow.close()
 
     async def _complete(self, call: Call, send: Send) -> None:
-        """Serve a client's completion request with a prefill engine and a decode engine."""
         try:
             body = parse_body(call.body)
             if not self._settings.trust_kv_params:
@@ -233,7 +232,6 @@ class RouterApp(Starlette):
         await (reply or NO_DECODE_ENGINE.reply(call.path)).send(send, call.reply_headers)
 
     async def _of_response(self, call: Call, send: Send) -> None:
-        """Forward a request about a response to the decode engine that keeps the response."""
         await self._prober.until_up(self._decode)
         await self._responses.relay(call, send)
 
@@ -268,7 +266,6 @@ class RouterApp(Starlette):
         return JSONResponse(found, 200 if status in ("ok", "degraded") else 503)
 
     async def _load(self, _: Request) -> Response:
-        """Return the number of requests under way, in the form of vLLM's ``/load``."""
         return JSONResponse({"server_load": len(self._ongoing)})
 
     async def _metrics_page(self, _: Request) -> Response:

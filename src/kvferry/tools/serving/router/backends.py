@@ -114,11 +114,7 @@ class Waits:
 
     @asynccontextmanager
     async def wait(self) -> AsyncIterator[None]:
-        """Wait for the engine's next bytes in the ``with`` block.
-
-        Raises:
-            SilentEngine: the engine is silent.
-        """
+        """Wait for the engine's next bytes in the ``with`` block. Raise SilentEngine if it is silent."""
         wait = asyncio.timeout(None)
         self._begun[wait] = self._now
         try:
@@ -236,15 +232,9 @@ class Backend:
         self.waits.note_alive()
 
     def note_hand_over(self, params: dict[str, Any] | None) -> bool:
-        """Record whether this prefill engine's last answer offered the KV of the prompt to a decode engine.
+        """Record whether this prefill engine's last answer offered KV for a decode engine, and return it.
 
         A warning is logged when the engine stops offering KV, and when it starts again.
-
-        Args:
-            params: ``kv_transfer_params`` of the answer; None if it had none.
-
-        Returns:
-            True if a decode engine can read the KV.
         """
         given, hands_over = params or {}, params is not None
         offers = bool(given.get("do_remote_prefill"))

@@ -84,11 +84,7 @@ class MalformedBody(KVFerryError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request.
-
-    Raises:
-        MalformedBody: the body is not JSON, or not a JSON object.
-    """
+    """Parse the body of a request. Raise MalformedBody if it is not a JSON object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -125,11 +121,7 @@ def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoded(body: Any, *, sort_keys: bool = False) -> bytes:
-    """Encode the body of a request, or a part of it, as JSON.
-
-    Raises:
-        MalformedBody: the body's objects are nested too deeply.
-    """
+    """Encode a body, or a part of it, as JSON. Raise MalformedBody if its objects are nested too deeply."""
     try:
         return json.dumps(body, sort_keys=sort_keys).encode()
     except RecursionError as error:

@@ -49,7 +49,6 @@ class Call:
     record: RequestRecord
 
     def target(self, path: str) -> str:
-        """Return a path with the query of this request."""
         return f"{path}?{self.query}" if self.query else path
 
 
@@ -85,21 +84,17 @@ class ActiveRequests:
                     self._none.set()
 
     async def wait_ended(self) -> None:
-        """Wait until no request is under way."""
         await self._none.wait()
 
     def end(self) -> None:
-        """Cancel all requests that are under way. `RouterEndpoint` then sends an error to each client."""
+        """Cancel all requests under way. `RouterEndpoint` then sends an error to each client."""
         self.ending = True
         for scope in self._scopes:
             scope.cancel()
 
 
 class RouterEndpoint:
-    """An ASGI application that reads a whole request and answers it with a handler.
-
-    The handler is cancelled if the client disconnects.
-    """
+    """An ASGI application that answers a whole request by a handler, cancelled if the client disconnects."""
 
     def __init__(
         self,
@@ -115,7 +110,7 @@ class RouterEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request (entry point of ASGI).
+        """Serve one HTTP request.
 
         The client gets an error if the request has already passed through this router, if its body is too
         large, or if the router stops before the answer is complete.
@@ -167,7 +162,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
-    """Return the body of a request, or a part of more than `max_bytes`; None if the client disconnects."""
+    """Return a body, or a part of more than `max_bytes`; None if the client disconnects."""
     body = bytearray()
     while len(body) <= max_bytes:
         message = await receive()

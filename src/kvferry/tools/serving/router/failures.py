@@ -57,7 +57,6 @@ class Failures:
     """
 
     def __init__(self, earlier: Sequence[str] = ()) -> None:
-        """Begin with descriptions of engines that died lately during equal requests."""
         self.answered = False
         self._earlier = earlier
         self._own: list[tuple[Backend, str]] = []
@@ -71,7 +70,6 @@ class Failures:
         return len(self) >= _MAX_FAILURES
 
     def add(self, backend: Backend, reason: str) -> None:
-        """Record that an engine closed the connection, was silent or answered with a server error."""
         self._own.append((backend, f"{backend.role} engine {backend.url}: {reason}"))
 
     def deaths(self) -> dict[tuple[str, int], str]:
@@ -79,11 +77,7 @@ class Failures:
         return {(backend.url, backend.losses): text for backend, text in self._own if not backend.up}
 
     def reply(self, path: str, reply_headers: Headers) -> Reply:
-        """Return the error reply that lists the failures, and log that the request is not tried again.
-
-        Args:
-            reply_headers: the first is x-request-id, which is logged.
-        """
+        """Return and log an error reply that lists the failures. `reply_headers` begin with x-request-id."""
         engines = "; ".join([*self._earlier, *(text for _, text in self._own)])
         count = "one engine" if len(self) == 1 else f"{len(self)} engines"
         _log.error(

@@ -65,12 +65,7 @@ def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -> None:
-    """Give the pools the engines of a file whenever it changes, until this coroutine is cancelled.
-
-    Args:
-        pools: pools of the router by role, ``prefill`` and ``decode``.
-        seconds: time between two looks at the file.
-    """
+    """Give the pools, by role, the engines of a file whenever it changes. Look every `seconds`."""
     said = ""
     while True:
         await asyncio.sleep(seconds)

@@ -102,11 +102,9 @@ class Completion:
         return AloneReason.REFUSED if self.refusals else AloneReason.NO_KV
 
     async def reply(self, reply: Reply) -> None:
-        """Send the client a complete answer."""
         await reply.send(self.send, self.call.reply_headers)
 
     def failure(self) -> Reply:
-        """Return the error that lists the failures, and log it."""
         return self.failures.reply(self.call.path, self.call.reply_headers)
 
 
@@ -122,7 +120,6 @@ class CompletionFlow:
         self._withdrawals: dict[Backend, asyncio.Task[None]] = {}
 
     async def complete(self, completion: Completion) -> None:
-        """Serve a completion, and send the client an answer or an error."""
         path, body = completion.call.path, completion.body
         completion.failures = self._suspects.begin(path, body)
         try:
@@ -193,7 +190,6 @@ class CompletionFlow:
         return AloneReason.INVALID if self._refusals.includes(path, body) else None
 
     def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
-        """Record that a decode engine has begun to answer a request."""
         if status == LOOP_DETECTED:
             backend.mark_down(LOOP_REASON)
             return
@@ -300,9 +296,6 @@ class CompletionFlow:
         - The connection breaks later, or the engine is silent. The engine is marked as down, and the failure
           is added to the completion's.
         - The engine answers with a server error. This is added, too, and the engine rests.
-
-        Args:
-            ticket: ticket for the KV; None if the engine draws it.
         """
         call, failures, begun = completion.call, completion.failures, time.monotonic()
         # Known before the request is sent, because the engine may keep KV even if its answer is lost.

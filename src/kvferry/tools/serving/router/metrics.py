@@ -58,7 +58,6 @@ class RequestRecord:
         first_byte: monotonic seconds when the first part of the answer's body was sent; None before.
         prefill_seconds: time until a prefill engine had answered with success; None if none has.
         split: True if the decode engine was given KV of a prefill engine.
-        alone: reason why the decode engine computes the prompt; None if it does not.
         status: HTTP status of the answer; None if nothing was sent.
         complete: True once the last part of the answer was sent.
         broken: True if the answer ended with an error event.
@@ -148,8 +147,6 @@ class RouterMetrics:
 
 
 class _EngineCollector(Collector):
-    """Collector of the states of the router's engines at the time of a scrape."""
-
     def __init__(self, backends: Callable[[], Iterable[Backend]]) -> None:
         self._backends = backends
 

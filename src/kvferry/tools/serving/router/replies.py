@@ -84,10 +84,7 @@ class ApiError:
     def _content(self, path: str) -> dict[str, Any]:
         if _is_anthropic(path):
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-            return {
-                "type": "error",
-                "error": {"type": kind, "message": self.message, "reason": self.reason},
-            }
+            return {"type": "error", "error": {"type": kind, "message": self.message, "reason": self.reason}}
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         return {"error": {**error, "reason": self.reason}}

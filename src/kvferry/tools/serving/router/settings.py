@@ -36,8 +36,6 @@ class RouterSettings:
             down, and each request that has got nothing from it for as long ends or is sent to another engine.
             Also the longest time to connect.
         keep_connection_seconds: longest time that an idle connection to an engine is used again.
-        probe_seconds: time between two probes of an engine, in seconds.
-        max_body_bytes: size of the largest accepted request body, in bytes.
         api_keys: keys of which clients must send one; none to serve everybody.
         engine_key: key to send to engines instead of the client's; None to send no other.
         allowed_origins: origins whose web pages may use the router (CORS); ``*`` for all.

@@ -26,21 +26,14 @@ _AS_THE_ARCHITECTURE_DRAWS_THEM = ("A_log", "conv")
 
 
 def cache_directory() -> Path:
-    """Return the folder for tiny checkpoints and their tokenizer, in the user's cache folder.
-
-    Raises:
-        ConfigError: the user has no cache folder.
-    """
+    """Return the cache folder of tiny checkpoints. Raise ConfigError if the user has no cache folder."""
     return user_cache() / "tiny"
 
 
 def tiny_checkpoint(name: str, directory: Path) -> Path:
     """Return the folder with the tiny checkpoint of a model family. It is written if it does not exist.
 
-    Several callers may call this at the same time.
-
-    Raises:
-        ConfigError: the family is unknown.
+    Several callers may call this at the same time. Raise ConfigError for an unknown family.
     """
     chosen = family(name)
     tokenizer = trained_tokenizer(directory)

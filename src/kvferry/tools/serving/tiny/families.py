@@ -41,7 +41,6 @@ class Family:
             transformers does not write them.
         scale: standard deviation of the random weight matrices, except for the embedding.
         embedding_scale: standard deviation of the embedding's random weights.
-        dtype: dtype in which an engine computes.
         engine: keyword arguments of `vllm.LLM` that the family needs, in addition to ``dtype``.
     """
 
@@ -58,7 +57,6 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `vllm.LLM`, such as ``dtype``, to run this family on a CPU."""
         return {"dtype": self.dtype, **self.engine}
 
 
@@ -250,11 +248,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({each.name: each for each in _
 
 
 def family(name: str) -> Family:
-    """Return the model family of this name.
-
-    Raises:
-        ConfigError: the family is unknown.
-    """
+    """Return the model family of this name. Raise ConfigError if it is unknown."""
     if name not in FAMILIES:
         raise ConfigError(f"no tiny checkpoint is called {name!r}; there are: {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -57,11 +57,7 @@ def digest(*parts: object) -> str:
 
 
 def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return the path of the folder `directory/name`. If the folder does not exist, create it with `fill`.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Return the folder `directory/name`, created by `fill` if missing. Raise ConfigError if that fails."""
     try:
         return _published(directory, name, fill)
     except OSError as error:
@@ -72,7 +68,6 @@ def publish(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _published(directory: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Do the work of `publish`, and raise an OSError as it is."""
     final = directory / name
     if final.is_dir():
         return final
