@@ -76,8 +76,7 @@ class PartialHalf:
             self.storing.schedule(step)
             orders.stores = self.stores.take()
         if self.admission is not None:
-            self.admission.scheduled(step.tokens)
-            self.admission.hand_over(orders)
+            self.admission.schedule(step.tokens, orders)
         if isinstance(self.source, PeerSource):
             self.source.hand_over(orders)
         for feed in list(self.feeds):

@@ -274,8 +274,7 @@ class PlayedConnector(WithoutWorkers):
         meta = SchedulerMeta("e")
         for name in output.num_scheduled_tokens:
             self.admissions[name] = 0
-        self.admission.scheduled(output.num_scheduled_tokens)
-        self.admission.hand_over(meta.orders)
+        self.admission.schedule(output.num_scheduled_tokens, meta.orders)
         return meta
 
     def update_connector_output(self, output: Any) -> None:

@@ -303,7 +303,7 @@ class Admission:
 
     @property
     def agenda(self) -> tuple[Sized, ...]:
-        """Containers that are all empty if a step needs no calls of `scheduled` and `hand_over`."""
+        """Containers that are all empty if a step needs no call of `schedule`."""
         return (
             *self.loads.agenda,
             self._loaded,
@@ -312,8 +312,11 @@ class Admission:
             *self._parts.agenda,
         )
 
-    def scheduled(self, requests: Container[str]) -> None:
-        """Record which requests the engine's coming step computes. They no longer wait for loads."""
+    def schedule(self, requests: Container[str], orders: StepOrders) -> None:
+        """Add to `orders` what the workers do for loads in the coming step, and which loads to give up.
+
+        The step computes `requests`, which no longer wait for loads.
+        """
         self._headroom.on_resumed(requests)
         for name in list(self._loaded):
             if name in requests:
@@ -321,9 +324,6 @@ class Admission:
         for name in list(self._unserved):
             if name in requests:
                 self._tell_scheduled(self._unserved.pop(name))
-
-    def hand_over(self, orders: StepOrders) -> None:
-        """Add to `orders` what the workers do for loads in the coming step, and which loads to give up."""
         self._parts.end_pass()
         self.loads.take_orders(orders)
 

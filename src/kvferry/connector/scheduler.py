@@ -244,8 +244,7 @@ class SchedulerHalf:
             )
         if self._tiering is not None:
             self._tiering.schedule(step, orders)
-        self.admission.scheduled(step.tokens)
-        self.admission.hand_over(orders)
+        self.admission.schedule(step.tokens, orders)
         return orders
 
     def take_reports(self, reports: StepReports) -> None:

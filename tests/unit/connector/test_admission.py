@@ -382,9 +382,9 @@ def test_a_load_has_its_span_tables_and_timeout():
     assert [ids.tolist() for ids in load.tables] == [[b.block_id for b in of] for of in engine.tables["a"]]
     assert load.timeout_seconds == 30.0
     orders = StepOrders()
-    engine.admission.hand_over(orders)
+    engine.admission.schedule((), orders)
     assert orders.loads == [load], "workers get the same value"
-    engine.admission.hand_over(orders := StepOrders())
+    engine.admission.schedule((), orders := StepOrders())
     assert orders.loads == [], "once"
     assert engine.admission.origins("a") == {"one of a": 16}
 
@@ -658,7 +658,7 @@ def test_a_partly_loaded_block_is_evicted_when_its_request_resumes():
 
 def test_a_partly_loaded_block_is_evicted_with_the_step():
     engine, _, part = loaded_in_part(Stand("one", 24, alignment_tokens=2))
-    engine.admission.hand_over(StepOrders())
+    engine.admission.schedule((), StepOrders())
     assert part.block_hash is None
 
 
@@ -789,7 +789,7 @@ def test_only_the_source_of_the_failed_part_is_excluded(first, fails):
 
 def handed_over(engine):
     meta = StepOrders()
-    engine.admission.hand_over(meta)
+    engine.admission.schedule((), meta)
     return meta.given_up
 
 
@@ -1052,7 +1052,7 @@ def test_tokens_loaded_by_another_connector_are_counted_apart(local, available):
     engine.allocate(one, 0)
     assert scheduled(engine) == [], "the other one is loading"
     engine.allocate(one, 0)
-    engine.admission.scheduled({"b": 1})
+    engine.admission.schedule({"b": 1}, StepOrders())
     run(engine, one, available)
     run(engine, one, available + 1)
     assert scheduled(engine) == [(available, available - (local or 0))]

@@ -11,7 +11,6 @@ from kvferry.cache.prompt_chunks import ChunkBeginnings, PromptChunks
 from kvferry.common.errors import NotYetNamed, Unnameable
 from kvferry.common.text import shown
 from kvferry.common.units import counted, format_bytes
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, keys_of
 from kvferry.connector.engine import EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, SnapshotsPlaced
@@ -187,17 +186,19 @@ class _SnapshotRule:
 
 
 def snapshot_rule(
-    config: ConnectorConfig, engine: EngineFacts, canonical: CanonicalForm, snapshot_tokens: int
+    first_tokens: int | None, engine: EngineFacts, canonical: CanonicalForm, snapshot_tokens: int
 ) -> _SnapshotRule:
-    """Return the positions of snapshots, which are stored at multiples of `snapshot_tokens`."""
+    """Return the positions of snapshots, which are stored at multiples of `snapshot_tokens`.
+
+    `first_tokens` is the setting ``first_snapshot_tokens``.
+    """
     state_bytes, token_bytes = bytes_of_snapshots(canonical)
     block = lcm(*(group.block_tokens for group in engine.groups))
     interval = snapshot_interval_of(block, snapshot_tokens)
     if not state_bytes:
         return _SnapshotRule(0, 0, interval, 0, engine.longest_request)
     first, usual = (
-        first_snapshot(requested, interval, state_bytes, token_bytes)
-        for requested in (config.first_snapshot_tokens, None)
+        first_snapshot(requested, interval, state_bytes, token_bytes) for requested in (first_tokens, None)
     )
     return _SnapshotRule(first, usual, interval, state_bytes, engine.longest_request)
 

@@ -149,7 +149,7 @@ class Tiering:
         chunk_tokens = canonical.chunk_tokens
         snapshot_tokens = config.snapshot_tokens or chunk_tokens
         check_snapshot_tokens(snapshot_tokens, chunk_tokens)
-        rule = snapshot_rule(config, engine, canonical, snapshot_tokens)
+        rule = snapshot_rule(config.first_snapshot_tokens, engine, canonical, snapshot_tokens)
         self.chunking = (chunk_tokens, snapshot_tokens, rule.first if rule.usual else None)
         self._places = SnapshotPlaces(rule.first, rule.interval)
         self._storing = Storing(

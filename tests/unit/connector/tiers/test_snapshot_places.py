@@ -96,7 +96,8 @@ def rule(*stores: LayerCache, **settings: int) -> Any:
     groups = (CacheGroup(kind=group.kind, attention_span=0, block_tokens=BLOCK) for group in ranks[0].groups)
     facts = made_up(groups=tuple(groups), longest_request=10_000)
     canonical = canonical_form_of(ranks, BLOCK)
-    return snapshot_rule(parse_config({"tiers": "default", **settings}), facts, canonical, BLOCK)
+    config = parse_config({"tiers": "default", **settings})
+    return snapshot_rule(config.first_snapshot_tokens, facts, canonical, BLOCK)
 
 
 SNAPSHOT = LayerCache(GroupKind.STATE, 0, state().fields[1:])
