@@ -401,7 +401,7 @@ class Admission:
                 self._clock(),
                 tokens=int(request.num_tokens),
                 sources=tuple([source.name for source in sources]),
-                declined=tuple(miss for one in others if (miss := one.declined(request)) is not None),
+                declined=tuple([miss for one in others if (miss := one.declined(request)) is not None]),
                 ticket=has_offer(request.kv_transfer_params),
                 trace_headers=tuple(headers),
             )
@@ -410,11 +410,14 @@ class Admission:
     @log_errors
     def _tell_asked(self, request: Request, state: _RequestState, prefix: LocalPrefix, asked: _Asked) -> None:
         # A choice that shows what the last one did is no event.
-        choice, offered = asked.choice, [plan.bid for plan in asked.plans]
+        choice, offered, offering = asked.choice, list[Bid](), list[Source]()
+        for plan in asked.plans:
+            offered.append(plan.bid)
+            offering.append(plan.last)
         shown = prefix, asked.local_tokens, offered, choice.bid, state.attempts <= 0
         if state.shown == shown:
             return
-        offering, misses = [plan.last for plan in asked.plans], list[SourceMiss]()
+        misses = list[SourceMiss]()
         for source, answer in asked.answers:
             if source not in offering:
                 misses.append(answer.why_none())

@@ -564,9 +564,12 @@ class _PeerFeed:
         self._leave()
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
-        figures = report.figures
+        figures, found = report.figures, []
         each = zip(self._source.labels, figures.strategies_by_group, figures.bytes_by_group, strict=False)
-        return tuple(GroupBytes(label, "+".join(names), size) for label, names, size in each if size)
+        for label, names, size in each:
+            if size:
+                found.append(GroupBytes(label, "+".join(names), size))
+        return tuple(found)
 
     def miss(self, report: Report) -> MissReason:
         return MissReason.DEADLINE if report.late else MissReason.FAILED
