@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from support.vllm_engine import parts
@@ -113,16 +114,24 @@ def wait_for_ledgers(engine: Any, seconds: float) -> None:
 
 def hang(engine: Any, name: str) -> None:
     """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
-    engine.gate, engine.hanging = threading.Event(), Counter()
+    engine.gate, engine.hanging, engine.gone_on = threading.Event(), Counter(), []
     for queue in parts.queues(engine):
-        inner = getattr(queue.tier, name)
+        owner, attribute = _called(queue, name)
+        inner = getattr(owner, attribute)
 
-        def hanging(*args: Any, inner: Any = inner) -> Any:
+        def hanging(*args: Any, inner: Any = inner, **options: Any) -> Any:
             engine.hanging[name] += 1
             engine.gate.wait()
-            return inner(*args)
+            return inner(*args, **options)
 
-        setattr(queue.tier, name, hanging)
+        setattr(owner, attribute, hanging)
+        engine.gone_on.append(partial(setattr, owner, attribute, inner))
+
+
+def _called(queue: Any, name: str) -> tuple[Any, str]:
+    """The object and the attribute by which a queue calls its tier."""
+    operations = {"get": queue.reads, "put": queue.writes}.get(name)
+    return (queue.tier, name) if operations is None else (operations, "_call")
 
 
 def hanging(engine: Any) -> dict[str, int]:
@@ -133,9 +142,8 @@ def hanging(engine: Any) -> dict[str, int]:
 def go_on(engine: Any) -> None:
     """The mount is there again."""
     engine.gate.set()
-    for queue in parts.queues(engine):
-        for name in engine.hanging:
-            vars(queue.tier).pop(name, None)
+    for restore in engine.gone_on:
+        restore()
 
 
 def stuck(engine: Any) -> list[tuple[bool, bool]]:
