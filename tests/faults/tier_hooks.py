@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,20 @@ def fail_files(engine: Any, call: str, number: int, times: int) -> None:
 
 def hang_files(engine: Any, call: str) -> None:
     """Let calls of the file tier ("get", "put" or "_write") hang until `unhang_files`."""
-    store, hooks = _store(engine), engine.hooks
+    hooks = engine.hooks
+    owner, attribute = parts.call_of(parts.queues(engine)[0], call)
     hooks.gate = threading.Event()
     hooks.injected[f"hang {call}", ""] = 0
-    inner = getattr(type(store), call)
+    inner = getattr(owner, attribute)
     hooks.armed[f"hang {call}", ""] = 1 << 30
 
-    def hanging(*args: Any) -> Any:
+    def hanging(*args: Any, **options: Any) -> Any:
         if hooks.take(f"hang {call}"):
             hooks.gate.wait()
-        return inner(store, *args)
+        return inner(*args, **options)
 
-    setattr(store, call, hanging)
+    setattr(owner, attribute, hanging)
+    hooks.unhang = partial(setattr, owner, attribute, inner)
 
 
 def hung_files(engine: Any, call: str) -> int:
@@ -109,7 +112,7 @@ def unhang_files(engine: Any, call: str) -> int:
     """Let them go on; return how many hung."""
     engine.hooks.gate.set()
     engine.hooks.armed[f"hang {call}", ""] = 0
-    vars(_store(engine)).pop(call, None)
+    engine.hooks.unhang()
     return int(engine.hooks.injected[f"hang {call}", ""])
 
 

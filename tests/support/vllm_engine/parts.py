@@ -120,6 +120,12 @@ def queues(engine: Any, of: int = 0) -> list[Any]:
     return cache(engine, of)._queues
 
 
+def call_of(queue: Any, name: str) -> tuple[Any, str]:
+    """The object and the attribute through which a call of a queue's tier goes."""
+    operations = {"get": queue.reads, "put": queue.writes}.get(name)
+    return (queue.tier, name) if operations is None else (operations, "_call")
+
+
 def stores(engine: Any, of: int = 0) -> Any:
     """Stores that are under way."""
     return tiering(engine, of)._stores

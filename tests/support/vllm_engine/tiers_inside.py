@@ -116,7 +116,7 @@ def hang(engine: Any, name: str) -> None:
     """Let the file tiers' `name` ("get", "put" or "refresh") hang until `go_on`."""
     engine.gate, engine.hanging, engine.gone_on = threading.Event(), Counter(), []
     for queue in parts.queues(engine):
-        owner, attribute = _called(queue, name)
+        owner, attribute = parts.call_of(queue, name)
         inner = getattr(owner, attribute)
 
         def hanging(*args: Any, inner: Any = inner, **options: Any) -> Any:
@@ -126,12 +126,6 @@ def hang(engine: Any, name: str) -> None:
 
         setattr(owner, attribute, hanging)
         engine.gone_on.append(partial(setattr, owner, attribute, inner))
-
-
-def _called(queue: Any, name: str) -> tuple[Any, str]:
-    """The object and the attribute by which a queue calls its tier."""
-    operations = {"get": queue.reads, "put": queue.writes}.get(name)
-    return (queue.tier, name) if operations is None else (operations, "_call")
 
 
 def hanging(engine: Any) -> dict[str, int]:
