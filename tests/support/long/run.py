@@ -110,7 +110,7 @@ def parts() -> dict[str, Part]:
         **_shares("families", 8, Part(_long(*MATRIX))),
         **_shares("engines", 5, Part(_long("tests/engine", *(f"--ignore={path}" for path in MATRIX)))),
         **_shares("second-runner", 8, second_runner),
-        "deepseek-v4": replace(second_runner, command=of_v4),
+        **_shares("deepseek-v4", 2, replace(second_runner, command=of_v4)),
         **_shares("triton", 3, triton),
         **_shares("faults", 4, Part(_long("tests/faults"))),
         **{f"contract-{name}": Part(("make", "--silent", "contract", f"VLLM={name}")) for name in RELEASES},
