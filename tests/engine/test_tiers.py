@@ -183,10 +183,7 @@ def test_kv_events_tell_a_router_which_tier_has_which_blocks(family: Life) -> No
     kinds = [name for name, _, _ in family.engine.about["groups"]]
     if not family.engine.about["prefix_caching"]:
         pytest.skip("an engine without prefix caching names no blocks")
-    # Of DeepSeek V4, whose specs say less, the group with the largest blocks attends to all tokens.
-    sizes = [tokens for _, tokens, _ in family.engine.about["groups"]]
-    full = kinds.index("FullAttentionSpec") if "FullAttentionSpec" in kinds else sizes.index(max(sizes))
-    groups, text = set(range(len(kinds))), prompt(513, 25)
+    full, groups, text = kinds.index("FullAttentionSpec"), set(range(len(kinds))), prompt(513, 25)
     with Router(family.events) as router:
         family.engine.say(text)
         router.follow()

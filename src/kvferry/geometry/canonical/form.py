@@ -64,7 +64,8 @@ class SectionField:
     layer: str
     field: str
     item_bytes: int
-    inner: tuple[tuple[str, int], ...]  # (name, count) of all axes but the sharded one and tokens
+    # (name, count) of all axes but the sharded one and tokens, innermost last: the order of the bytes
+    inner: tuple[tuple[str, int], ...]
     scales: tuple[Scale, ...] = ()  # those with a single factor for all heads
 
     @property
