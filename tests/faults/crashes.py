@@ -107,10 +107,10 @@ async def consumer_killed(stage: Stage, trial: Trial, draw: random.Random) -> No
 )
 async def killed_storing(stage: Stage, trial: Trial, draw: random.Random) -> None:
     texts, salt = [stage.text(draw, 256) for _ in range(3)], stage.salt(draw)
-    await stage.decode.do("hang_files", "_write")
+    await stage.decode.do("hang_files", "_write_chunk")
     for text in texts:
         await stage.decode.ask(stage.name(), text, None, 1, salt)
-    await stage.decode.until("hung_files", "_write")
+    await stage.decode.until("hung_files", "_write_chunk")
     half = len(list(stage.directory.rglob("*.tmp")))
     await stage.restart("decode")
     trial.injected = f"SIGKILL with {half} files half written" if half else ""

@@ -232,12 +232,12 @@ async def full(stage: Stage, trial: Trial, draw: random.Random) -> None:
 async def write_fails(stage: Stage, trial: Trial, draw: random.Random) -> None:
     number = draw.choice([errno.EIO, errno.ENOSPC, errno.EDQUOT])
     text, salt = stage.text(draw, 200), stage.salt(draw)
-    before, seen = await stage.decode.do("disarm", "errno _write"), await stage.decode.do("dropped")
+    before, seen = await stage.decode.do("disarm", "errno _write_chunk"), await stage.decode.do("dropped")
     gone = await stage.decode.do("evicted")
-    await stage.decode.do("fail_files", "_write", number, 3)
+    await stage.decode.do("fail_files", "_write_chunk", number, 3)
     await stage.decoded(trial, text, None, salt)
     await stage.decode.until("tiers_are_idle")
-    count = await stage.decode.do("disarm", "errno _write") - before
+    count = await stage.decode.do("disarm", "errno _write_chunk") - before
     new = dropped_since(seen, await stage.decode.do("dropped"))
     # On a full disk, chunks go for new ones, and a store is repeated.
     new |= {"evicted": more} if (more := await stage.decode.do("evicted") - gone) else {}

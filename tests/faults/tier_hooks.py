@@ -72,21 +72,21 @@ def limit_files(engine: Any, size: int) -> None:
 
 
 def fail_files(engine: Any, call: str, number: int, times: int) -> None:
-    """Let the next so many calls of the file tier ("_write" or "_get") fail with an errno."""
+    """Let the next so many calls of the file tier ("_write_chunk" or "_get") fail with an errno."""
     store, hooks = _store(engine), engine.hooks
-    inner = getattr(type(store), call)
+    inner = getattr(store, call)
     hooks.armed[f"errno {call}", ""] = times
 
     def failing(*args: Any) -> Any:
         if hooks.take(f"errno {call}"):
             raise OSError(number, os.strerror(number))
-        return inner(store, *args)
+        return inner(*args)
 
     setattr(store, call, failing)
 
 
 def hang_files(engine: Any, call: str) -> None:
-    """Let calls of the file tier ("get", "put" or "_write") hang until `unhang_files`."""
+    """Let calls of the file tier ("get", "put" or "_write_chunk") hang until `unhang_files`."""
     hooks = engine.hooks
     owner, attribute = parts.call_of(parts.queues(engine)[0], call)
     hooks.gate = threading.Event()
