@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.geometry import Region
-from kvferry.memory.shared_memory import request_huge_pages
+from kvferry.memory.pages import HugePageCollapser
 
 
 def favour_nixl() -> None:
@@ -23,8 +23,7 @@ def favour_nixl() -> None:
 
     def register_kv_caches(self: Any, caches: dict[str, Any]) -> Any:
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in caches.values()}
-        for address, storage in storages.items():
-            request_huge_pages(Region(address, storage.nbytes()), touched=True)
+        HugePageCollapser([Region(address, one.nbytes()) for address, one in storages.items()]).wait()
         return register(self, caches)
 
     NixlBaseConnector.register_kv_caches = register_kv_caches
