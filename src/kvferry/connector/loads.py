@@ -16,9 +16,11 @@ is reported exactly once, and released exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvferry.connector.bids import Speeds
 from kvferry.connector.messages import Load, LoadPart, Report
 from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadResult
 
@@ -45,8 +47,10 @@ class _Running:
     """The state of a load that may still write to its blocks."""
 
     load: Load
-    deadline: float  # seconds of the clock; the load is then reported as failed
+    began: float  # seconds of the clock, as all times
+    deadline: float  # the load is then reported as failed
     latest: float  # the deadline is not moved beyond it
+    expected: float  # when the load is expected to end; infinite while its peer computes
     in_flight: int = 0  # parts that have begun and not ended
     whole: bool = False
     failure: str | None = None  # why a part has failed, or why no more will come
@@ -66,13 +70,18 @@ class _Running:
 
 
 class Loads:
-    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it."""
+    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it.
+
+    Attributes:
+        ends: times when the loads that `settle` will report have ended, the earliest first.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self._clock, self._speeds = clock, Speeds(clock)
         self._loads: dict[str, _Running] = {}
         self._parts: dict[str, _Running] = {}
         self._attempts: dict[str, list[bool]] = {}  # success of the reported loads of each
+        self.ends: list[float] = []
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -82,13 +91,23 @@ class Loads:
         """Whether the result of a load is still to come."""
         return any(not (one.reported or one.has_landed) for one in self._loads.values())
 
+    def expected_ends(self) -> Iterator[float]:
+        """Yield the time when each load under way is expected to end."""
+        return (one.expected for one in self._loads.values() if not (one.reported or one.has_landed))
+
     def begin(self, load: Load) -> None:
         """Add a load. It has no parts yet, and its timeout begins now."""
         if load.key in self._loads:
             raise ValueError(f"load {load.key!r} has begun already")
-        now = self._clock()
+        now, expected = self._clock(), 0.0
+        for part in load.bid.parts:
+            expected = max(expected, self._speeds.load_seconds(part.place, part.tokens))
         self._loads[load.key] = _Running(
-            load, now + load.timeout_seconds, now + MOST_TIMEOUTS * load.timeout_seconds
+            load,
+            began=now,
+            deadline=now + load.timeout_seconds,
+            latest=now + MOST_TIMEOUTS * load.timeout_seconds,
+            expected=math.inf if load.bid.growing else now + expected,
         )
 
     def add(self, part: LoadPart) -> Load | None:
@@ -103,15 +122,19 @@ class Loads:
         if one.load.bid.growing and part.failure is None:
             one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
         if part.work is None:
+            if one.has_landed:
+                self._on_landed(one, timed=False)
             return None
         one.in_flight += 1
         self._parts[part.work.key] = one
         return one.load
 
-    def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
+    def on_part_ended(
+        self, key: str, failure: str | None, read: ReadResult | None = None, *, timed: bool = False
+    ) -> None:
         """Record that nothing of a part, which may be none of a load, is in flight any more.
 
-        `read` is its result if it was read from a peer.
+        `read` is its result if it was read from a peer. `timed` is True if the part has ended just now.
         """
         if (one := self._parts.pop(key, None)) is None:
             return
@@ -121,6 +144,15 @@ class Loads:
         if read is not None:
             one.peer_lost |= read.peer_lost
             one.figures = one.figures.with_next(read.figures)
+        if one.has_landed and not one.reported:
+            self._on_landed(one, timed=timed)
+
+    def _on_landed(self, one: _Running, *, timed: bool) -> None:
+        now, load = self._clock(), one.load
+        self.ends.append(now)
+        # A load that has ended while the engine computed, without a wait for it, was faster than it seems.
+        if timed and one.failure is None and load.loads == 1 and not load.bid.growing:
+            self._speeds.record_load(load.bid.parts, now - one.began)
 
     def give_up(self, key: str, why: str) -> None:
         """Report a load as failed, unless all its parts have arrived."""
@@ -136,6 +168,7 @@ class Loads:
     def settle(self) -> list[SettledLoad]:
         """Return the loads that have ended, been given up or passed their deadline since the last call."""
         now, found = self._clock(), []
+        self.ends.clear()
         for one in list(self._loads.values()):
             # Asked before the deadline: a load that has arrived in full is of use, however late this is
             # noticed.
@@ -145,6 +178,9 @@ class Loads:
                 del self._loads[one.load.key]
             elif failure is None and one.deadline <= now:
                 failure = _expired(now - one.deadline)
+            elif one.expected <= now:
+                # Such a load is then waited for again, and again in vain, only a few times.
+                one.expected = now + (now - one.began)
             if one.reported:
                 if landed:
                     found.append(SettledLoad(one.load, None, released=True))

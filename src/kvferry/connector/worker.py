@@ -34,6 +34,7 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.mover import ChunkMover
+from kvferry.connector.waiting import wait_until
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -45,14 +46,6 @@ from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.security import read_keys
 from kvferry.transport.transfers import Transfers
-
-# The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
-IDLE_WAIT_SECONDS = 0.003
-"""Maximum seconds that a step of an idle engine waits for a load under way to end."""
-
-# Requests whose loads end in the same step are computed together, in about the time of one.
-BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
-"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends."""
 
 
 @dataclass(slots=True)
@@ -117,7 +110,7 @@ class WorkerHalf:
         self._loads, self._sent = Loads(clock), set[str]()
         self._stale = StaleEpochs()
         self._reports = StepReports()
-        self._idle = False
+        self._idle, self._step_seconds = False, 0.0
         self._arrived = threading.Event() if arrived is None else arrived
 
     def start(
@@ -237,7 +230,7 @@ class WorkerHalf:
 
     def begin(self, orders: StepOrders) -> None:
         """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
-        self._idle = orders.idle
+        self._idle, self._step_seconds = orders.idle, orders.step_seconds
         if orders.quiet or orders.writes_cache:
             self._stale.current = orders.epoch
         if orders.quiet:
@@ -304,8 +297,8 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait at
-        most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
+        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait
+        for loads (`waiting`).
         """
         if not len(self._loads) and not self._sent and self._mover is None:
             return NOTHING_ENDED
@@ -333,24 +326,21 @@ class WorkerHalf:
 
     def _wait_for_results(self) -> None:
         began = self._clock()
-        until = began + IDLE_WAIT_SECONDS
-        while self._loads.under_way and (left := until - self._clock()) > 0:
+        while self._loads.under_way:
+            until = wait_until(began, self._loads.ends, self._loads.expected_ends(), self._step_seconds)
+            if (left := until - self._clock()) <= 0:
+                break
             self._arrived.wait(left)
-            if self._take_results():
-                until = min(began + BURST_SECONDS, self._clock() + GAP_SECONDS)
+            self._take_results()
 
-    def _take_results(self) -> bool:
-        """Collect the results of the threads that read and copy. Return whether there was one."""
+    def _take_results(self) -> None:
+        """Collect the results of the threads that read and copy."""
         self._arrived.clear()  # before results are taken: a result that arrives later sets it again
-        found = False
         for result in self._transfers.results() if self._transfers is not None else ():
-            found = True
-            self._loads.on_part_ended(result.key, result.failure, result)
+            self._loads.on_part_ended(result.key, result.failure, result, timed=self._idle)
         for key, report in self._mover.take_reports() if self._mover is not None else ():
-            found = True
             self._reports.reports[key] = report
-            self._loads.on_part_ended(key, report.failure)
-        return found
+            self._loads.on_part_ended(key, report.failure, timed=self._idle)
 
     def take_reports(self) -> StepReports | None:
         if not self._reports:
