@@ -298,6 +298,21 @@ def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
     return table[low // group.block_tokens : -(-high // group.block_tokens)]
 
 
+def count_blocks_needed(group: BlockPattern, span: LoadSpan) -> int:
+    """Return the number of `blocks_needed`.
+
+    >>> from kvferry.geometry import Group
+    >>> count_blocks_needed(Group(GroupKind.FULL, 16, 0, ()), LoadSpan(local_tokens=16, total=40, prompt=41))
+    2
+    """
+    low, high = needed_tokens(group, span)
+    if low >= high:
+        return 0
+    if group.kind is GroupKind.STATE:
+        return 1
+    return -(-high // group.block_tokens) - low // group.block_tokens
+
+
 def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
     """Return those `blocks_needed`, without null blocks, that hold no tokens before the load."""
     ids = blocks_needed(group, span, table)
