@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.streaming import hosts, report
+from benchmarks import hosts
+from benchmarks.streaming import report
 from benchmarks.streaming.measure import FirstToken
 from kvferry.common.errors import ConfigError
 
