@@ -11,7 +11,6 @@ no other connection to that peer, because the transport identifies a peer by its
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,9 +22,15 @@ import numpy as np
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
-from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
-from kvferry.planning.strategy import Strategy, choose_method
+from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts, join_indices
+from kvferry.planning.select import (
+    needed_cells,
+    needed_tokens,
+    partly_written_blocks,
+    take_cells,
+    unwritten_blocks_needed,
+)
+from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import absent_layers, build_templates
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
@@ -77,40 +82,44 @@ class ConnectedPeer:
         """Plan the read of one request's KV. Raise TransferError if the order does not fit both engines."""
         started = time.perf_counter()
         self._check(order)
-        settings, groups = self._lane.settings, self._lane.geometry.groups
+        settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
         packed, clears = list[PackedRead](), list[tuple[StagingCopies, Int64s]]()
         if order.share == 0:  # one lane is enough
             # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
             for at, copies in self._absent:
-                blocks = unwritten_blocks_needed(groups[at], order.span, order.dst_tables[at])
+                blocks = unwritten_blocks_needed(groups[at], span, order.dst_tables[at])
                 clears.append((copies, blocks))
-        moved, number = list[tuple[int, Strategy, TransferCounts]](), itertools.count()
+        moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
+        needed = [needed_tokens(group, span) for group in groups]
         for source in self.sources:
             indices, moved_before = list[DescriptorIndices](), len(moved)
             for prepared in source.routes:
                 route = prepared.route
                 at, table = route.dst_group, order.dst_tables[route.dst_group]
-                cells = select_cells(route, groups[at], order.span, order.src_tables[route.src_group], table)
-                size = len(cells) * route.cell_bytes
-                cells = order.select(cells, size, settings.lane_bytes, next(number))
-                if not len(cells):
+                first, last = needed_cells(route, groups[at].kind, span, needed[at])
+                size = (last - first) * route.cell_bytes
+                first, last = order.take_share(
+                    (first, last), route.dst_cells, size, settings.lane_bytes, number
+                )
+                number += 1
+                if first == last:
                     continue
-                methods = [each.method for each in prepared.methods]
-                pinned = order.strategy or settings.strategy
-                method = prepared.methods[choose_method(methods, len(cells), source.speed.costs, pinned)]
+                cells = take_cells(route, first, last, order.src_tables[route.src_group], table)
+                method = prepared.cheapest(
+                    len(cells), source.speed.costs, order.strategy or settings.strategy
+                )
                 moved.append((at, method.method.strategy, method.counts(route, cells)))
                 if method.method.image is None:
                     indices.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
-                left = partly_written_blocks(route, groups[at], order.span, table)
+                left = partly_written_blocks(route, groups[at], span, table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if indices:
-                joined = map(np.concatenate, zip(*indices, strict=True))  # lazy: one route needs no copy
-                direct.append((source, indices[0] if len(indices) == 1 else DescriptorIndices(*joined)))
+                direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
         return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
