@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from benchmarks.handover.model import MODELS
+from benchmarks.runners import RUNNERS, use_runner
 from kvferry.common.errors import ConfigError
 from kvferry.tools.cli.bench import parse_names, progress_line
 
@@ -70,6 +71,12 @@ def handover(
     hybrid: Annotated[
         bool, typer.Option("--hybrid/--no-hybrid", help="vLLM's hybrid KV cache manager.")
     ] = True,
+    runner: Annotated[
+        int,
+        typer.Option(
+            min=RUNNERS[0], max=RUNNERS[-1], help="vLLM's model runner; 2 needs `make .venv/.triton`."
+        ),
+    ] = RUNNERS[0],
     quick: Annotated[
         bool, typer.Option("--quick", help="See that it runs: one model, one load, few rounds.")
     ] = False,
@@ -93,6 +100,7 @@ def handover(
     from benchmarks.handover.mix import Mix
     from benchmarks.handover.served import server_pair
 
+    use_runner(runner)
     both = parse_ranks(ranks)
     served = served or mix is not None or both != (1, 1)
     names = parse_names(models or ("qwen3" if quick else _ALL_MODELS), [one.name for one in MODELS], "models")

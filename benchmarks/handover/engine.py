@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.handover.nixl_plus import favour_nixl
+from benchmarks.runners import prepare_runner
 from benchmarks.served import prepare_process
 from kvferry.common.errors import TransferError
 from kvferry.connector.events import Event, LoadEnded, LoadOutcome
@@ -118,6 +119,7 @@ class HandoverEngine:
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
         )
+        prepare_runner()
         if setup.connector == "nixl+":
             favour_nixl()
         if setup.layout != "auto":

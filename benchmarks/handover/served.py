@@ -14,9 +14,19 @@ from benchmarks.handover.engine import AGGREGATED, Setup, Stamps
 from benchmarks.handover.measure import Handover, Result
 from benchmarks.handover.mix import MixRequest, MixTimes, TokenTimes
 from benchmarks.handover.server import PATIENCE_SECONDS, Server, log_end, server_spec
-from benchmarks.handover.server_plugins import NIXL_PLUS, RESTS, WITHOUT_AMX, nixl_plus, rests, without_amx
+from benchmarks.handover.server_plugins import (
+    NIXL_PLUS,
+    RESTS,
+    SECOND_RUNNER,
+    WITHOUT_AMX,
+    nixl_plus,
+    rests,
+    second_runner,
+    without_amx,
+)
 from benchmarks.handover.stream import post, post_stream, serve_all
 from benchmarks.plugins import plugin_environment
+from benchmarks.runners import has_second_runner
 from kvferry.common.errors import ConfigError, KVFerryError, TransferError
 from kvferry.tools.serving.devices import free_ports
 from kvferry.tools.serving.engine import EngineSpec, EngineState
@@ -150,6 +160,8 @@ def server_pair(
         TransferError: a server runs without the settings of the benchmark.
     """
     plugins = {without_amx: WITHOUT_AMX, **_FAVOURS.get(setup.connector, {})}
+    if has_second_runner():
+        plugins[second_runner] = SECOND_RUNNER
     with _log_folder(folder_of) as folder:
         environment = plugin_environment(folder / "plugins", *plugins)
         setups = {

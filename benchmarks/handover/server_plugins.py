@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.handover.nixl_plus import favour_nixl
+from benchmarks.runners import prepare_runner
 from benchmarks.without_amx import turn_amx_off
 
 WITHOUT_AMX = "benchmarks: this process computes without AMX"
+SECOND_RUNNER = "benchmarks: this engine has the second model runner"
 RESTS = "benchmarks: this engine rests between polls"
 NIXL_PLUS = "benchmarks: NixlConnector has a sleeping progress thread, huge pages and polls with rests"
 
@@ -18,6 +20,12 @@ def without_amx() -> None:
     """Turn AMX off in this process, and print `WITHOUT_AMX`."""
     turn_amx_off()
     print(WITHOUT_AMX, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log
+
+
+def second_runner() -> None:
+    """Prepare this process for vLLM's second model runner, and print `SECOND_RUNNER`."""
+    prepare_runner()
+    print(SECOND_RUNNER, file=sys.stderr, flush=True)  # noqa: T201 - goes to the server's log
 
 
 def rests() -> None:

@@ -192,6 +192,17 @@ SECTIONS = (
         reasons=(_HANDOVER_REASON,),
     ),
     Section(
+        name="second-runner",
+        title="A hand-over with the second model runner",
+        question="How soon is the first token with the model runner that is the default on GPUs?",
+        program=("benchmarks", "handover", "--runner", "2", "--peers", "nixl+"),
+        arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "9"),
+        quick_arguments=("--quick",),
+        summary=handover,
+        method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
+        reasons=(_HANDOVER_REASON,),
+    ),
+    Section(
         name="streaming",
         title="A hand-over during the prefill",
         question="What does reading KV while the prompt is computed save?",

@@ -17,6 +17,7 @@ from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 class DescriptorIndices(NamedTuple):
@@ -92,14 +93,21 @@ def _merge_runs(route: Route, cells: Cells, length: int, offsets: tuple[Int64s, 
 
     Such runs have a `length` in bytes, and `offsets` as in `Route.mergeable_runs`.
     """
-    src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
-    if route.src_cells > 1:
-        src += offsets[0][cells.number % route.src_cells]
-    if route.dst_cells > 1:
-        dst += offsets[1][cells.number % route.dst_cells]
-    touch = (src[1:] - src[:-1] == length) & (dst[1:] - dst[:-1] == length)
+    number = cells.number
+    touch = _touches(cells.src_block, number, route.src_cells, route.src_stride, offsets[0], length)
+    touch &= _touches(cells.dst_block, number, route.dst_cells, route.dst_stride, offsets[1], length)
     merged = int(np.count_nonzero(touch))
     if merged in (0, len(touch)):
         return merged, merged + 1
     ends = np.concatenate([[-1], np.flatnonzero(~touch), [len(touch)]])
     return merged, int((ends[1:] - ends[:-1]).max())
+
+
+def _touches(blocks: Int64s, number: Int64s, cells: int, stride: int, offsets: Int64s, length: int) -> Bools:
+    """Return whether the run of each cell ends on one side where that of the next cell begins."""
+    if cells == 1:  # a run that may touch that of the next block is as long as the stride
+        at, length = blocks, 1
+    else:
+        at = blocks * stride + offsets[number % cells]
+    found: Bools = at[1:] - at[:-1] == length
+    return found

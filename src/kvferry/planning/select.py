@@ -245,12 +245,13 @@ def take_cells(route: Route, first: int, last: int, src_table: Int64s, dst_table
 
 def _check_blocks(ids: Int64s, pool: int, side: str) -> None:
     # `argmin` takes a fifth of the time of `min` for a few ids.
-    least, most = ids[ids.argmin()], ids[ids.argmax()]
+    least, most = int(ids[ids.argmin()]), int(ids[ids.argmax()])
+    if least > NULL_BLOCK and most < pool:
+        return
     if least == NULL_BLOCK:
         raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
     # With an id beyond the pool, the transfer would use memory that belongs to something else.
-    if least < 0 or most >= pool:
-        raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
+    raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
 
 
 def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s) -> Int64s:
@@ -296,6 +297,21 @@ def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
     if group.kind is GroupKind.STATE:
         return table
     return table[low // group.block_tokens : -(-high // group.block_tokens)]
+
+
+def count_blocks_needed(group: BlockPattern, span: LoadSpan) -> int:
+    """Return the number of `blocks_needed`.
+
+    >>> from kvferry.geometry import Group
+    >>> count_blocks_needed(Group(GroupKind.FULL, 16, 0, ()), LoadSpan(local_tokens=16, total=40, prompt=41))
+    2
+    """
+    low, high = needed_tokens(group, span)
+    if low >= high:
+        return 0
+    if group.kind is GroupKind.STATE:
+        return 1
+    return -(-high // group.block_tokens) - low // group.block_tokens
 
 
 def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:

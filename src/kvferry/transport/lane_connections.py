@@ -53,7 +53,39 @@ class ReadPlan:
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
     packed: list[PackedRead]  # reads of images; the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
-    figures: LoadFigures  # without the times of the transfer
+    # KV cache group, strategy and size of each route's share
+    moved: list[tuple[int, Strategy, TransferCounts]]
+    groups: int  # number of this engine's KV cache groups
+    seconds: float  # time that planning took
+
+    def figures(self, transfer_seconds: float = 0.0, check_seconds: float = 0.0) -> LoadFigures:
+        sizes = [0] * self.groups
+        strategies: list[tuple[str, ...]] = [()] * self.groups
+        pages = descriptors = largest = 0
+        for group, strategy, counts in self.moved:
+            sizes[group] += counts.bytes
+            if strategy not in strategies[group]:
+                strategies[group] += (strategy,)
+            pages += counts.pages
+            descriptors += counts.descriptors
+            largest = max(largest, counts.largest_run)
+        speed, not_shared = 0.0, ""
+        for source in self.sources:
+            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
+            not_shared = not_shared or source.not_shared
+        return LoadFigures(
+            bytes_by_group=tuple(sizes),
+            strategies_by_group=tuple(strategies),
+            reads=1,
+            pages=pages,
+            descriptors=descriptors,
+            run_bytes=largest,
+            plan_seconds=self.seconds,
+            transfer_seconds=transfer_seconds,
+            check_seconds=check_seconds,
+            read_bytes_per_second=speed,
+            not_shared=not_shared,
+        )
 
 
 class ConnectedPeer:
@@ -122,40 +154,8 @@ class ConnectedPeer:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
-        return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
-
-    def _figures(
-        self,
-        sources: Sequence[SourceRank],
-        moved: Sequence[tuple[int, Strategy, TransferCounts]],
-        began: float,
-    ) -> LoadFigures:
-        """Return the figures of a plan: of (KV cache group, strategy, counts) for each route that is read."""
-        sizes = [0] * len(self._lane.geometry.groups)
-        strategies: list[tuple[str, ...]] = [()] * len(sizes)
-        pages = descriptors = largest = 0
-        for group, strategy, counts in moved:
-            sizes[group] += counts.bytes
-            if strategy not in strategies[group]:
-                strategies[group] += (strategy,)
-            pages += counts.pages
-            descriptors += counts.descriptors
-            largest = max(largest, counts.largest_run)
-        speed, not_shared = 0.0, ""
-        for source in sources:
-            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
-            not_shared = not_shared or source.not_shared
-        return LoadFigures(
-            bytes_by_group=tuple(sizes),
-            strategies_by_group=tuple(strategies),
-            reads=1,
-            pages=pages,
-            descriptors=descriptors,
-            run_bytes=largest,
-            plan_seconds=time.perf_counter() - began,
-            read_bytes_per_second=speed,
-            not_shared=not_shared,
-        )
+        seconds = time.perf_counter() - started
+        return ReadPlan(sources, direct, packed, clears, moved, len(groups), seconds)
 
     @property
     def measuring(self) -> bool:
