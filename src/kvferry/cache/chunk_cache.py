@@ -10,8 +10,9 @@ blocks. Background threads copy them between host memory and storage (`tier_queu
                      the next ─▶ in host memory, queued for faster tiers (promotion) ─▶ ready
                      ─▶ (ranks copy) ─▶ `HostTier.close`
 
-A *held* chunk is not evicted. A chunk that several loads want is read once. Only `shutdown` blocks. A tier
-that fails raises no exception: its chunks count as missed, or are not stored.
+A *held* chunk is not evicted. A chunk that several loads want is read once. Only `shutdown` blocks, and for a
+few milliseconds `await_reads`. A tier that fails raises no exception: its chunks count as missed, or are not
+stored.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.tier_queue import TierQueue
+from kvferry.common.idle_wait import wait_for_results
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -145,6 +148,7 @@ class ChunkCache:
         groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
             sequence.
         slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
+        arrived: set after each read of a slow tier; tests pass one.
 
     Attributes:
         tiers: names of host memory and of the slow tiers, by tier number.
@@ -164,6 +168,8 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        arrived: Event | None = None,
     ) -> None:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
@@ -171,6 +177,9 @@ class ChunkCache:
         self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
+        self._arrived, self._in_flight = Event() if arrived is None else arrived, 0
+        for queue in self._queues:
+            queue.reads.on_ended = self._arrived.set
         self.tiers = (HOST, *(queue.name for queue in self._queues))
         self.bits = (host.keys.bit, *(queue.tier.keys.bit for queue in self._queues))
         # The description of a snapshot of each group, and those of chunks of other lengths, of which there
@@ -292,6 +301,12 @@ class ChunkCache:
         names = self.awaited_tiers(fetch) | fetch.tiers
         return next((name for name in reversed(self.tiers) if name in names), HOST)
 
+    def await_reads(self) -> None:
+        """Wait a moment for reads to end, unless a load can go on. For a step that computes nothing."""
+        if self.fetches and not any(fetch.ready or fetch.over for fetch in self.fetches):
+            self._in_flight = self._reads_in_flight()
+            wait_for_results(self._arrived, lambda: self._in_flight > 0, self._have_reads_ended, self._clock)
+
     def poll(self) -> None:
         """Collect the results of reads and writes, and start more. Call this once per step."""
         for slow in self.slow_tiers:
@@ -382,6 +397,15 @@ class ChunkCache:
         order = coming.argsort()
         at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
         return np.where(coming[at] == tags, tier_numbers[at], 0)
+
+    def _reads_in_flight(self) -> int:
+        return sum(queue.reads.in_flight for queue in self._queues)
+
+    def _have_reads_ended(self) -> bool:
+        """Return whether reads have ended since the last count of those in flight."""
+        self._arrived.clear()
+        before, self._in_flight = self._in_flight, self._reads_in_flight()
+        return self._in_flight < before
 
     def _advance(self, fetch: Fetch) -> None:
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):

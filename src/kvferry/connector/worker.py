@@ -30,6 +30,7 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.common.errors import ConfigError, KVFerryError
+from kvferry.common.idle_wait import wait_for_results
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import (
     ASLEEP,
@@ -65,14 +66,6 @@ MOST_TIMEOUTS = 20
 
 LATE_SECONDS = 5.0
 """A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
-
-# The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
-IDLE_WAIT_SECONDS = 0.003
-"""Maximum seconds that a step of an idle engine waits for a load under way to end."""
-
-# Requests whose loads end in the same step are computed together, in about the time of one.
-BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
-"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +117,13 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether the result of a load is still to come."""
-        return any(not (one.reported or one.has_landed) for one in self._loads.values())
+        """Whether the result of a part is still to come, of a load that is not reported yet."""
+        # A peer that computes may grant the next part at any time. The scheduler half waits for chunks that
+        # are read from storage.
+        return any(
+            (one.in_flight or (one.is_open and one.load.bid.growing)) and not one.reported
+            for one in self._loads.values()
+        )
 
     def begin(self, load: Load) -> None:
         """Add a load. It has no parts yet, and its timeout begins now."""
@@ -465,14 +463,14 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait at
-        most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
+        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait a
+        moment for a part that is in flight.
         """
         if not len(self._loads) and not self._sent and self._mover is None:
             return NOTHING_ENDED
         self._take_results()
         if self._idle:
-            self._wait_for_results()
+            wait_for_results(self._arrived, lambda: self._loads.under_way, self._take_results, self._clock)
         if not (len(self._loads) or self._sent):
             return NOTHING_ENDED
         received, failed = set(), set()
@@ -491,14 +489,6 @@ class WorkerHalf:
                 failed.add(load.request_id)
         sent, self._sent = self._sent, set()
         return EndedRequests(frozenset(sent), frozenset(received), frozenset(failed))
-
-    def _wait_for_results(self) -> None:
-        began = self._clock()
-        until = began + IDLE_WAIT_SECONDS
-        while self._loads.under_way and (left := until - self._clock()) > 0:
-            self._arrived.wait(left)
-            if self._take_results():
-                until = min(began + BURST_SECONDS, self._clock() + GAP_SECONDS)
 
     def _take_results(self) -> bool:
         """Collect the results of the threads that read and copy. Return whether there was one."""

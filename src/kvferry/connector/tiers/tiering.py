@@ -196,6 +196,8 @@ class Tiering:
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
         """Collect finished reads and writes, and add to `orders` which chunks the ranks store."""
+        if orders.idle:
+            self._cache.await_reads()
         self._cache.poll()
         # Ranks attach the arena once, with the first step.
         orders.arena, self._card = self._card, None

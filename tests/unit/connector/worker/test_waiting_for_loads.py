@@ -6,8 +6,10 @@ from unittest import mock
 
 import pytest
 
+from kvferry.common.idle_wait import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS
+from kvferry.connector.bids import Bid
 from kvferry.connector.messages import LoadOrder, LoadPart, StepOrders
-from kvferry.connector.worker import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS, WorkerHalf
+from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.read_plan import ReadOrder, ReadResult
 from support.clock import Clock
@@ -104,3 +106,14 @@ def test_a_load_past_its_deadline_is_not_waited_for():
     half.begin(StepOrders(epoch=0, computes=False, idle=True))
     half.ended()
     assert reads.waits == 0
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_load_of_which_nothing_is_in_flight_is_waited_for_only_if_a_peer_computes_it(growing):
+    clock = Clock()
+    reads = Reads(clock, {})
+    half = WorkerHalf(clock, transfers=reads, arrived=reads)
+    load = made_up_load("a", LoadSpan(0, 4, 5), [[1]], bid=Bid("a source", (), growing=growing))
+    half.begin(StepOrders(epoch=0, computes=False, idle=True, loads=[load]))
+    assert half.ended().received == set()
+    assert clock.now == pytest.approx(IDLE_WAIT_SECONDS if growing else 0.0)
