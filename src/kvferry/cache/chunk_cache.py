@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.tier_queue import TierQueue
-from kvferry.common.idle_wait import wait_for_results
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -39,6 +38,14 @@ from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
 
 # Share of host memory in use above which write-back starts to write.
 WRITE_BACK_SHARE = 0.5
+
+# A request that arrives while an idle engine waits is delayed by the wait.
+FIRST_READ_SECONDS = 0.003
+"""Maximum seconds that a step of an idle engine waits for a read of storage to end."""
+
+# The ranks copy chunks that arrive shortly after each other in the same step.
+MOST_READS_SECONDS, NEXT_READ_SECONDS = 0.010, 0.001
+"""After a read, maximum seconds of the whole wait, and until the next read ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,7 @@ class ChunkCache:
         self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
-        self._arrived, self._in_flight = Event() if arrived is None else arrived, 0
+        self._arrived = Event() if arrived is None else arrived
         for queue in self._queues:
             queue.reads.on_ended = self._arrived.set
         self.tiers = (HOST, *(queue.name for queue in self._queues))
@@ -303,9 +310,17 @@ class ChunkCache:
 
     def await_reads(self) -> None:
         """Wait a moment for reads to end, unless a load can go on. For a step that computes nothing."""
-        if self.fetches and not any(fetch.ready or fetch.over for fetch in self.fetches):
-            self._in_flight = self._reads_in_flight()
-            wait_for_results(self._arrived, lambda: self._in_flight > 0, self._have_reads_ended, self._clock)
+        if not self.fetches or any(fetch.ready or fetch.over for fetch in self.fetches):
+            return
+        began = self._clock()
+        until, in_flight = began + FIRST_READ_SECONDS, self._reads_in_flight()
+        while in_flight and (left := until - self._clock()) > 0:
+            self._arrived.wait(left)
+            # Before the count: a read that ends later sets it again.
+            self._arrived.clear()
+            if (found := self._reads_in_flight()) < in_flight:
+                until = min(began + MOST_READS_SECONDS, self._clock() + NEXT_READ_SECONDS)
+            in_flight = found
 
     def poll(self) -> None:
         """Collect the results of reads and writes, and start more. Call this once per step."""
@@ -400,12 +415,6 @@ class ChunkCache:
 
     def _reads_in_flight(self) -> int:
         return sum(queue.reads.in_flight for queue in self._queues)
-
-    def _have_reads_ended(self) -> bool:
-        """Return whether reads have ended since the last count of those in flight."""
-        self._arrived.clear()
-        before, self._in_flight = self._in_flight, self._reads_in_flight()
-        return self._in_flight < before
 
     def _advance(self, fetch: Fetch) -> None:
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):

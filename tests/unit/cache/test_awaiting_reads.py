@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.chunk_cache import ChunkCache, Fetch, SlowTier, WantedChunk
-from kvferry.common.idle_wait import BURST_SECONDS, GAP_SECONDS, IDLE_WAIT_SECONDS
+from kvferry.cache.chunk_cache import (
+    FIRST_READ_SECONDS,
+    MOST_READS_SECONDS,
+    NEXT_READ_SECONDS,
+    ChunkCache,
+    Fetch,
+    SlowTier,
+    WantedChunk,
+)
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import GetOutcome
@@ -60,22 +67,22 @@ def test_a_step_has_a_chunk_as_soon_as_it_is_read():
 
 
 def test_chunks_that_arrive_shortly_after_each_other_are_had_together():
-    later = 0.002 + 0.5 * GAP_SECONDS
+    later = 0.002 + 0.5 * NEXT_READ_SECONDS
     assert Reads(k0=0.002, k1=later).step() == (2, pytest.approx(later))
 
 
 def test_a_chunk_does_not_wait_for_one_that_takes_long():
     reads = Reads(k0=0.002, k1=10.0)
-    assert reads.step() == (1, pytest.approx(0.002 + GAP_SECONDS))
+    assert reads.step() == (1, pytest.approx(0.002 + NEXT_READ_SECONDS))
 
 
 def test_a_step_waits_no_longer_than_its_limit():
-    assert Reads(k0=10.0).step() == (0, pytest.approx(IDLE_WAIT_SECONDS))
+    assert Reads(k0=10.0).step() == (0, pytest.approx(FIRST_READ_SECONDS))
 
 
 def test_a_step_does_not_wait_for_ever_while_chunks_keep_arriving():
-    read, at = Reads(**{f"k{n}": 0.8 * GAP_SECONDS * n for n in range(30)}).step()
-    assert at == pytest.approx(BURST_SECONDS)
+    read, at = Reads(**{f"k{n}": 0.8 * NEXT_READ_SECONDS * n for n in range(30)}).step()
+    assert at == pytest.approx(MOST_READS_SECONDS)
     assert read == 13
 
 
