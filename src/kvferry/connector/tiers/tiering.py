@@ -210,6 +210,8 @@ class Tiering:
 
     def schedule(self, step: Step, orders: StepOrders) -> None:
         """Collect finished reads and writes, and add to `orders` which chunks the ranks store."""
+        if orders.idle:
+            self._cache.await_reads()
         self._cache.poll()
         # Ranks attach the arena once: if they can, in a step before the first request.
         if self._can_attach:
