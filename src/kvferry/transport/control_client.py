@@ -206,7 +206,9 @@ class ControlClient:
 
     def _queue_command(self, address: Address, message: Request | None) -> None:
         self._commands.append((address, message))
-        self._poller.wake()
+        # The thread takes all commands at once. Each call of `wake` may hand the interpreter to it.
+        if len(self._commands) == 1:
+            self._poller.wake()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -219,7 +221,8 @@ class ControlClient:
             soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
             seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
             due = time.monotonic() + seconds
-            heard = self._poller.wait(seconds)
+            # Commands are left only if an error has ended the round before.
+            heard = self._poller.wait(0 if self._commands else seconds)
             warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
