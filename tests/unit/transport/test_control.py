@@ -639,11 +639,22 @@ def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
     met = threading.Event()
-    client = ends.client(meets=[(HOST, port)], on_met=met.set, heartbeat_seconds=0.05)
+    client = ends.client(meets=[(HOST, port)], on_news=met.set, heartbeat_seconds=0.05)
     assert client.known((HOST, port)) is None
     ends.server(port=port)
     wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
     wait_for(met.is_set)
+
+
+def test_a_producers_answer_is_news(ends):
+    """An engine that rests between two steps then goes on at once."""
+    server, news = ends.server(), threading.Event()
+    client = ends.client(on_news=news.set)
+    status(client, server.port)
+    assert not news.is_set()
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(granted(client, claim), Unusable)
+    assert news.wait(10)
 
 
 def test_a_busy_thread_is_woken_once_for_all_that_it_is_asked(ends, monkeypatch):
