@@ -58,7 +58,8 @@ class _Operations:
     """The reads (or the writes) of a tier: the threads that do them, their number, and their results.
 
     Only the engine's thread may use it. Threads run `call`, whose exception is the outcome `failed`, and then
-    `after`. `count` is the number of operations whose results `done` has not returned yet.
+    `after`. `count` is the number of operations whose results `done` has not returned yet, and `ended` are
+    these results, of the operations that have ended.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class _Operations:
         self._call, self._kind, self._failed, self._after = call, kind, failed, after
         self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
-        self._ended: deque[Ended] = deque()
+        self.ended: deque[Ended] = deque()
 
     def start(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
         """Queue an operation. It uses the memory until `done` returns its result."""
         # Time without operations is no time without progress.
-        if self.count == len(self._ended):
+        if self.count == len(self.ended):
             self._progress_at = self._clock()
         self.count += 1
         self.threads.put(partial(self._run, key, group, memory, **options))
@@ -88,15 +89,15 @@ class _Operations:
     def done(self) -> list[Ended]:
         """Return the results of operations that have ended since the last call."""
         found: list[Ended] = []
-        while self._ended:
-            found.append(self._ended.popleft())
+        while self.ended:
+            found.append(self.ended.popleft())
         self.count -= len(found)
         return found
 
     @property
     def stuck(self) -> bool:
         """Whether operations are in flight and none ended in the last `stuck_seconds`."""
-        in_flight = self.count > len(self._ended)
+        in_flight = self.count > len(self.ended)
         return in_flight and self._clock() - self._progress_at > self._stuck_seconds
 
     def _run(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
@@ -108,8 +109,9 @@ class _Operations:
             what = self._failed
         seconds = self._clock() - began
         self._after()
-        self._ended.append(Ended(key, what, seconds))
+        # First: whoever takes the result may ask at once whether the tier is stuck.
         self._progress_at = self._clock()
+        self.ended.append(Ended(key, what, seconds))
 
 
 class _DaemonThreads:

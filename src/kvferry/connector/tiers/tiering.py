@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from math import lcm
 from typing import TypeAlias
 
@@ -194,13 +194,34 @@ class Tiering:
         if (chunks := self._prompts.get(request)) is not None:
             self._places.admit(request, start, chunks.shared_tokens)
 
-    def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Collect finished reads and writes, and add to `orders` which chunks the ranks store."""
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs neither `poll` nor `schedule`, after `counters`."""
+        return (
+            *self._storing.agenda,
+            *self._places.agenda,
+            *self._stores.agenda,
+            *self._cache.agenda,
+        )
+
+    @property
+    def counters(self) -> tuple[Callable[[Step], None], ...]:
+        """Functions that find what the coming step has to do for the tiers. Call each once per step."""
+        return self._storing.count, self._places.count
+
+    def poll(self) -> None:
+        """Collect finished reads and writes, and start more."""
         self._cache.poll()
+
+    def schedule(self, step: Step, started: Iterable[str], orders: StepOrders) -> None:
+        """Add to `orders` which chunks the ranks store.
+
+        `started` are the requests of the step that the engine has admitted since their last step.
+        """
         # Ranks attach the arena once, with the first step.
         orders.arena, self._card = self._card, None
-        self._storing.schedule(step)
-        self._places.schedule(step)
+        self._storing.schedule(step, started)
+        self._places.schedule(step, started)
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
