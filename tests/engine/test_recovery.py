@@ -372,15 +372,18 @@ def test_unused_peer_is_forgotten_and_met_again(pair: Pair) -> None:
 
 def test_dead_producer_costs_its_requests_only_a_recompute(pair: Pair) -> None:
     """Last: the pair is not used after it."""
-    texts = [prompt(300, 10), prompt(310, 11)]
+    texts = [prompt(300, 10), prompt(310, 11), prompt(320, 12)]
     offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
     references = [pair.decode.call("generate", [text])[0] for text in texts]
     pair.decode.call("reset_prefix_cache")
     pair.prefill.kill()
     before = Counter(pair.decode.call("counted"))
-    for text, offer, reference in zip(texts, offers, references, strict=True):
+    for number, (text, offer, reference) in enumerate(zip(texts, offers, references, strict=True)):
+        if number:  # the first one may be read for before the decode engine notices
+            offer.pop("remote_sealed_grant")
         answer = pair.decode.call("generate", [text], [offer])[0]
         assert not pair.decode.call("loaded")
         pair.agree(answer, reference)
     now = Counter(pair.decode.call("counted")) - before
-    assert {name: n for name, n in now.items() if name.startswith("tickets")} == {"tickets gone": 2}
+    assert now["tickets gone"] >= 2
+    assert now["tickets gone"] + now["tickets failed"] == 3
