@@ -88,8 +88,13 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether the result of a load is still to come."""
-        return any(not (one.reported or one.has_landed) for one in self._loads.values())
+        """Whether the result of a part is still to come, of a load that is not reported yet."""
+        # A peer that computes may grant the next part at any time. The scheduler half waits for chunks that
+        # are read from storage.
+        return any(
+            (one.in_flight or (one.is_open and one.load.bid.growing)) and not one.reported
+            for one in self._loads.values()
+        )
 
     def expected_ends(self) -> Iterator[float]:
         """Yield the time when each load under way is expected to end."""

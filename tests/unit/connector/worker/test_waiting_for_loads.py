@@ -207,3 +207,11 @@ def test_a_load_past_its_deadline_is_not_waited_for(rank):
     assert rank.half.ended().failed == {"a"}
     rank.step()
     assert rank.reads.waits == 0
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_load_of_which_nothing_is_in_flight_is_waited_for_only_if_a_peer_computes_it(rank, growing):
+    load = made_up_load("a", LoadSpan(0, 4, 5), [[1]], bid=Bid("a source", (), growing=growing))
+    rank.half.begin(StepOrders(idle=True, loads=[load]))
+    assert rank.half.ended().received == set()
+    assert rank.clock.now == pytest.approx(IDLE_WAIT_SECONDS if growing else 0.0)
