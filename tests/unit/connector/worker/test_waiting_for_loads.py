@@ -37,6 +37,9 @@ class Reads:
     def clear(self) -> None:
         pass
 
+    def is_set(self) -> bool:
+        return any(end <= self.clock.now for end in self.ends.values())
+
     def wait(self, seconds: float) -> None:
         self.waits += 1
         self.clock.now = min([self.clock.now + seconds, *self.ends.values()])
