@@ -21,7 +21,7 @@ from benchmarks.conditions import QUIET, Conditions, watched
 from benchmarks.handover.engine import Setup, Stamps
 from benchmarks.handover.model import HandoverModel, write_model
 from benchmarks.order import rotated
-from kvferry.common.errors import TransferError
+from kvferry.common.errors import KVFerryError, TransferError
 
 _MEET_TOKENS, _MEET_TRIES = 300, 10
 _SPARE_TOKENS = 256
@@ -164,6 +164,19 @@ Found = dict[Any, dict[str, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The result of a measurement.
+
+    Attributes:
+        found: times of the connectors that did all works.
+        failures: for each other connector, why it did not.
+    """
+
+    found: Found
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Turns:
     """How the pairs take turns.
 
@@ -196,8 +209,8 @@ def measure(
     turns: Turns,
     folder: Path,
     progress: Callable[[str], None],
-) -> Found:
-    """Do all works with each connector in turn; return the times by work and connector.
+) -> Measured:
+    """Do all works with each connector in turn, and return the times.
 
     Args:
         model: model family.
@@ -207,6 +220,8 @@ def measure(
         turns: order and number of rounds.
         folder: folder for the checkpoint.
         progress: function that is called with a line of text before each load.
+
+    A connector other than kvferry that is measured alone may fail; the others are measured then.
 
     Raises:
         ConfigError: an engine refuses its configuration.
@@ -222,7 +237,9 @@ def measure(
         cache_bytes=_cache_bytes(works), engine=dict(model.engine),
     )  # fmt: skip
     times, said = _Times(), FirstTokens()
-    for group in turns.groups(connectors):
+    failures: dict[str, str] = {}
+
+    def measure_group(group: Sequence[str]) -> None:
         with ExitStack() as stack:
             pairs: dict[str, Pair] = {}
             for name in group:
@@ -233,7 +250,18 @@ def measure(
             for work in works:
                 progress(f"{model.name}: {work}, {', '.join(group)}")
                 times.add(work, measure_work(pairs, work, turns.rounds, said, times.rounds(work, group[0])))
-    return times.found
+
+    for group in turns.groups(connectors):
+        if group[0] in failures:
+            continue
+        try:
+            measure_group(group)
+        except KVFerryError as error:
+            if group[0] == "kvferry":
+                raise
+            failures[group[0]] = str(error)
+            times.remove(group[0])
+    return Measured(times.found, failures)
 
 
 @dataclass(slots=True)
@@ -244,6 +272,10 @@ class _Times:
 
     def rounds(self, work: Work, name: str) -> int:
         return len(self.found.get(work, {}).get(name, ()))
+
+    def remove(self, name: str) -> None:
+        for times in self.found.values():
+            times.pop(name, None)
 
     def add(self, work: Work, more: Mapping[str, tuple[Any, ...]]) -> None:
         known = self.found.setdefault(work, {})

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 from kvferry.geometry import Region
-from kvferry.memory.shared_memory import request_huge_pages
+from kvferry.memory.pages import HugePageCollapser
 
 
 def favour_nixl() -> None:
@@ -34,8 +34,7 @@ def favour_nixl() -> None:
 
     def register_kv_caches(self: Any, caches: dict[str, Any]) -> Any:
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in caches.values()}
-        for address, storage in storages.items():
-            request_huge_pages(Region(address, storage.nbytes()), touched=True)
+        HugePageCollapser([Region(address, one.nbytes()) for address, one in storages.items()]).wait()
         return register(self, caches)
 
     NixlBaseConnector.__init__ = __init__

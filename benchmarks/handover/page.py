@@ -65,6 +65,7 @@ def summary(document: Any) -> Summary:
                 runs.setdefault(name, []).append(one)
             rows = _mix_rows if work["kind"] == "mix" else _load_rows
             comparisons += rows(model, work, times, mixes if work["kind"] == "mix" else loads)
+            comparisons += _failed_rows(model, work)
     kinds = {work["kind"] for works in document.values() for work in works}
     answers = []
     if "load" in kinds:
@@ -94,6 +95,13 @@ def _mix_rows(model: str, work: Any, times: Mapping[str, Any], found: _Ratios) -
             kept = found if whole else _Ratios()
             shown, quiet = _throughput if whole else _milliseconds, figure != CPU_TIME
             yield _row(label, name, times, figure_of(figure), shown, kept, needs_quiet=quiet)
+
+
+def _failed_rows(model: str, work: Any) -> Iterator[Comparison]:
+    for name, why in work["failures"].items():
+        label = " x ".join(str(work[one]) for one in ("tokens", "requests", "clients") if one in work)
+        against = _PEERS.get(name, name)
+        yield Comparison(label=f"{model}, {label}", against=against, ours="", theirs=why, ratio=None)
 
 
 def _row(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.handover.engine import Stamps
-from benchmarks.handover.measure import Found, Handover, Load
+from benchmarks.handover.measure import Found, Handover, Load, Measured
 from benchmarks.handover.mix import CPU_TIME, PER_REQUEST, Mix, MixTimes
 from benchmarks.handover.model import HandoverModel
 from benchmarks.handover.verdict import compare, runs_of
@@ -23,15 +23,16 @@ LIMIT_SECONDS = 1e-3
 """Goal: kvferry's median is at most this much above that of NixlConnector with the same advantages."""
 
 
-def show(model: HandoverModel, found: Found, console: Console, *, served: bool) -> None:
+def show(model: HandoverModel, measured: Measured, console: Console, *, served: bool) -> None:
     """Print the times of one model, with at most 80 columns.
 
     Args:
         model: model family.
-        found: times of the model.
+        measured: times of the model.
         console: console to print on.
         served: True if the engines were servers, so that there are no stages.
     """
+    found = measured.found
     console.print(f"\n{model.name} ({model.title})")
     if any("nixl+" in times for times in found.values()):
         console.print("nixl+: NixlConnector with a sleeping progress thread, huge pages, and rests")
@@ -43,6 +44,8 @@ def show(model: HandoverModel, found: Found, console: Console, *, served: bool) 
         if isinstance(work, Mix):
             _show_mix(work, times, console)
     _show_runs(found, console)
+    for name, why in measured.failures.items():
+        console.print(f"{name} failed: {why}")
 
 
 def _show_loads(
@@ -122,11 +125,11 @@ def figure_of(name: str) -> Callable[[MixTimes], float]:
     return lambda times: times.figures()[name]
 
 
-def as_json(found: Mapping[str, Found], *, served: bool) -> dict[str, Any]:
+def as_json(measured: Mapping[str, Measured], *, served: bool) -> dict[str, Any]:
     """Return the times of all requests, in seconds, as values for JSON.
 
     Args:
-        found: times of each model, by its name.
+        measured: times of each model, by its name.
         served: True if the engines were servers: of a hand-over, only the stamps ``added`` (the client began
             to send the request) and ``answered`` are given.
     """
@@ -147,10 +150,11 @@ def as_json(found: Mapping[str, Found], *, served: bool) -> dict[str, Any]:
                 **asdict(work),
                 "served": served,
                 "connectors": {name: [round_of(one) for one in each] for name, each in times.items()},
+                "failures": dict(one.failures),
             }
-            for work, times in by_work.items()
+            for work, times in one.found.items()
         ]
-        for model, by_work in found.items()
+        for model, one in measured.items()
     }
 
 

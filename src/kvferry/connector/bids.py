@@ -290,9 +290,9 @@ class StepTimes:
         self._computing -= tokens > 0
         # With asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under
         # way. It counts as begun when the step before it is done.
-        seconds = now - max(scheduled, self._done)
         if tokens >= _PREFILL_TOKENS:
-            self._speeds.record_computation(tokens, seconds)
+            self._speeds.record_computation(tokens, now - max(scheduled, self._done))
         elif tokens:
-            self.small_seconds = seconds
+            # Not `max`, which doubles the time of this function: most steps are small.
+            self.small_seconds = now - self._done if scheduled < self._done else now - scheduled
         self._done = now

@@ -141,6 +141,7 @@ class SchedulerHalf:
                 events=events,
                 namespace=namespace,
                 describe_blocks=describe_blocks,
+                wake=wake,
             )
             sources.append(self._tiering.source)
             weights.update(self._tiering.weights)

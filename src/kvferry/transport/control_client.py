@@ -82,7 +82,7 @@ class ControlClient:
         heartbeat_seconds: float = 5.0,
         *,
         meets: Sequence[Address] = (),
-        on_met: Callable[[], None] = lambda: None,
+        on_news: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.5,
         max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
@@ -94,12 +94,13 @@ class ControlClient:
         Args:
             check: raises Incompatible if this engine cannot read from a peer's ranks. The thread calls it.
             handshake_seconds: timeout of a handshake, and of redeeming a ticket.
-            meets: peers with which the thread does handshakes before anything is asked of them. It calls
-                `on_met` when one has ended.
+            meets: peers with which the thread does handshakes before anything is asked of them.
+            on_news: called by the thread when such a handshake has ended, or a producer has answered for a
+                ticket.
             runs: returns whether the engine still runs steps. If not, no heartbeats are sent, so that the
                 engine does not keep blocks of others without using them.
         """
-        self._runs, self._meets, self._on_met = runs, frozenset(meets), on_met
+        self._runs, self._meets, self._on_news = runs, frozenset(meets), on_news
         self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -206,7 +207,9 @@ class ControlClient:
 
     def _queue_command(self, address: Address, message: Request | None) -> None:
         self._commands.append((address, message))
-        self._poller.wake()
+        # The thread takes all commands at once. Each call of `wake` may hand the interpreter to it.
+        if len(self._commands) == 1:
+            self._poller.wake()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -219,7 +222,8 @@ class ControlClient:
             soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
             seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
             due = time.monotonic() + seconds
-            heard = self._poller.wait(seconds)
+            # Commands are left only if an error has ended the round before.
+            heard = self._poller.wait(0 if self._commands else seconds)
             warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
@@ -369,7 +373,8 @@ class ControlClient:
         elif answer is not None:
             if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
                 peer.held.add(ticket)  # before this thread can execute its release
+            self._on_news()
         elif message := self._handshakes.handle_reply(address, data):
             self._send(address, message)
         elif address in self._meets:
-            self._on_met()
+            self._on_news()

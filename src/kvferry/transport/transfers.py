@@ -18,7 +18,7 @@ from functools import partial
 
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import on_device
-from kvferry.memory.shared_memory import request_huge_pages
+from kvferry.memory.pages import HugePageCollapser, request_huge_pages
 from kvferry.planning.select import LoadSpan, count_blocks_needed
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.costs import TransferSettings
@@ -55,11 +55,9 @@ class _ExportedMemory:
         first_word = words.add(outgoing.units)
         if shared is not None:
             words.add(shared.units)
-        for region in geometry.regions:
-            request_huge_pages(region, touched=True)
         areas = [outgoing.region] if size else []
         for region in areas:
-            request_huge_pages(region, touched=False)
+            request_huge_pages(region)
         agent.register([*geometry.regions, *areas, Region(words.address, words.array.nbytes)])
         self._gatherer: GatherServer | None = None
         offered = None
@@ -73,8 +71,11 @@ class _ExportedMemory:
         self.card = RankCard(
             geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
+        # The engine has written to its cache before it handed it over. To move 1 GiB takes seconds.
+        self._collapser = HugePageCollapser(geometry.regions)
 
     def close(self) -> None:
+        self._collapser.stop()
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None
@@ -131,7 +132,7 @@ class Transfers:
         self._orders: dict[str, tuple[int, ReadResult | None]] = {}
         self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
-            request_huge_pages(landing.region, touched=False)
+            request_huge_pages(landing.region)
         # UCX reads its settings when an agent is created.
         with (
             ExitStack() as started,

@@ -30,6 +30,7 @@ from support.vllm_engine import (
     sleeping,
 )
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
+from support.vllm_engine.batches import sizes_of_steps  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
     forget_speeds,

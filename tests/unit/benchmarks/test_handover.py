@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.handover.measure import (
     FirstTokens,
     Handover,
     Load,
+    Measured,
     Result,
     Turns,
     measure,
@@ -60,11 +62,11 @@ def test_the_stages_of_a_hand_over_add_up_to_its_time():
 def test_the_difference_to_the_peer_with_the_same_advantages_is_of_rounds():
     ours, theirs = Handover((stamps(0.003),)), Handover((stamps(),))
     found = {Load(512, 1): {"kvferry": (ours, ours), "nixl": (ours, ours), "nixl+": (theirs, ours)}}
-    text = said(lambda console: handover_report.show(MODELS[1], found, console, served=False))
+    text = said(lambda console: handover_report.show(MODELS[1], Measured(found), console, served=False))
     assert "+1.5" in text
     assert "stages, medians" in text
     assert "nixl+: NixlConnector with a sleeping progress thread" in text
-    (load,) = handover_report.as_json({"gemma3": found}, served=False)["gemma3"]
+    (load,) = handover_report.as_json({"gemma3": Measured(found)}, served=False)["gemma3"]
     assert (load["tokens"], load["served"], len(load["connectors"]["kvferry"])) == (512, False, 2)
     assert load["connectors"]["nixl+"][0]["stamps"] == [asdict(stamps())]
 
@@ -72,12 +74,12 @@ def test_the_difference_to_the_peer_with_the_same_advantages_is_of_rounds():
 def test_report_of_servers_has_times_without_stages():
     ours, theirs = (Handover((Stamps(added=1.0, answered=1.0 + each),)) for each in (0.012, 0.0105))
     found = {Load(512, 1): {"kvferry": (ours, ours), "nixl+": (theirs, theirs)}}
-    text = said(lambda console: handover_report.show(MODELS[1], found, console, served=True))
+    text = said(lambda console: handover_report.show(MODELS[1], Measured(found), console, served=True))
     assert "12.0 (12.0-12.0)" in text
     assert "+1.5" in text
     assert "over HTTP" in text
     assert "stages, medians" not in text
-    (load,) = handover_report.as_json({"gemma3": found}, served=True)["gemma3"]
+    (load,) = handover_report.as_json({"gemma3": Measured(found)}, served=True)["gemma3"]
     assert load["served"]
     assert load["connectors"]["kvferry"][0]["stamps"] == [{"added": 1.0, "answered": 1.012}]
 
@@ -108,7 +110,9 @@ def test_row_with_a_stall_has_the_reason_in_place_of_a_ratio(stalls: str):
     found[stalls] = [handover(0.1), handover(12.3), handover(2.0)]
     verdict = compare(found, "nixl+", lambda one: one.seconds)
     assert (verdict.ratio, verdict.reason) == (None, f"{stalls} stalled in 2 of 3 rounds, up to 12.3 s")
-    text = said(lambda console: handover_report.show(MODELS[0], {Load(512, 1): found}, console, served=True))
+    text = said(
+        lambda console: handover_report.show(MODELS[0], Measured({Load(512, 1): found}), console, served=True)
+    )
     assert "512x1: not comparable with nixl+:" in text
     # What takes long for all is no stall.
     slow = {name: [handover(3.0), handover(9.0)] for name in ("kvferry", "nixl+")}
@@ -181,16 +185,49 @@ def test_pairs_of_servers_run_one_at_a_time_in_sittings(tmp_path: Path, monkeypa
         yield PlayedPair(setup.connector, turns)
         running.clear()
 
-    found = measure(
+    measured = measure(
         MODELS[0], [Load(16, 2), Load(32, 1)], ["kvferry", "nixl+"], start,
         turns=Turns(rounds=2, sittings=2), folder=tmp_path, progress=lambda _: None,
     )  # fmt: skip
     assert started == ["kvferry", "nixl+", "nixl+", "kvferry"]
-    assert [(load, name, len(times)) for load, by in found.items() for name, times in by.items()] == [
-        (load, name, 4) for load in (Load(16, 2), Load(32, 1)) for name in ("kvferry", "nixl+")
-    ]
+    assert [
+        (load, name, len(times)) for load, by in measured.found.items() for name, times in by.items()
+    ] == [(load, name, 4) for load in (Load(16, 2), Load(32, 1)) for name in ("kvferry", "nixl+")]
     # One prompt to meet, and a round that does not count, in each sitting.
     assert turns.count("kvferry") == 2 * (1 + 2 * 3)
+
+
+def test_peer_that_fails_in_a_sitting_is_named_and_the_others_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.handover.measure.write_model", lambda *_: tmp_path)
+    started: list[str] = []
+
+    @contextmanager
+    def start(setup: Setup, *, failing: str = "nixl+"):
+        started.append(setup.connector)
+        if setup.connector == failing and started.count(failing) == 2:
+            raise TransferError("no room")
+        yield PlayedPair(setup.connector, [])
+
+    def run(start) -> Measured:
+        names, turns = ["kvferry", "nixl+", "nixl"], Turns(rounds=1, sittings=3)
+        rest = {"turns": turns, "folder": tmp_path, "progress": lambda _: None}
+        return measure(MODELS[0], [Load(16, 2)], names, start, **rest)
+
+    measured = run(start)
+    assert measured.failures == {"nixl+": "no room"}
+    assert {name: len(times) for name, times in measured.found[Load(16, 2)].items()} == {
+        "kvferry": 3,
+        "nixl": 3,
+    }
+    assert started.count("nixl+") == 2
+    text = said(lambda console: handover_report.show(MODELS[0], measured, console, served=True))
+    assert "nixl+ failed: no room" in text
+    document = handover_report.as_json({"qwen3": measured}, served=True)
+    *_, row = handover_page(json.loads(json.dumps(document))).comparisons
+    assert (row.label, row.against, row.theirs, row.ratio) == ("qwen3, 16 x 2", "nixl+", "no room", None)
+    started.clear()
+    with pytest.raises(TransferError, match="no room"):
+        run(partial(start, failing="kvferry"))
 
 
 def test_first_tokens_are_compared_over_sittings():
@@ -230,14 +267,14 @@ def test_report_of_a_mix_has_throughput_waits_and_ratios():
             "aggregated": (mix_times(0.4, 0.1, BUSY), mix_times(0.4, 0.1, WORKED)),
         }
     }
-    text = said(lambda console: handover_report.show(MODELS[0], found, console, served=True))
+    text = said(lambda console: handover_report.show(MODELS[0], Measured(found), console, served=True))
     row = next(line for line in text.splitlines() if line.startswith("nixl+ "))
     assert row.split() == ["nixl+", "1.4", "4.3", "800.0", "800.0", "300.0", "400.0"]
     assert "time per request: kvferry / nixl+: 0.54 (0.50-0.57)" in text
     assert "kvferry / aggregated: the machine was busy in 1 of 2 rounds" in text
     assert "CPU time per request: kvferry / aggregated: 0.75 (0.50-1.00)" in text, "busy rounds count"
     assert "mix 4x2" in text
-    (work,) = handover_report.as_json({"qwen3": found}, served=True)["qwen3"]
+    (work,) = handover_report.as_json({"qwen3": Measured(found)}, served=True)["qwen3"]
     assert (work["kind"], work["requests"], work["clients"]) == ("mix", 4, 2)
     assert work["connectors"]["kvferry"][0]["requests"][0]["tokens"] == pytest.approx([1.4, 1.6, 1.7])
     rows = handover_page({"qwen3": [json.loads(json.dumps(work))]}).comparisons

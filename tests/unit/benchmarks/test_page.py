@@ -321,7 +321,9 @@ def stamps(milliseconds: float) -> dict[str, Any]:
 def test_hand_overs_are_compared_round_by_round() -> None:
     connectors = {"kvferry": [10, 22, 12], "nixl": [20, 20, 24], "nixl+": [8, 20, 10]}
     rounds = {name: [stamps(each) for each in times] for name, times in connectors.items()}
-    found = handover({"qwen3": [{"kind": "load", "tokens": 8192, "requests": 1, "connectors": rounds}]})
+    found = handover(
+        {"qwen3": [{"kind": "load", "tokens": 8192, "requests": 1, "connectors": rounds, "failures": {}}]}
+    )
     plus, plain = found.comparisons
     assert (plus.label, plus.against, plus.ours, plus.theirs) == (
         "qwen3, 8,192 tokens x 1", "nixl+", "12.0 ms", "10.0 ms",
@@ -407,7 +409,7 @@ def test_tiers_are_compared_with_their_limit() -> None:
 
 def test_hand_overs_that_stall_have_the_reason_in_place_of_a_ratio() -> None:
     rounds = {"kvferry": [stamps(100)] * 3, "nixl+": [stamps(120), stamps(1500), stamps(120)]}
-    load = {"kind": "load", "tokens": 512, "requests": 1, "served": True, "connectors": rounds}
+    load = {"kind": "load", "tokens": 512, "requests": 1, "connectors": rounds, "failures": {}}
     found = handover({"qwen3": [load]})
     (one,) = found.comparisons
     assert (one.ratio, one.theirs) == (None, "nixl+ stalled in 1 of 3 rounds, up to 1.5 s")

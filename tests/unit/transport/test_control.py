@@ -639,11 +639,50 @@ def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
     met = threading.Event()
-    client = ends.client(meets=[(HOST, port)], on_met=met.set, heartbeat_seconds=0.05)
+    client = ends.client(meets=[(HOST, port)], on_news=met.set, heartbeat_seconds=0.05)
     assert client.known((HOST, port)) is None
     ends.server(port=port)
     wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
     wait_for(met.is_set)
+
+
+def test_a_producers_answer_is_news(ends):
+    """An engine that rests between two steps then goes on at once."""
+    server, news = ends.server(), threading.Event()
+    client = ends.client(on_news=news.set)
+    status(client, server.port)
+    assert not news.is_set()
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(granted(client, claim), Unusable)
+    assert news.wait(10)
+
+
+def test_a_busy_thread_is_woken_once_for_all_that_it_is_asked(ends, monkeypatch):
+    """Each time it is woken, it may take the interpreter from the engine's thread."""
+    busy, go_on, woken = threading.Event(), threading.Event(), list[None]()
+    monkeypatch.setattr(control_socket.SocketPoller, "wake", noted(control_socket.SocketPoller.wake, woken))
+
+    def check(ranks):
+        busy.set()
+        go_on.wait(10)
+
+    server = ends.server()
+    publish(server, LEASE)
+    client = ends.client(check=check)
+    client.look_up((HOST, server.port))
+    assert busy.wait(10)
+    woken.clear()
+    claims = [client.redeem((HOST, server.port), ticket(str(number)), 4, CONTENT) for number in range(8)]
+    claims.append(client.redeem((HOST, server.port), LEASE, 4, CONTENT))
+    assert len(woken) == 1
+    go_on.set()
+    assert granted(client, claims[-1]).grant == GRANT
+    assert all(isinstance(granted(client, claim), Unusable) for claim in claims[:-1])
+
+
+def noted(function, calls):
+    """The same function, which adds each call to a list."""
+    return lambda *arguments: calls.append(None) or function(*arguments)
 
 
 def test_a_ticket_that_arrives_before_its_producer_is_known_is_redeemed_once(ends):

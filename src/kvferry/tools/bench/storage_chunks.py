@@ -60,6 +60,7 @@ class RandomChunks:
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)
+        self.arena.wait_allocated()
         # Use random bytes, because storage may compress or skip zeros.
         content = np.random.default_rng(5)
         for number in range(count):
