@@ -61,8 +61,7 @@ class CachedFiles:
         limit: int | None = None,
         memory: Callable[[], tuple[int, str] | None] = available_memory,
     ) -> None:
-        # Network mounts and the like have no block device. There, all files would be read over the network.
-        local = _libc is not None and os.major(os.stat(root).st_dev) != 0
+        local = _libc is not None and _has_device(root)
         self._follows_memory, self._memory = local and limit is None, memory
         self._lock = Lock()
         self._limit = limit or 0 if local else 0
@@ -142,6 +141,14 @@ class _Files:
         while self._bytes > limit and (found := self.pop()) is not None:
             removed.append(found[0])
         return removed
+
+
+def _has_device(root: str) -> bool:
+    # Network mounts and the like have none. There, all files would be read over the network.
+    try:
+        return os.major(os.stat(root).st_dev) != 0
+    except OSError:
+        return False
 
 
 @contextmanager
