@@ -202,7 +202,7 @@ fuzz: $(VENV)/.dev ## odd messages to both channels for long (KVFERRY_FUZZ_SECON
 flood: $(VENV)/.dev ## floods of both channels: memory, threads, descriptors, log, and how an honest peer is served
 	$(PYTHON) tests/fuzz/flood.py
 
-bench: $(VENV)/.dev $(if $(ARGS),,$(VENV)/.fronts) ## compare kvferry with other connectors; writes benchmarks/figures.md; or run one benchmark (ARGS="layout --help")
+bench: $(VENV)/.dev $(if $(ARGS),,$(VENV)/.fronts $(VENV)/.triton) ## compare kvferry with other connectors; writes benchmarks/figures.md; or run one benchmark (ARGS="layout --help")
 	$(PYTHON) -m benchmarks $(or $(ARGS),page)
 
 .PHONY: accuracy recall

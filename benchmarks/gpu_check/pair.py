@@ -13,7 +13,7 @@ from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, CheckState, Figure, judged, ratio_figure
 from benchmarks.handover.engine import Setup
 from benchmarks.handover.in_process import EnginePair, engine_pair
-from benchmarks.handover.measure import Load, draw_prompt, measure_load, meet
+from benchmarks.handover.measure import Load, draw_prompt, measure_work, meet
 from benchmarks.handover.model import MODELS, write_model
 from kvferry.common.errors import TransferError
 
@@ -59,7 +59,7 @@ def check_pair(job: GpuCheckJob) -> CheckResult:
         with pairs["kvferry"].running():
             runner = pairs["kvferry"].prefill.call("runner")
         figures = compare(pairs["kvferry"], job)
-        times = measure_load(pairs, Load(job.read_tokens, 1), job.repeats)
+        times = measure_work(pairs, Load(job.read_tokens, 1), job.repeats)
     seconds = {name: median(one.seconds for one in found) for name, found in times.items()}
     figures += [
         Figure(f"first token of {job.read_tokens} tokens, {title}", f"{seconds[name] * 1e3:.1f} ms")

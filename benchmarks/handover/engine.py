@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.handover.nixl_plus import favour_nixl
+from benchmarks.runners import prepare_runner
 from benchmarks.served import prepare_process
 from kvferry.common.errors import TransferError
 from kvferry.connector.events import Event, LoadEnded, LoadOutcome
@@ -23,6 +24,7 @@ _KVFERRY = {
     "kv_connector_module_path": "kvferry.engines.vllm.connector",
 }
 _NIXL = {"kv_connector": "NixlConnector"}
+AGGREGATED = "aggregated"
 STEP_TOKENS = 2048
 """Maximum number of tokens that a step of an engine computes."""
 
@@ -34,7 +36,8 @@ class Setup:
     Attributes:
         model: folder of the checkpoint.
         connector: ``kvferry``, ``nixl`` (NixlConnector as its users run it), or ``nixl+`` (with a progress
-            thread that sleeps and with huge pages, both of which kvferry has).
+            thread that sleeps, huge pages and queues that are not polled without a rest, all of which kvferry
+            has), or ``aggregated``, for one server that prefills and decodes.
         port: port of NixlConnector's side channel; 0 before the engine has one.
         longest: length of the longest request, in tokens.
         requests: maximum number of requests at a time.
@@ -44,6 +47,7 @@ class Setup:
         layout: value of kvferry's setting ``layout``; with any other value than ``auto``, the CPU backend
             accepts all of `CPU_LAYOUTS`.
         device: ``cpu`` or ``cuda``, where NixlConnector reads KV to.
+        ranks: number of tensor-parallel ranks. Only a server can have several.
     """
 
     model: Path
@@ -56,9 +60,12 @@ class Setup:
     threads: int = 1
     layout: str = "auto"
     device: str = "cpu"
+    ranks: int = 1
 
-    def transfer(self) -> dict[str, Any]:
-        """Return the engine's ``--kv-transfer-config``."""
+    def transfer(self) -> dict[str, Any] | None:
+        """Return the engine's ``--kv-transfer-config``; None if no KV is transferred."""
+        if self.connector == AGGREGATED:
+            return None
         connector: dict[str, Any] = {**_NIXL, "kv_buffer_device": self.device}
         if self.connector == "kvferry":
             connector = {**_KVFERRY, "kv_connector_extra_config": {"layout": self.layout}}
@@ -112,6 +119,7 @@ class HandoverEngine:
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(setup.port),
         )
+        prepare_runner()
         if setup.connector == "nixl+":
             favour_nixl()
         if setup.layout != "auto":
@@ -130,7 +138,7 @@ class HandoverEngine:
             enforce_eager=True,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            kv_transfer_config=KVTransferConfig(**setup.transfer()),
+            kv_transfer_config=KVTransferConfig(**(setup.transfer() or {})),
             **setup.engine,
         )
         self._numbers = count()

@@ -1,12 +1,9 @@
-"""A vLLM server as a process group: ask it, pause and resume it, and wait until it is idle."""
+"""A running vLLM server: ask it, and wait until it is idle."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,13 +17,12 @@ from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.bodies import COMPLETIONS
 from kvferry.tools.serving.specs import flag
 
-_PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 300.0
 _SETTLE_SECONDS = 5e-3
 _LOG_LINES = 5
 _RESET, _METRICS = "/reset_prefix_cache", "/metrics"
 _SOURCES, _LOADED = "vllm:prompt_tokens_by_source", "external_kv_transfer"
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # leaves a core to the threads that move KV
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # adds the path that clears the prefix cache
@@ -40,7 +36,7 @@ def server_spec(setup: Setup, role: Role, port: int, environment: dict[str, str]
 
     Args:
         setup: configuration of the engine.
-        role: PREFILL or DECODE.
+        role: role of the engine.
         port: TCP port of the endpoint.
         environment: further environment variables.
     """
@@ -58,9 +54,15 @@ def server_spec(setup: Setup, role: Role, port: int, environment: dict[str, str]
         role=role,
         model=str(setup.model),
         port=port,
+        tensor_parallel=setup.ranks,
         kv_transfer=setup.transfer(),
         arguments=tuple(flag(name, value) for name, value in options.items()),
-        environment={**_ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(setup.port), **environment},
+        environment={
+            **_ENVIRONMENT,
+            "OMP_NUM_THREADS": str(setup.threads),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(setup.port),
+            **environment,
+        },
     )
 
 
@@ -70,6 +72,11 @@ class Server:
     def __init__(self, process: EngineProcess) -> None:
         """Store the process of the server, which is ready."""
         self._process = process
+
+    @property
+    def port(self) -> int:
+        """TCP port of the endpoint."""
+        return self._process.spec.port
 
     def complete(self, bodies: Sequence[bytes]) -> list[Answer]:
         """Send completion requests at once, and return the answer to each.
@@ -88,7 +95,7 @@ class Server:
         Raises:
             TransferError: the server failed to answer, or blocks are still held after several minutes.
         """
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + PATIENCE_SECONDS
         while not self._post(_RESET, [b""])[0].parsed()["success"]:
             if time.monotonic() > until:
                 raise TransferError(f"{self._process.spec.name} kept blocks for minutes after the hand-over")
@@ -101,7 +108,7 @@ class Server:
             TransferError: the server failed to answer.
         """
         try:
-            text = get(self._process.spec.port, _METRICS, _PATIENCE_SECONDS)
+            text = get(self.port, _METRICS, PATIENCE_SECONDS)
         except TransferError as error:
             raise self._explained(error) from error
         return sum(
@@ -112,27 +119,9 @@ class Server:
             if sample.name == f"{_SOURCES}_total" and sample.labels["source"] == _LOADED
         )
 
-    def stand_still(self) -> None:
-        """Pause all processes of the server until `go_on`, so that they take no processor time.
-
-        The server's guard goes on, so that it can end the server if this process is killed.
-        """
-        self._signal(os.killpg, signal.SIGSTOP)
-        self._signal(os.kill, signal.SIGCONT)
-
-    def go_on(self) -> None:
-        """Resume the paused processes of the server."""
-        self._signal(os.killpg, signal.SIGCONT)
-
-    def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
-        # Once the server is known to be dead, another process may have its id.
-        if self._process.state is not EngineState.DEAD:
-            with suppress(ProcessLookupError):
-                send(self._process.pid, number)
-
     def _post(self, path: str, bodies: Sequence[bytes]) -> list[Answer]:
         try:
-            return post_all(self._process.spec.port, path, bodies, _PATIENCE_SECONDS)
+            return post_all(self.port, path, bodies, PATIENCE_SECONDS)
         except TransferError as error:
             raise self._explained(error) from error
 

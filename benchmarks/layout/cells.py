@@ -86,6 +86,11 @@ class LayoutRow:
         return Spread.of(self.ratios[way])
 
     @property
+    def descriptors(self) -> int:
+        """Return the number of descriptors of a direct transfer."""
+        return round(self.ways[CHOSEN].bytes / self.runs.both)
+
+    @property
     def best(self) -> str:
         """Return the fastest strategy, by the median."""
         return max((way for way in self.ways if way != CHOSEN), key=lambda way: self.ratio(way).median)

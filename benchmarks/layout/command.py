@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,20 @@ def layout(
     repeats: Annotated[int, typer.Option(min=7, help=REPEATS_HELP)] = 9,
     transports: Annotated[str | None, typer.Option(help=TRANSPORTS_HELP)] = None,
     lanes: Annotated[int, typer.Option(min=1, max=16, help="Reading threads.")] = 2,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Rate in Gbit/s of a link between two network namespaces, over TCP; 0 for no limit. Needs "
+            "root. [default: both processes on one host]",
+        ),
+    ] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Also per-layer layouts with K and V on pages of their own.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="See that it runs: one model and pair of sizes, 16 MiB.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="SVG file to write with a plot of the table.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes.")
@@ -48,13 +63,15 @@ def layout(
     from rich.console import Console
 
     from benchmarks.layout import report
-    from benchmarks.layout.measure import LayoutJob, measure
+    from benchmarks.layout.measure import LayoutJob, k_and_v_apart, measure
     from benchmarks.layout.plot import picture
     from kvferry.tools.measuring.rounds import machine_facts
     from kvferry.tools.measuring.simulated import read_geometry
 
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot} is not an .svg file, which is the only kind that is written")
+    if quick:
+        geometry, parallel, tokens = "Qwen3-0.6B", "1:1", 160
     readings = [read_geometry(name) for name in geometry.split(",")]
     job = LayoutJob(
         layouts=parse_layouts(layouts),
@@ -63,9 +80,13 @@ def layout(
         tokens=tokens,
         transports=transports,
         lanes=lanes,
+        gigabits=link,
     )
     with progress_line() as progress:
         tables = [measure(job, reading, progress) for reading in readings]
+        if apart:
+            per_layer = replace(job, layouts=tuple(one for one in job.layouts if one[0] == "L"))
+            tables += [measure(per_layer, k_and_v_apart(reading), progress) for reading in readings]
     if plot is not None:
         write_file(plot, picture(tables))
     if as_json:

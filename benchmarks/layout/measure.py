@@ -7,13 +7,16 @@ moves every cell with every method.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
 
 import numpy as np
 
+from benchmarks.hosts import LinkedHost, on_linked_hosts
 from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, runs_of
 from benchmarks.overhead import planning
 from kvferry.common.errors import ConfigError, GeometryError
@@ -28,6 +31,7 @@ from kvferry.tools.measuring.reader import Reader
 from kvferry.tools.measuring.rounds import run_rounds
 from kvferry.tools.measuring.simulated import SimulatedEngine, simulate_engine, span_of
 from kvferry.tools.models import ModelReading
+from kvferry.tools.plan.setting import split_k_and_v
 from kvferry.tools.plan.side import EngineSide, block_tokens
 from kvferry.transport.costs import TransferSettings, load_costs
 
@@ -52,6 +56,8 @@ class LayoutJob:
         transports: value of UCX_TLS; None to leave it unchanged.
         lanes: number of reading threads.
         planned_tokens: length of the request whose planning is timed, in tokens.
+        gigabits: rate in Gbit/s of a link between the two processes, over TCP, 0 for no limit; None if they
+            are on one host.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -61,6 +67,7 @@ class LayoutJob:
     transports: str | None = None
     lanes: int = 2
     planned_tokens: int = PLANNED_TOKENS
+    gigabits: float | None = None
 
 
 def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], None]) -> LayoutTable:
@@ -75,13 +82,54 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         ConfigError: no cell is possible, or memory or NIXL cannot be used.
         TransferError: the other process died, or wrong bytes arrived.
     """
-    settings = use_transports(job.transports)
+    transfer = TransferSettings(costs=load_costs(), lanes=job.lanes)
+    if job.gigabits is None:
+        settings = use_transports(job.transports)
+        return _measure(job, reading, progress, lambda engines: ProducerProcess(engines, settings), transfer)
+    # Both hosts are one machine. kvferry would share memory with a process of it that it reads slowly.
+    linked = partial(_measure_linked, job, reading, progress, replace(transfer, timed_read_bytes=0))
+    table: LayoutTable = on_linked_hosts(linked)
+    return table
+
+
+def _measure_linked(
+    job: LayoutJob,
+    reading: ModelReading,
+    progress: Callable[[str], None],
+    transfer: TransferSettings,
+    there: LinkedHost,
+    here: LinkedHost,
+) -> LayoutTable:
+    for host in (there, here):
+        host.limit(job.gigabits or 0)
+    os.environ.update(_network(here))
+
+    def start(engines: Sequence[SimulatedEngine]) -> ProducerProcess:
+        there.enter()
+        try:
+            return ProducerProcess(engines, _network(there), there.address)
+        finally:
+            here.enter()
+
+    return _measure(job, reading, progress, start, transfer)
+
+
+def _network(host: LinkedHost) -> dict[str, str]:
+    return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device}
+
+
+def _measure(
+    job: LayoutJob,
+    reading: ModelReading,
+    progress: Callable[[str], None],
+    start: Callable[[Sequence[SimulatedEngine]], ProducerProcess],
+    transfer: TransferSettings,
+) -> LayoutTable:
     tokens = moved_tokens(job, reading)
     found = _Engines.of(job, reading, tokens)
-    transfer = TransferSettings(costs=load_costs(), lanes=job.lanes)
     with ExitStack() as stack:
         progress(f"{reading.cache.name}: starting the producer process")
-        producer = stack.enter_context(ProducerProcess(list(found.sources.values()), settings))
+        producer = stack.enter_context(start(list(found.sources.values())))
         peers = {key: number for number, key in enumerate(found.sources)}
         readers: dict[tuple[str, int], Reader] = {}
         for key, dst in found.destinations.items():
@@ -134,6 +182,12 @@ def measure(job: LayoutJob, reading: ModelReading, progress: Callable[[str], Non
         rows=tuple(rows),
         left_out=tuple(found.left_out),
     )
+
+
+def k_and_v_apart(reading: ModelReading) -> ModelReading:
+    """Return a description of a model whose engines keep K and V of each layer on pages of their own."""
+    split, _ = split_k_and_v(reading)
+    return replace(split, cache=replace(split.cache, name=f"{reading.cache.name}, K and V apart"))
 
 
 def moved_tokens(job: LayoutJob, reading: ModelReading) -> int:

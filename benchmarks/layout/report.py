@@ -14,13 +14,17 @@ from benchmarks.layout.verdicts import verdicts
 from kvferry.common.units import format_bytes
 from kvferry.tools.measuring.rounds import MachineFacts, Spread
 
+_SHORT = ("direct", "over", "staged")
+"""Headings of the columns of `READS`."""
+
 
 def show(tables: Sequence[LayoutTable], machine: MachineFacts, repeats: int, console: Console) -> None:
     """Print the tables with at most 80 columns, and whether they reach the targets."""
     transports = "not set" if machine.transports is None else machine.transports
     console.print(
         f"{machine.cores} cores, {machine.cpu}, UCX_TLS {transports}; two processes; median of {repeats} "
-        "interleaved rounds; scattered blocks; methods: direct, over-read, staged",
+        "interleaved rounds; scattered blocks; methods: direct, over-read, staged; run and count: size and "
+        "number of direct's descriptors; plan: milliseconds",
         highlight=False,
     )
     for table in tables:
@@ -52,6 +56,7 @@ def _table_json(table: LayoutTable) -> dict[str, Any]:
             {
                 **asdict(row.cell),
                 "run_bytes": asdict(row.runs),
+                "descriptors": row.descriptors,
                 "chosen": row.strategy,
                 "ways": {
                     str(way): {"bytes": s.bytes, "seconds": s.seconds, "of_raw": row.ratios[way]}
@@ -76,10 +81,10 @@ def _show_table(table: LayoutTable, console: Console) -> None:
     grid = RichTable(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("layout", "TP"):
         grid.add_column(title, no_wrap=True)
-    for title in ("run", *READS, CHOSEN, "range"):
+    for title in ("run", "count", *_SHORT, CHOSEN, "range"):
         grid.add_column(title, justify="right", no_wrap=True)
     grid.add_column("method", no_wrap=True)
-    grid.add_column("plan ms", justify="right", no_wrap=True)
+    grid.add_column("plan", justify="right", no_wrap=True)
     for row in table.rows:
         grid.add_row(*_cells(row))
     console.print(grid)
@@ -96,6 +101,7 @@ def _cells(row: LayoutRow) -> list[str]:
         row.cell.layout,
         f"{row.cell.src_tp}→{row.cell.dst_tp}",
         format_bytes(row.runs.both),
+        str(row.descriptors),
         *(f"{row.ratio(way).median:.2f}" for way in READS),
         f"[bold]{chosen.median:.2f}[/]",
         f"{chosen.low:.2f}-{chosen.high:.2f}",

@@ -198,8 +198,9 @@ class PlannedPeer:
         first = time.perf_counter()
         for way, cells in chunks:
             way.indices(cells, 0, 0)
-        self.strategies = tuple(map("+".join, plan.figures.strategies_by_group))
-        return first - started, time.perf_counter() - first
+        later = time.perf_counter() - first
+        self.strategies = tuple(map("+".join, plan.figures().strategies_by_group))
+        return first - started, later
 
     def close(self) -> None:
         """Close the peer and its sockets."""

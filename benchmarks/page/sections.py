@@ -86,6 +86,14 @@ _HANDOVER_REASON = Reason(
     "interpreter's lock (0.8 ms for one request, 7 ms for eight). NixlConnector reads inside the engine's "
     "step, and requests that are decoded wait for it. The stages are in docs/performance.md.",
 )
+_MIX_REASONS = (
+    Reason(
+        against="one server",
+        text="Two servers share this machine's cores, and each decodes with one of them. One server computes "
+        "with both, and moves no KV. Disaggregation is for machines of their own.",
+    ),
+    _HANDOVER_REASON,
+)
 
 SECTIONS = (
     Section(
@@ -141,11 +149,58 @@ SECTIONS = (
         title="A hand-over between servers beside NixlConnector",
         question="How soon is the first token after a hand-over between two servers, over HTTP?",
         program=("benchmarks", "handover", "--served"),
-        arguments=(*("--models", "qwen3,gemma3"), *("--loads", "512x1,8192x1,512x8"), *("--rounds", "5")),
-        quick_arguments=("--models", "qwen3", "--loads", "512x1", "--rounds", "2"),
+        arguments=(
+            *("--models", "qwen3,gemma3", "--loads", "512x1,8192x1,512x8"),
+            *("--peers", "nixl+", "--rounds", "4"),
+        ),
+        quick_arguments=("--peers", "nixl+", "--quick"),
+        summary=handover,
+        method="../docs/performance.md#how-soon-is-the-first-token-between-servers",
+        reasons=(_HANDOVER_REASON, _SPINNING_REASON),
+    ),
+    Section(
+        name="mix",
+        title="A served mix beside NixlConnector and one server",
+        question="How many requests does a pair of servers serve, and how long do clients wait for tokens?",
+        program=("benchmarks", "handover"),
+        arguments=("--mix", "48x8", "--models", "qwen3,gemma3"),
+        quick_arguments=("--mix", "8x4", "--quick"),
+        summary=handover,
+        method="../docs/performance.md#how-much-does-a-pair-of-servers-serve",
+        reasons=_MIX_REASONS,
+    ),
+    Section(
+        name="mix-no-hybrid",
+        title="A served mix without the hybrid KV cache manager",
+        question="The same, if sliding windows are kept as full attention?",
+        program=("benchmarks", "handover"),
+        arguments=("--mix", "48x8", "--models", "gemma3", "--no-hybrid"),
+        quick_arguments=("--mix", "8x4", "--models", "gemma3", "--no-hybrid", "--quick"),
+        summary=handover,
+        method="../docs/performance.md#how-much-does-a-pair-of-servers-serve",
+        reasons=_MIX_REASONS,
+    ),
+    Section(
+        name="ranks",
+        title="A hand-over between servers of unlike tensor parallelism",
+        question="How soon is the first token if one rank prefills and two decode?",
+        program=("benchmarks", "handover", "--ranks", "1:2"),
+        arguments=("--models", "qwen3", "--loads", "512x1,2048x1", "--peers", "nixl+", "--rounds", "4"),
+        quick_arguments=("--peers", "nixl+", "--quick"),
+        summary=handover,
+        method="../docs/performance.md#how-soon-is-the-first-token-between-servers",
+        reasons=(_HANDOVER_REASON,),
+    ),
+    Section(
+        name="second-runner",
+        title="A hand-over with the second model runner",
+        question="How soon is the first token with the model runner that is the default on GPUs?",
+        program=("benchmarks", "handover", "--runner", "2", "--peers", "nixl+"),
+        arguments=("--models", "qwen3", "--loads", "512x1,512x8", "--rounds", "9"),
+        quick_arguments=("--quick",),
         summary=handover,
         method="../docs/performance.md#how-soon-is-the-first-token-after-a-hand-over",
-        reasons=(_HANDOVER_REASON, _SPINNING_REASON),
+        reasons=(_HANDOVER_REASON,),
     ),
     Section(
         name="streaming",

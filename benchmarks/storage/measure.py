@@ -49,15 +49,14 @@ def measure(lengths: Sequence[int], rounds: int, path: Path, progress: Callable[
         peers = try_peers(folder, progress)
         progress(f"starting {len(VARIANTS)} engines")
         engines = _start(stack, folder, max(lengths))
-        example = folder / EXAMPLE
         progress("checking that another prompt's KV is noticed")
-        _check_control(engines, example, min(lengths))
+        _check_control(engines, folder / EXAMPLE, min(lengths))
         chance = random.Random(1)  # noqa: S311 - no secret
-        _round(engines, example, min(lengths), chance)
+        _round(engines, folder, min(lengths), chance)
         found: dict[int, list[Mapping[str, VariantRound]]] = {tokens: [] for tokens in lengths}
         for number, tokens in product(range(rounds), lengths):
             progress(f"{tokens:,} tokens, round {number + 1} of {rounds}")
-            found[tokens].append(_round(engines, example, tokens, chance))
+            found[tokens].append(_round(engines, folder, tokens, chance))
         return Measured(
             prompts=tuple(
                 PromptRounds(tokens, tokens * token_bytes(MODEL), tuple(each))
@@ -86,13 +85,14 @@ def _start(stack: ExitStack, folder: Path, tokens: int) -> dict[str, EngineProce
 
 
 def _round(
-    engines: Mapping[str, EngineProcess], example: Path, tokens: int, chance: random.Random
+    engines: Mapping[str, EngineProcess], folder: Path, tokens: int, chance: random.Random
 ) -> dict[str, VariantRound]:
     """Let each variant store a new prompt, load it, and compute one that shares its first half.
 
     Args:
         engines: engines of all variants, paused.
-        example: folder in which ExampleConnector stores, empty before and after.
+        folder: folder with a subfolder of files for each variant. That of ExampleConnector is empty before
+            and after.
         tokens: number of tokens to store and load.
         chance: source of the order and of the prompts.
     """
@@ -102,9 +102,9 @@ def _round(
     answers: dict[str, Sequence[FirstAnswer]] = {}
     for variant in chance.sample(VARIANTS, len(VARIANTS)):
         engines[variant].go_on()
-        times[variant], answers[variant] = _variant(variant, engines[variant], example, whole, half)
+        times[variant], answers[variant] = _variant(variant, engines[variant], folder / variant, whole, half)
         engines[variant].stand_still()
-    stored_files.remove_all(example)
+    stored_files.remove_all(folder / EXAMPLE)
     _check(times, tokens)
     computed, computed_half = answers[COMPUTE]
     for variant, (*same, other) in answers.items():
@@ -114,7 +114,7 @@ def _round(
 
 
 def _variant(
-    variant: str, engine: EngineProcess, example: Path, whole: list[int], half: list[int]
+    variant: str, engine: EngineProcess, files: Path, whole: list[int], half: list[int]
 ) -> tuple[VariantRound, Sequence[FirstAnswer]]:
     """Measure one variant. Return its times, and its answers: those to `whole`, then the one to `half`.
 
@@ -129,12 +129,13 @@ def _variant(
         return VariantRound(new=new.seconds, shared=other.seconds), (new, other)
     loaded, flushed, cold = engine.call("load", whole), None, None
     if variant == EXAMPLE:
-        flushed = stored + stored_files.flush(example)
-        stored_files.drop_from_page_cache(example)
+        flushed = stored + stored_files.flush(files)
+    if variant in (EXAMPLE, FILE):
+        stored_files.drop_from_page_cache(files)
         cold = engine.call("load", whole)
     other = engine.call("load", half)
     if variant == EXAMPLE:
-        stored_files.flush(example)  # else the kernel would write while the next variant is measured
+        stored_files.flush(files)  # else the kernel would write while the next variant is measured
     times = VariantRound(
         new=new.seconds, stored=stored, flushed=flushed, load=loaded.seconds,
         disk_load=cold.seconds if cold else None, load_tokens=loaded.hit_tokens,

@@ -15,7 +15,7 @@ class VariantRound:
         stored: the new prompt is stored.
         flushed: the new prompt is stored, and its files are on the disk. Only ExampleConnector has it.
         load: first token of the stored prompt.
-        disk_load: the same, if its files are not in the page cache. Only ExampleConnector has it.
+        disk_load: the same, if its files are not in the page cache. Only variants with files have it.
         load_tokens: number of the stored prompt's tokens that were loaded.
         shared: first token of a prompt that shares the first half of the stored one.
         shared_tokens: number of that prompt's tokens that were loaded.
@@ -53,7 +53,7 @@ class Measured:
     Attributes:
         prompts: rounds of each length of prompt.
         peers: error of each peer that was only tried, by name; None for one that works.
-        direct_io: True if kvferry reads the files without the page cache.
+        direct_io: True if kvferry reads files that are not in the page cache past it.
     """
 
     prompts: tuple[PromptRounds, ...]

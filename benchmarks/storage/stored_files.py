@@ -1,4 +1,4 @@
-"""What the benchmark does to the files of ExampleConnector: flush, drop from the page cache, swap, remove."""
+"""What the benchmark does to the files of connectors: flush, drop from the page cache, swap, remove."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from benchmarks.checkpoint import VOCABULARY, token_bytes, write_checkpoint
-from benchmarks.streaming.hosts import LinkedHost, linked_hosts
+from benchmarks.hosts import LinkedHost, on_linked_hosts
 from kvferry.common.errors import TransferError
 from kvferry.tools.serving.launch import EngineSpec, Fleet, Role, fleet_specs
 from kvferry.tools.serving.router.backends import StreamSource, new_ticket
@@ -125,7 +125,7 @@ def _first_event(url: str, body: bytes, started: float) -> float:
 
 
 @contextmanager
-def _running(folder: Path, hosts: tuple[LinkedHost, LinkedHost], longest: int) -> Iterator[_Pair]:
+def _running(folder: Path, hosts: Sequence[LinkedHost], longest: int) -> Iterator[_Pair]:
     model = write_checkpoint(folder / "model", longest, MODEL)
     secret = folder / "secret"
     secret.write_text(new_ticket())
@@ -170,31 +170,22 @@ def measure(
     Raises:
         ConfigError: network namespaces cannot be created.
     """
-    found: list[FirstToken] = []
-    with tempfile.TemporaryDirectory(prefix="kvferry-streaming-") as folder, linked_hosts() as hosts:
-        failed: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                hosts[1].enter()
-                progress("starting two engines")
-                with _running(Path(folder), hosts, max(lengths) + 64) as pair:
-                    found.extend(_measure(pair, hosts, lengths, links, rounds, progress))
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failed.append(error)
+    def run(*hosts: LinkedHost) -> list[FirstToken]:
+        progress("starting two engines")
+        with (
+            tempfile.TemporaryDirectory(prefix="kvferry-streaming-") as folder,
+            _running(Path(folder), hosts, max(lengths) + 64) as pair,
+        ):
+            return list(_measure(pair, hosts, lengths, links, rounds, progress))
 
-        # Only a thread of its own can live on another host.
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
+    found: list[FirstToken] = on_linked_hosts(run)
     return found
 
 
 def _measure(
     pair: _Pair,
-    hosts: tuple[LinkedHost, LinkedHost],
+    hosts: Sequence[LinkedHost],
     lengths: Sequence[int],
     links: Sequence[float],
     rounds: int,

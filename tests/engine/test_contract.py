@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import time
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,8 +164,6 @@ def test_block_pool_counts_references_as_pins_need() -> None:
 
 
 def test_queues_between_processes_wait_in_the_way_that_is_replaced_on_a_cpu(monkeypatch) -> None:
-    from types import SimpleNamespace
-
     from vllm.distributed.device_communicators import shm_broadcast
 
     from kvferry.engines.vllm.compat.process import sleep_between_polls
@@ -174,6 +175,41 @@ def test_queues_between_processes_wait_in_the_way_that_is_replaced_on_a_cpu(monk
     assert shm_broadcast.sched_yield is before
     sleep_between_polls(SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")))
     assert shm_broadcast.sched_yield is not before
+
+
+class RestingLoop:
+    """An engine whose step computes nothing although it has requests. It stands for an `EngineCoreProc`."""
+
+    engines_running = False
+
+    def __init__(self) -> None:
+        from kvferry.engines.vllm.compat.process import find_waker
+
+        self.input_queue, self.output_queue = Queue[Any](), Queue[Any]()
+        self.rests: list[float] = []
+        self.input_queue.not_empty.wait = self.rests.append
+        self.scheduler = SimpleNamespace(has_requests=lambda: True)
+        # It finds this object on the call stack.
+        self.wake = find_waker()
+
+    def step_fn(self) -> tuple[dict[int, Any], bool]:
+        return {}, False
+
+    def post_step(self, model_executed: bool) -> None: ...
+
+
+def test_an_engine_rests_after_a_step_that_computes_nothing_unless_it_has_input(monkeypatch) -> None:
+    from vllm.v1.engine import core
+
+    monkeypatch.setattr(core, "time", core.time)
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    loop = RestingLoop()
+    core.EngineCoreProc._process_engine_step(loop)
+    assert loop.rests == [0.001]
+    loop.wake()
+    core.EngineCoreProc._process_engine_step(loop)
+    assert loop.rests == [0.001]
+    assert core.time.monotonic is time.monotonic
 
 
 def test_scheduler_does_what_the_design_assumes() -> None:

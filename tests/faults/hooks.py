@@ -192,7 +192,9 @@ def _hear(hooks: Hooks, event: Any) -> None:
             "cached_tokens",
             "why",
         )
-        found = {key: getattr(event, key) for key in kept if hasattr(event, key)}
+        # What an event ended names the source of a load.
+        events = (event, getattr(event, "began", event))
+        found = {key: getattr(one, key) for one in events for key in kept if hasattr(one, key)}
         hooks.told[outer(name)].append({"event": type(event).__name__, **found})
 
 

@@ -233,7 +233,7 @@ class Stage:
     async def from_peer(self, name: str, event: str) -> list[dict[str, Any]]:
         """What the decode engine said of a request's loads from its peer; others come from the tiers."""
         told = await self.told(name, event)
-        return [one for one in told if one.get("began", one)["source"] == "peer"]
+        return [one for one in told if one["source"] == "peer"]
 
     async def files_of(self, text: list[int], salt: str, namespace: str = "") -> list[str]:
         """Paths of the chunks of a prompt in the file tier, in the engines' namespace or this one."""

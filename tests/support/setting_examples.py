@@ -54,6 +54,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "path": "/nvme/kv",
         "capacity": "500GiB",
         "durable": True,
+        "page_cache": "20GiB",
         "write": "back",
         "load_weight": 0.7,
     },

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.connector.worker import Loads
+from kvferry.connector.loads import Loads
 from kvferry.geometry import Region
 from kvferry.transport.agent import ReadState
 from support.clock import Clock

@@ -10,8 +10,9 @@ blocks. Background threads copy them between host memory and storage (`tier_queu
                      the next ─▶ in host memory, queued for faster tiers (promotion) ─▶ ready
                      ─▶ (ranks copy) ─▶ `HostTier.close`
 
-A *held* chunk is not evicted. A chunk that several loads want is read once. Only `shutdown` blocks. A tier
-that fails raises no exception: its chunks count as missed, or are not stored.
+A *held* chunk is not evicted. A chunk that several loads want is read once. Only `shutdown` blocks, and for a
+few milliseconds `await_reads`. A tier that fails raises no exception: its chunks count as missed, or are not
+stored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,14 @@ from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
 
 # Share of host memory in use above which write-back starts to write.
 WRITE_BACK_SHARE = 0.5
+
+# A request that arrives while an idle engine waits is delayed by the wait.
+FIRST_READ_SECONDS = 0.003
+"""Maximum seconds that a step of an idle engine waits for a read of storage to end."""
+
+# The ranks copy chunks that arrive shortly after each other in the same step.
+MOST_READS_SECONDS, NEXT_READ_SECONDS = 0.010, 0.001
+"""After a read, maximum seconds of the whole wait, and until the next read ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +155,7 @@ class ChunkCache:
         groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
             sequence.
         slow_tiers: slow tiers, the fastest first. From now on, only the cache may use them.
+        arrived: set after each read of a slow tier; tests pass one.
 
     Attributes:
         tiers: names of host memory and of the slow tiers, by tier number.
@@ -165,6 +176,8 @@ class ChunkCache:
         groups: Sequence[CanonicalGroup],
         slow_tiers: Sequence[SlowTier] = (),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        arrived: Event | None = None,
     ) -> None:
         if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
@@ -172,6 +185,9 @@ class ChunkCache:
         self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
         self._memory_at, self._clock = memory_at, clock
         self._queues = [one.queue for one in slow_tiers]
+        self._arrived = Event() if arrived is None else arrived
+        for queue in self._queues:
+            queue.reads.on_ended = self._arrived.set
         self.tiers = (HOST, *(queue.name for queue in self._queues))
         self.bits = (host.keys.bit, *(queue.tier.keys.bit for queue in self._queues))
         # The description of a snapshot of each group, and those of chunks of other lengths, of which there
@@ -311,6 +327,20 @@ class ChunkCache:
         names = self.awaited_tiers(fetch) | fetch.tiers
         return next((name for name in reversed(self.tiers) if name in names), HOST)
 
+    def await_reads(self) -> None:
+        """Wait a moment for reads to end, unless a load can go on. For a step that computes nothing."""
+        if not self.fetches or any(fetch.ready or fetch.over for fetch in self.fetches):
+            return
+        began = self._clock()
+        until, in_flight = began + FIRST_READ_SECONDS, self._reads_in_flight()
+        while in_flight and (left := until - self._clock()) > 0:
+            self._arrived.wait(left)
+            # Before the count: a read that ends later sets it again.
+            self._arrived.clear()
+            if (found := self._reads_in_flight()) < in_flight:
+                until = min(began + MOST_READS_SECONDS, self._clock() + NEXT_READ_SECONDS)
+            in_flight = found
+
     def poll(self) -> None:
         """Collect the results of reads and writes, and start more. Call this once per step."""
         for slow in self.slow_tiers:
@@ -413,6 +443,9 @@ class ChunkCache:
         order = coming.argsort()
         at = order[coming[order].searchsorted(tags).clip(max=len(order) - 1)]
         return np.where(coming[at] == tags, tier_numbers[at], 0)
+
+    def _reads_in_flight(self) -> int:
+        return sum(queue.reads.in_flight for queue in self._queues)
 
     def _advance(self, fetch: Fetch) -> None:
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):

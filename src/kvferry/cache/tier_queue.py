@@ -59,7 +59,7 @@ class _Operations:
 
     Only the engine's thread may use it. Threads run `call`, whose exception is the outcome `failed`, and then
     `after`. `count` is the number of operations whose results `done` has not returned yet, and `ended` are
-    these results, of the operations that have ended.
+    these results, of the operations that have ended. Threads call `on_ended` after each result.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class _Operations:
         after: Callable[[], None] = lambda: None,
     ) -> None:
         self.count, self.threads = 0, threads
+        self.on_ended: Callable[[], None] = lambda: None
         self._call, self._kind, self._failed, self._after = call, kind, failed, after
         self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
@@ -81,7 +82,7 @@ class _Operations:
     def start(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
         """Queue an operation. It uses the memory until `done` returns its result."""
         # Time without operations is no time without progress.
-        if self.count == len(self.ended):
+        if not self.in_flight:
             self._progress_at = self._clock()
         self.count += 1
         self.threads.put(partial(self._run, key, group, memory, **options))
@@ -95,10 +96,14 @@ class _Operations:
         return found
 
     @property
+    def in_flight(self) -> int:
+        """Number of operations that have not ended."""
+        return self.count - len(self.ended)
+
+    @property
     def stuck(self) -> bool:
         """Whether operations are in flight and none ended in the last `stuck_seconds`."""
-        in_flight = self.count > len(self.ended)
-        return in_flight and self._clock() - self._progress_at > self._stuck_seconds
+        return self.in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
 
     def _run(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
         began = self._clock()
@@ -112,6 +117,7 @@ class _Operations:
         # First: whoever takes the result may ask at once whether the tier is stuck.
         self._progress_at = self._clock()
         self.ended.append(Ended(key, what, seconds))
+        self.on_ended()
 
 
 class _DaemonThreads:

@@ -21,6 +21,7 @@ from kvferry.connector.events import (
     RequestEvent as RequestEvent,
     SourceMiss as SourceMiss,
 )
+from kvferry.connector.loads import Loads as Loads
 from kvferry.connector.messages import (
     Load as Load,
     LoadPart as LoadPart,
@@ -28,4 +29,3 @@ from kvferry.connector.messages import (
     StoreOrder as StoreOrder,
 )
 from kvferry.connector.mover import ChunkRoutes as ChunkRoutes
-from kvferry.connector.worker import Loads as Loads

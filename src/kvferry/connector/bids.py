@@ -250,13 +250,18 @@ _PAUSE_SECONDS = 0.005
 
 
 class StepTimes:
-    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle."""
+    """Times of the engine's steps. They show how fast it computes prompts, and whether it is idle.
+
+    Attributes:
+        small_seconds: time of the last step that computed less than `_PREFILL_TOKENS` tokens; 0 before it.
+    """
 
     def __init__(self, speeds: Speeds, clock: Callable[[], float] = time.monotonic) -> None:
         self._speeds, self._clock = speeds, clock
         self._under_way: deque[tuple[float, int]] = deque()
         self._done, self._last_tokens = 0.0, 0
         self._computing = 0
+        self.small_seconds = 0.0
 
     @property
     def computing(self) -> bool:
@@ -283,8 +288,11 @@ class StepTimes:
             return
         (scheduled, tokens), now = self._under_way.popleft(), self._clock()
         self._computing -= tokens > 0
+        # With asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under
+        # way. It counts as begun when the step before it is done.
         if tokens >= _PREFILL_TOKENS:
-            # With asynchronous scheduling or pipeline parallelism, a step is scheduled while others are under
-            # way. It counts as begun when the step before it is done.
             self._speeds.record_computation(tokens, now - max(scheduled, self._done))
+        elif tokens:
+            # Not `max`, which doubles the time of this function: most steps are small.
+            self.small_seconds = now - self._done if scheduled < self._done else now - scheduled
         self._done = now

@@ -156,6 +156,7 @@ class StepOrders:
     # True if the engine computes nothing while workers execute this step, so that the step may wait for
     # loads.
     idle: bool = False
+    step_seconds: float = 0.0  # of a step that computes a few tokens, for `idle`; 0 if unknown
     # True if the step computes tokens and workers have nothing else to do. All fields above but `epoch` and
     # `computes` then have their default values, and several steps may share one object.
     quiet: bool = False

@@ -87,7 +87,7 @@ class SchedulerHalf:
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
         ranks = [worker.geometry for worker in workers]
         cards = tuple(worker.card for worker in workers if worker.card is not None)
-        self._engine, self.events = engine, events
+        self._engine, self.events, self._wake = engine, events, wake
         self._draining = self._paused = self._sleep_resets = False
         self._changed = self._moved = False  # the weights of a worker, the KV cache of a worker
         self._epoch, self._look_at = 0, 0.0
@@ -141,6 +141,7 @@ class SchedulerHalf:
                 events=events,
                 namespace=namespace,
                 describe_blocks=describe_blocks,
+                wake=wake,
             )
             sources.append(self._tiering.source)
             weights.update(self._tiering.weights)
@@ -241,6 +242,8 @@ class SchedulerHalf:
         self._look_at = now + _LOOK_SECONDS
         idle = not self._engine.lockstep and not self._steps.computing
         orders = StepOrders(epoch=self._epoch, computes=computed > 0, idle=idle)
+        if idle:
+            orders.step_seconds = self._steps.small_seconds
         if self._peering is not None:
             self._peering.schedule(
                 self._scheduled,
@@ -250,7 +253,7 @@ class SchedulerHalf:
                 orders,
             )
         if self._tiering is not None:
-            self._tiering.poll()  # before loads take what has arrived
+            self._tiering.poll(idle=idle)  # before loads take what has arrived
         started = self.admission.schedule(step.tokens, orders)
         if self._tiering is not None:
             self._tiering.schedule(step, started, orders)
@@ -264,6 +267,9 @@ class SchedulerHalf:
         self.admission.take_reports(reports)
         if self._peering is not None:
             self._peering.producer.on_workers_confirmed(reports.raised)
+        # The next step may compute a request that was loaded, or load more. An engine would rest before it.
+        if reports.reports and not self._steps.computing:
+            self._wake()
 
     def _stop_stale_exchange(self, reports: StepReports) -> None:
         """Stop what must not be used after the weights have changed or the KV cache has moved.

@@ -1,28 +1,15 @@
-"""The connector's half on each rank: the loads of the rank, and what the engine's hooks call in every step.
+"""The connector's half on each rank: what the engine's hooks call in every step.
 
 It exchanges values with the threads that read from peers (lanes) and with the thread that copies chunks
 (`mover`). It never calls NIXL itself. It waits for these threads in one place, `WorkerHalf.ended`, and only
 in a step of an engine that computes nothing.
-
-A load is carried out in parts, as its KV becomes available. It ends twice: for its request and for its
-memory. When its deadline passes, it is reported as failed and the request goes on without it. But its KV
-blocks belong to the parts in flight, however long they take.
-
-    OPEN ─last part begun─▶ WHOLE ────┐
-      ├─a part fails, no more come─▶ FAILING ─no part in flight─▶ READY or FAILED  (reported; memory free)
-      └─any of them: deadline, or given up─▶ EXPIRED ─no part in flight─▶ RELEASED
-                                      (reported; memory still held)       (memory free)
-
-Only an OPEN load takes parts: blocks of the others may belong to other requests soon. A load is given up when
-it has become useless, for example because the load of another part of the same prefix has failed. Each load
-is reported exactly once, and released exactly once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -31,6 +18,7 @@ import numpy as np
 
 from kvferry.common.errors import ConfigError, KVFerryError
 from kvferry.connector.config import ConnectorConfig
+from kvferry.connector.loads import Loads
 from kvferry.connector.messages import (
     ASLEEP,
     CHANGED,
@@ -38,7 +26,6 @@ from kvferry.connector.messages import (
     MOVED,
     NOTHING_ENDED,
     EndedRequests,
-    Load,
     LoadOrder,
     LoadPart,
     Report,
@@ -47,6 +34,7 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.mover import ChunkMover
+from kvferry.connector.waiting import wait_until
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -55,165 +43,9 @@ from kvferry.planning.strategy import Strategy
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.security import read_keys
 from kvferry.transport.transfers import Transfers
-
-# A peer that computes without end must not hold a request for ever.
-MOST_TIMEOUTS = 20
-"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout."""
-
-LATE_SECONDS = 5.0
-"""A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
-
-# The engine would only sleep and look again. A request that arrives meanwhile is delayed by the wait.
-IDLE_WAIT_SECONDS = 0.003
-"""Maximum seconds that a step of an idle engine waits for a load under way to end."""
-
-# Requests whose loads end in the same step are computed together, in about the time of one.
-BURST_SECONDS, GAP_SECONDS = 0.010, 0.001
-"""If a load has ended in such a step, maximum seconds of the whole wait, and until the next load ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SettledLoad:
-    """A load whose result is known, or whose memory is free, since the last call of `Loads.settle`."""
-
-    load: Load
-    report: Report | None  # None if it was reported before
-    released: bool  # no part is in flight any more
-    served: bool | None = None  # with the last report of an attempt: whether all its loads have succeeded
-
-
-@dataclass(slots=True)
-class _Running:
-    """The state of a load that may still write to its blocks."""
-
-    load: Load
-    deadline: float  # seconds of the clock; the load is then reported as failed
-    latest: float  # the deadline is not moved beyond it
-    in_flight: int = 0  # parts that have begun and not ended
-    whole: bool = False
-    failure: str | None = None  # why a part has failed, or why no more will come
-    given_up: str | None = None  # why the load is of no use any more
-    void: str | None = None  # why the load has failed even if all its parts arrive
-    reported: bool = False
-    peer_lost: bool = False
-    figures: LoadFigures = NO_FIGURES
-
-    @property
-    def is_open(self) -> bool:
-        return not (self.whole or self.reported or self.failure or self.void)
-
-    @property
-    def has_landed(self) -> bool:
-        return not (self.in_flight or self.is_open)
-
-
-class Loads:
-    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._loads: dict[str, _Running] = {}
-        self._parts: dict[str, _Running] = {}
-        self._attempts: dict[str, list[bool]] = {}  # success of the reported loads of each
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the result of a load is still to come."""
-        return any(not (one.reported or one.has_landed) for one in self._loads.values())
-
-    def begin(self, load: Load) -> None:
-        """Add a load. It has no parts yet, and its timeout begins now."""
-        if load.key in self._loads:
-            raise ValueError(f"load {load.key!r} has begun already")
-        now = self._clock()
-        self._loads[load.key] = _Running(
-            load, now + load.timeout_seconds, now + MOST_TIMEOUTS * load.timeout_seconds
-        )
-
-    def add(self, part: LoadPart) -> Load | None:
-        """Add the next part of a load. Return the load if the part must be begun now; else None."""
-        one = self._loads.get(part.load)
-        # Blocks of a load that has ended may belong to another request soon, so it takes no more parts.
-        if one is None or not one.is_open:
-            return None
-        one.whole, one.failure = part.last, part.failure
-        # A part shows that the peer has computed more, so a slow prompt is no reason to give up. `latest` is
-        # the bound.
-        if one.load.bid.growing and part.failure is None:
-            one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
-        if part.work is None:
-            return None
-        one.in_flight += 1
-        self._parts[part.work.key] = one
-        return one.load
-
-    def on_part_ended(self, key: str, failure: str | None, read: ReadResult | None = None) -> None:
-        """Record that nothing of a part, which may be none of a load, is in flight any more.
-
-        `read` is its result if it was read from a peer.
-        """
-        if (one := self._parts.pop(key, None)) is None:
-            return
-        one.in_flight -= 1
-        # The first failure is the cause. Later ones often follow from it.
-        one.failure = one.failure or failure
-        if read is not None:
-            one.peer_lost |= read.peer_lost
-            one.figures = one.figures.with_next(read.figures)
-
-    def give_up(self, key: str, why: str) -> None:
-        """Report a load as failed, unless all its parts have arrived."""
-        if (one := self._loads.get(key)) is not None:
-            one.given_up = one.given_up or why
-
-    def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
-        """Report these loads, or all, as failed, even if their KV arrives."""
-        for key in self._loads if keys is None else keys:
-            if (one := self._loads.get(key)) is not None:
-                one.void = one.void or why
-
-    def settle(self) -> list[_SettledLoad]:
-        """Return the loads that have ended, been given up or passed their deadline since the last call."""
-        now, found = self._clock(), []
-        for one in list(self._loads.values()):
-            # Asked before the deadline: a load that has arrived in full is of use, however late this is
-            # noticed.
-            landed = one.has_landed
-            failure = one.void or (one.failure if landed else one.given_up)
-            if landed:
-                del self._loads[one.load.key]
-            elif failure is None and one.deadline <= now:
-                failure = _expired(now - one.deadline)
-            if one.reported:
-                if landed:
-                    found.append(_SettledLoad(one.load, None, released=True))
-            elif landed or failure is not None:
-                one.reported = True
-                # Parts of a late load are still in flight, so its figures are not known yet.
-                figures = one.figures if landed else NO_FIGURES
-                report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
-                results = self._attempts.setdefault(one.load.attempt, [])
-                results.append(failure is None)
-                served = None
-                if len(results) == one.load.loads:
-                    served = all(self._attempts.pop(one.load.attempt))
-                found.append(_SettledLoad(one.load, report, released=landed, served=served))
-        return found
-
-
-def _expired(late_seconds: float) -> str:
-    if late_seconds < LATE_SECONDS:
-        return "its deadline passed"
-    return (
-        f"its deadline passed {late_seconds:.1f} s ago, and the engine made no step since: was the process "
-        "or the machine stopped, or are there more busy processes than cores?"
-    )
 
 
 @dataclass(slots=True)
@@ -278,7 +110,7 @@ class WorkerHalf:
         self._loads, self._sent = Loads(clock), set[str]()
         self._stale = StaleEpochs()
         self._reports = StepReports()
-        self._idle = False
+        self._idle, self._step_seconds = False, 0.0
         self._arrived = threading.Event() if arrived is None else arrived
 
     def start(
@@ -398,7 +230,7 @@ class WorkerHalf:
 
     def begin(self, orders: StepOrders) -> None:
         """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
-        self._idle = orders.idle
+        self._idle, self._step_seconds = orders.idle, orders.step_seconds
         if orders.quiet or orders.writes_cache:
             self._stale.current = orders.epoch
         if orders.quiet:
@@ -465,8 +297,8 @@ class WorkerHalf:
     def ended(self) -> EndedRequests:
         """Return the requests whose transfers have ended since the last call.
 
-        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait at
-        most `IDLE_WAIT_SECONDS` for a load to end, and longer only while loads keep ending.
+        Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait
+        for loads (`waiting`).
         """
         # Stores end without a load: their reports are taken when the mover says so.
         if not (len(self._loads) or self._sent or self._arrived.is_set()):
@@ -495,24 +327,21 @@ class WorkerHalf:
 
     def _wait_for_results(self) -> None:
         began = self._clock()
-        until = began + IDLE_WAIT_SECONDS
-        while self._loads.under_way and (left := until - self._clock()) > 0:
+        while self._loads.under_way:
+            until = wait_until(began, self._loads.ends, self._loads.expected_ends(), self._step_seconds)
+            if (left := until - self._clock()) <= 0:
+                break
             self._arrived.wait(left)
-            if self._take_results():
-                until = min(began + BURST_SECONDS, self._clock() + GAP_SECONDS)
+            self._take_results()
 
-    def _take_results(self) -> bool:
-        """Collect the results of the threads that read and copy. Return whether there was one."""
+    def _take_results(self) -> None:
+        """Collect the results of the threads that read and copy."""
         self._arrived.clear()  # before results are taken: a result that arrives later sets it again
-        found = False
         for result in self._transfers.results() if self._transfers is not None else ():
-            found = True
-            self._loads.on_part_ended(result.key, result.failure, result)
+            self._loads.on_part_ended(result.key, result.failure, result, timed=self._idle)
         for key, report in self._mover.take_reports() if self._mover is not None else ():
-            found = True
             self._reports.reports[key] = report
-            self._loads.on_part_ended(key, report.failure)
-        return found
+            self._loads.on_part_ended(key, report.failure, timed=self._idle)
 
     def take_reports(self) -> StepReports | None:
         if not self._reports:

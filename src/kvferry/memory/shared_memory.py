@@ -1,4 +1,4 @@
-"""Host memory: shared memory files of a fixed size, huge pages, and how much can still be allocated.
+"""Host memory: shared memory files of a fixed size, and how much can still be allocated.
 
 A memory file (memfd) has no name in any file system, so a crash leaves no file behind, and the size of
 ``/dev/shm`` (64 MiB in many containers) does not limit it. The kernel frees its memory when the last process
@@ -8,13 +8,10 @@ that maps it ends. It is *sealed*: no process can cut off memory that others hav
 from __future__ import annotations
 
 import ctypes
-import errno
-import logging
 import mmap
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,19 +22,12 @@ import msgspec
 from kvferry.common.errors import ConfigError, TransferError
 from kvferry.common.machine import fcntl, is_linux
 from kvferry.common.units import format_bytes
-from kvferry.geometry import Region
 
 _SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if is_linux() else 0
 
 # MAP_FIXED replaces an existing mapping at the address. MAP_NORESERVE reserves addresses, but no memory.
 _FIXED, _NORESERVE = 0x10, 0x4000
-# MADV_HUGEPAGE applies to pages that are written later, MADV_COLLAPSE (Linux 6.1) to pages in use.
-_HUGEPAGE, _COLLAPSE = 14, 25
-_PAGE, _LARGE_PAGE = 4096, 2 << 20
-_STEP_BYTES = 32 << 20
-
-# Memory in use that is moved at once. A larger region would delay an engine's start for minutes.
-COLLAPSE_BYTES = 8 << 30
+_LARGE_PAGE = 2 << 20
 
 # For each cgroup version: pattern of a group's line in /proc/self/cgroup, root directory, file with the
 # limit, file with the usage, prefix of the fields of memory.stat that include child groups.
@@ -51,8 +41,6 @@ _VERSIONS = (
 
 # Returns the text of a file; None if it cannot be read.
 Read: TypeAlias = Callable[[str], str | None]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +125,6 @@ def _no_seals(call: str, error: OSError) -> ConfigError:
     )
 
 
-def request_huge_pages(region: Region, *, touched: bool) -> None:
-    """Ask the kernel to back host memory with huge pages. If it refuses, the memory stays as it is.
-
-    If the memory was `touched`, which means written to, at most `COLLAPSE_BYTES` are moved at once. This
-    takes about as long as writing to the whole region.
-    """
-    # A transport that copies between processes pins memory page by page: with pages of 4 KiB that takes about
-    # five times as long as with pages of 2 MiB.
-    first = -(-region.address // _PAGE) * _PAGE
-    length = (region.address + region.length - first) // _PAGE * _PAGE
-    if region.memory != "DRAM" or os.uname().sysname != "Linux":
-        return
-    # If /sys/kernel/mm/transparent_hugepage/enabled is madvise, a process must request huge pages, which
-    # torch does not. If shmem_enabled is never, the default, shared memory gets none. MADV_COLLAPSE ignores
-    # both settings.
-    for advice in (_HUGEPAGE, _COLLAPSE) if touched and length <= COLLAPSE_BYTES else (_HUGEPAGE,):
-        _advise(first, length, advice)
-
-
 def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
     """Map a shared memory file at a multiple of the size of a huge page.
 
@@ -179,38 +148,6 @@ def map_shared(fd: int, size: int, *, writable: bool = True) -> tuple[mmap.mmap,
     if there != address + skip:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return room, skip
-
-
-class HugePageCollapser:
-    """A thread that moves memory in use to huge pages. The region must stay mapped until `stop` returns."""
-
-    def __init__(self, region: Region) -> None:
-        self._region, self._stopped = region, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-pages", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. Then the memory may be unmapped."""
-        self._stopped.set()
-        self._thread.join()
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        first, end = self._region.address, self._region.address + self._region.length
-        for at in range(first, end, _STEP_BYTES):
-            if self._stopped.is_set() or _advise(at, min(_STEP_BYTES, end - at), _COLLAPSE) == errno.EINVAL:
-                return  # EINVAL: this kernel cannot collapse pages; other errors concern only these pages
-
-
-def _advise(address: int, length: int, advice: int) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
-        return 0
-    error = ctypes.get_errno()
-    _log.debug("madvise %d of %d bytes: %s", advice, length, os.strerror(error))
-    return error
 
 
 def read_kernel_file(path: str) -> str | None:

@@ -5,6 +5,7 @@ A list has one descriptor for every row (run of a cell) of a route, every cell o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 class DescriptorIndices(NamedTuple):
@@ -25,8 +27,14 @@ class DescriptorIndices(NamedTuple):
     dst: Int32s
 
 
-@dataclass(frozen=True, slots=True)
-class TransferCounts:
+def join_indices(parts: Sequence[DescriptorIndices]) -> DescriptorIndices:
+    """Concatenate the descriptors of several routes. There is at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    return DescriptorIndices(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class TransferCounts(NamedTuple):
     """The size of one request's transfer over one route.
 
     Gaps that are read and discarded do not count. `pages` are contiguous runs of cells, often pages. Merged
@@ -58,33 +66,48 @@ class PreparedEntries:
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
         if rows == 1:
-            return each + np.int32(self.base)
+            return each + self.base
         # Row-major, first row 0 of all cells: neighbours in this order are often neighbours in memory too.
         step = self.cells * self.blocks
         row = np.arange(self.base, self.base + rows * step, step, dtype=np.int32)
-        found: Int32s = np.add.outer(row, each).reshape(-1)
+        found: Int32s = (row[:, None] + each).reshape(-1)
         return found
 
 
 def count_transfer(route: Route, cells: Cells) -> TransferCounts:
     """Return the bytes and descriptors of a request over one route, without listing descriptors."""
-    total = pages = descriptors = largest = 0
-    n = len(cells)
-    for length, number, offsets in route.run_kinds if n else ():
-        longest, merged = 1, n
-        # The block ids decide whether runs touch. They need not be compared if no runs can.
-        if offsets is not None:
-            src, dst = cells.src_block * route.src_stride, cells.dst_block * route.dst_stride
-            if route.src_cells > 1:
-                src += offsets[0][cells.number % route.src_cells]
-            if route.dst_cells > 1:
-                dst += offsets[1][cells.number % route.dst_cells]
-            touch = (src[1:] - src[:-1] == length) & (dst[1:] - dst[:-1] == length)
-            if touch.any():
-                ends = np.concatenate([[-1], np.flatnonzero(~touch), [n - 1]])
-                longest, merged = int((ends[1:] - ends[:-1]).max()), len(ends) - 1
-        total += length * number * n
-        pages += number * n
-        descriptors += number * merged
+    count = len(cells)
+    if not count:
+        return TransferCounts(0, 0, 0, 0)
+    pages = descriptors = route.runs_per_cell * count
+    largest = route.longest_run
+    for length, number, offsets in route.mergeable_runs:
+        merged, longest = _merge_runs(route, cells, length, offsets)
+        descriptors -= number * merged
         largest = max(largest, length * longest)
-    return TransferCounts(total, pages, descriptors, largest)
+    return TransferCounts(route.cell_bytes * count, pages, descriptors, largest)
+
+
+def _merge_runs(route: Route, cells: Cells, length: int, offsets: tuple[Int64s, Int64s]) -> tuple[int, int]:
+    """Return how many cells have a run that continues that of the cell before, and the most in a row.
+
+    Such runs have a `length` in bytes, and `offsets` as in `Route.mergeable_runs`.
+    """
+    number = cells.number
+    touch = _touches(cells.src_block, number, route.src_cells, route.src_stride, offsets[0], length)
+    touch &= _touches(cells.dst_block, number, route.dst_cells, route.dst_stride, offsets[1], length)
+    merged = int(np.count_nonzero(touch))
+    if merged in (0, len(touch)):
+        return merged, merged + 1
+    ends = np.concatenate([[-1], np.flatnonzero(~touch), [len(touch)]])
+    return merged, int((ends[1:] - ends[:-1]).max())
+
+
+def _touches(blocks: Int64s, number: Int64s, cells: int, stride: int, offsets: Int64s, length: int) -> Bools:
+    """Return whether the run of each cell ends on one side where that of the next cell begins."""
+    if cells == 1:  # a run that may touch that of the next block is as long as the stride
+        at, length = blocks, 1
+    else:
+        at = blocks * stride + offsets[number % cells]
+    found: Bools = at[1:] - at[:-1] == length
+    return found

@@ -188,44 +188,70 @@ def select_cells(
     Raise TransferError if a needed block is missing, null or not in its pool, the prefix that the destination
     has ends inside a cell, or a part of the loaded prefix ends inside a block.
     """
-    low, high = needed_tokens(group, span)
+    first, last = needed_cells(route, group.kind, span, needed_tokens(group, span))
+    return take_cells(route, first, last, src_table, dst_table)
+
+
+def needed_cells(route: Route, kind: GroupKind, span: LoadSpan, needed: tuple[int, int]) -> tuple[int, int]:
+    """Return the range ``[first, last)`` of the cells that hold the `needed_tokens` of a group.
+
+    Raise TransferError if the prefix that the destination has ends inside a cell, or a part of the loaded
+    prefix ends inside a block.
+    """
+    low, high = needed
     if low >= high:
+        return 0, 0
+    size = route.cell_tokens
+    if not size:
+        return 0, 1
+    first = low // size
+    if first * size < span.local_tokens:
+        raise TransferError(
+            f"the local prefix ends at token {span.local_tokens}, inside the cell of "
+            f"{size} tokens from {first * size}; it must end on one"
+        )
+    check_part_edges(route, kind, span)
+    # The last cell may hold tokens after the end of the span. The engine does not read them.
+    return first, -(-high // size)
+
+
+def take_cells(route: Route, first: int, last: int, src_table: Int64s, dst_table: Int64s) -> Cells:
+    """Return the cells ``[first, last)`` of a route, with their blocks.
+
+    Raise TransferError if one of their blocks is missing, null or not in its pool.
+    """
+    if first >= last:
         return NO_CELLS
-    if not route.cell_tokens:
-        if len(src_table) != 1 or len(dst_table) != 1:
-            raise TransferError(
-                f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
-            )
-        number = np.zeros(1, np.int64)
-    else:
-        first = low // route.cell_tokens
-        if first * route.cell_tokens < span.local_tokens:
-            raise TransferError(
-                f"the local prefix ends at token {span.local_tokens}, inside the cell of "
-                f"{route.cell_tokens} tokens from {first * route.cell_tokens}; it must end on one"
-            )
-        check_part_edges(route, group.kind, span)
-        # The last cell may hold tokens after the end of the span. The engine does not read them.
-        number = np.arange(first, -(-high // route.cell_tokens), dtype=np.int64)
+    if not route.cell_tokens and (len(src_table) != 1 or len(dst_table) != 1):
+        raise TransferError(
+            f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
+        )
+    number = np.arange(first, last, dtype=np.int64)
     blocks = []
     for table, cells, pool, side in (
         (src_table, route.src_cells, route.src_blocks, "source"),
         (dst_table, route.dst_cells, route.dst_blocks, "destination"),
     ):
-        at = number if cells == 1 else number // cells
-        if at[-1] >= len(table):
+        if (at := (last - 1) // cells) >= len(table):
             raise TransferError(
-                f"tokens [{low}, {high}) need block {at[-1]} of the {side}'s table, which has {len(table)}"
+                f"tokens [{first * route.cell_tokens}, {last * route.cell_tokens}) need block {at} of the "
+                f"{side}'s table, which has {len(table)}"
             )
-        ids = table[at]
-        least, most = ids.min(), ids.max()
-        if least == NULL_BLOCK:
-            raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
-        # With an id beyond the pool, the transfer would use memory that belongs to something else.
-        if least < 0 or most >= pool:
-            raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
+        ids = table[first:last] if cells == 1 else table[number // cells]
+        _check_blocks(ids, pool, side)
         blocks.append(ids)
     return Cells(blocks[0], blocks[1], number)
+
+
+def _check_blocks(ids: Int64s, pool: int, side: str) -> None:
+    # `argmin` takes a fifth of the time of `min` for a few ids.
+    least, most = int(ids[ids.argmin()]), int(ids[ids.argmax()])
+    if least > NULL_BLOCK and most < pool:
+        return
+    if least == NULL_BLOCK:
+        raise TransferError(f"the {side} no longer holds a block that the request needs (null block)")
+    # With an id beyond the pool, the transfer would use memory that belongs to something else.
+    raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
 
 
 def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s) -> Int64s:
@@ -271,6 +297,21 @@ def blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:
     if group.kind is GroupKind.STATE:
         return table
     return table[low // group.block_tokens : -(-high // group.block_tokens)]
+
+
+def count_blocks_needed(group: BlockPattern, span: LoadSpan) -> int:
+    """Return the number of `blocks_needed`.
+
+    >>> from kvferry.geometry import Group
+    >>> count_blocks_needed(Group(GroupKind.FULL, 16, 0, ()), LoadSpan(local_tokens=16, total=40, prompt=41))
+    2
+    """
+    low, high = needed_tokens(group, span)
+    if low >= high:
+        return 0
+    if group.kind is GroupKind.STATE:
+        return 1
+    return -(-high // group.block_tokens) - low // group.block_tokens
 
 
 def unwritten_blocks_needed(group: BlockPattern, span: LoadSpan, table: Int64s) -> Int64s:

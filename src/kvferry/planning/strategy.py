@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvferry.common.errors import ConfigError
 from kvferry.planning.cell_copy import PoolCopies
@@ -40,6 +41,9 @@ FETCHED_SEGMENT_BYTES = 4 << 20
 
 # A lane gets no smaller part of a route than this.
 LANE_BYTES = 2 << 20
+
+# All lanes read a transfer of this size or more.
+LARGE_BYTES = 2 * LANE_BYTES
 
 # Run length from which a GPU's copy engine copies to and from host memory, unless it was measured.
 COPY_ENGINE_BYTES = 512 << 10
@@ -123,26 +127,40 @@ class Work:
     shared: bool = False  # the copies go to and from host memory, wherever the KV cache is
 
     def seconds(self, cells: int, costs: Costs) -> float:
-        c, total = costs, cells * self.bytes
-        least = _HOST_BYTE_SECONDS if self.shared else 0.0
+        total = cells * self.bytes
+        read, gather = self.cell_seconds(costs, large=total >= LARGE_BYTES)
+        return _seconds(cells, total, read, gather, costs)
+
+    def cell_seconds(self, costs: Costs, *, large: bool) -> tuple[float, float | None]:
+        """Return the seconds for one cell at the destination, and at the source; None if it gathers nothing.
+
+        The cell is part of a `large` transfer, of `LARGE_BYTES` or more, or of a small one.
+        """
+        c, least = costs, _HOST_BYTE_SECONDS if self.shared else 0.0
         # All lanes read and scatter a large transfer. The source gathers with one thread in any case.
-        large = total >= 2 * LANE_BYTES
         work_gain, byte_gain = (c.lanes_work_gain, c.lanes_byte_gain) if large else (1.0, 1.0)
         work = self.descriptors * c.read_descriptor_seconds
         byte = self.read_bytes * c.read_byte_seconds / byte_gain
         if self.scatter_runs:
             work += self.scatter_calls * c.copy_call_seconds + self.scatter_runs * c.copy_run_seconds
             byte += self.bytes * max(c.copy_byte_seconds / byte_gain, least)
-        ours = cells * (work / work_gain + byte)
+        read = work / work_gain + byte
         if not self.gather_runs:
-            return ours
+            return read, None
         work = self.gather_calls * c.copy_call_seconds + self.gather_runs * c.copy_run_seconds
-        gather = cells * (work + self.bytes * max(c.copy_byte_seconds, least))
-        segments = max(1.0, total / segment_bytes(total))
-        ours += segments * c.read_descriptor_seconds
-        # The first segment is gathered before anything can be read, so nothing hides it.
-        hidden = c.overlap * min(gather, ours) * (1 - 1 / segments)
-        return segments * c.ask_seconds + gather + ours - hidden
+        return read, work + self.bytes * max(c.copy_byte_seconds, least)
+
+
+def _seconds(cells: int, total: float, read: float, gather: float | None, costs: Costs) -> float:
+    """Return the duration of a transfer of `total` bytes, whose cells take so many seconds on each side."""
+    ours = cells * read
+    if gather is None:
+        return ours
+    gathering, segments = cells * gather, max(1.0, total / segment_bytes(total))
+    ours += segments * costs.read_descriptor_seconds
+    # The first segment is gathered before anything can be read, so nothing hides it.
+    hidden = costs.overlap * min(gathering, ours) * (1 - 1 / segments)
+    return segments * costs.ask_seconds + gathering + ours - hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +208,7 @@ def transfer_methods(
     found = []
     size = route.cell_bytes
     if route.run_count <= MAX_RUNS:
-        runs = sum(kind.number for kind in route.run_kinds)
-        found.append(TransferMethod(Strategy.DIRECT, Work(runs, size, bytes=size)))
+        found.append(TransferMethod(Strategy.DIRECT, Work(route.runs_per_cell, size, bytes=size)))
     if image := _fetch_image(route, costs.gap_bytes, region_starts):
         calls, runs = _copies(image.pool_copies)
         work = Work(_read_count(image), image.bytes, scatter_calls=calls, scatter_runs=runs, bytes=size)
@@ -217,19 +234,67 @@ def transfer_methods(
     return tuple(fitting)
 
 
+class _Choice(NamedTuple):
+    """A method, by its index, with its `Work.cell_seconds` in a small and in a large transfer."""
+
+    number: int
+    small: tuple[float, float | None]
+    large: tuple[float, float | None]
+
+    def never_cheaper(self, other: _Choice) -> bool:
+        """Return True if a cell takes at least as long as with another method, on both sides."""
+        for (read, gather), (than, other_gather) in ((self.small, other.small), (self.large, other.large)):
+            less_to_gather = other_gather is not None and (gather is None or gather < other_gather)
+            if read < than or less_to_gather:
+                return False
+        return True
+
+
+class MethodPrices:
+    """The `costs` of all transfer methods of a route, worked out per cell, to choose one for each read."""
+
+    def __init__(self, methods: Sequence[TransferMethod], costs: Costs) -> None:
+        self.costs = costs
+        self._bytes = methods[0].work.bytes  # the same for all methods
+        works = [method.work for method in methods]
+        everything = [
+            _Choice(n, work.cell_seconds(costs, large=False), work.cell_seconds(costs, large=True))
+            for n, work in enumerate(works)
+        ]
+        slow = costs.read_byte_seconds >= _SLOW_READS * max(costs.copy_byte_seconds, _HOST_BYTE_SECONDS)
+        usual = [one for one in everything if slow or methods[one.number].strategy is not Strategy.SHARED]
+        self._choices: dict[Strategy | None, list[_Choice]] = {}
+        for strategy in (None, *Strategy):
+            # Methods of the strategy, or for lack of any those that are considered here.
+            found = [one for one in everything if methods[one.number].strategy is strategy]
+            self._choices[strategy] = _worth_pricing(found or usual or everything)
+
+    def cheapest(self, cells: int, strategy: Strategy | None = None) -> int:
+        """Return the index of the method with the shortest expected duration, of `strategy` if any has it."""
+        choices = self._choices[strategy]
+        if len(choices) == 1:
+            return choices[0].number
+        total = cells * self._bytes
+        prices = [one.large if total >= LARGE_BYTES else one.small for one in choices]
+        seconds = [_seconds(cells, total, read, gather, self.costs) for read, gather in prices]
+        return choices[seconds.index(min(seconds))].number
+
+
+def _worth_pricing(choices: Sequence[_Choice]) -> list[_Choice]:
+    """Return the methods that may be the cheapest for some number of cells: at least one."""
+    # Often it is only one: where descriptors are long, direct takes the least time on both sides.
+    kept: list[_Choice] = []
+    for choice in choices:
+        if not any(choice.never_cheaper(other) for other in kept):
+            kept.append(choice)
+    return kept
+
+
 def choose_method(
     methods: Sequence[TransferMethod], cells: int, costs: Costs, strategy: Strategy | None = None
 ) -> int:
     """Return the index of the method with the shortest expected duration, of `strategy` if any has it."""
-    slow = costs.read_byte_seconds >= _SLOW_READS * max(costs.copy_byte_seconds, _HOST_BYTE_SECONDS)
-    # Ranks: the given strategy, those that are considered here, and the rest, for lack of others.
-    best, choice = (3, 0.0), 0
-    for number, method in enumerate(methods):
-        usual = slow or method.strategy is not Strategy.SHARED
-        rank = 0 if method.strategy is strategy else 1 if usual else 2
-        if rank <= best[0] and (cost := (rank, method.work.seconds(cells, costs))) < best:
-            best, choice = cost, number
-    return choice
+    return MethodPrices(methods, costs).cheapest(cells, strategy)
 
 
 def _fetch_image(route: Route, gap_bytes: int, region_starts: Sequence[int]) -> PackedImage | None:

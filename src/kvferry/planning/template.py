@@ -130,6 +130,20 @@ class Route:
                 found.append(_RunKind(length, number, offsets if touch else None))
         return tuple(found)
 
+    @cached_property
+    def runs_per_cell(self) -> int:
+        return sum(kind.number for kind in self.run_kinds)
+
+    @cached_property
+    def longest_run(self) -> int:
+        """Length in bytes of the longest run of one cell."""
+        return max((kind.length for kind in self.run_kinds), default=0)
+
+    @cached_property
+    def mergeable_runs(self) -> tuple[tuple[int, int, tuple[Int64s, Int64s]], ...]:
+        """The `run_kinds` that may merge with those of the next cell: (length, number, offsets)."""
+        return tuple((length, number, at) for length, number, at in self.run_kinds if at is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Template:

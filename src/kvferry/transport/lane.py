@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,6 +57,8 @@ _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-4
 
 # Maximum seconds between polls while the lane only waits for sources to gather.
 _LONGEST_WAIT = 1e-3
+
+_ALL_BITS = (1 << 64) - 1
 
 # Creates a NIXL agent, with the arguments of `Agent`.
 MakeAgent: TypeAlias = Callable[..., Agent]
@@ -325,9 +327,10 @@ class Lane:
         read.data_done = time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, source in enumerate(read.plan.sources):
-            here = np.array([read.landing + number], np.int32)
+            at = read.landing + number
             # If nothing arrives here, the word of the read before must not pass for it.
-            self._lane.words[here] = ~np.uint64(read.order.lease.word(source.card.incarnation))
+            self._lane.words[at] = read.order.lease.word(source.card.incarnation) ^ _ALL_BITS
+            here = np.array([at], np.int32)
             self._post(read, local=source.local_words, here=here, remote=source.remote_words, there=there)
 
     def _end(self, read: _Read) -> None:
@@ -340,7 +343,7 @@ class Lane:
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
-        figures = replace(read.plan.figures, transfer_seconds=done - read.started, check_seconds=now - done)
+        figures = read.plan.figures(transfer_seconds=done - read.started, check_seconds=now - done)
         self._deliver(ReadResult(read.order.key, read.failure, figures, read.peer_lost))
 
     def _deliver(self, result: ReadResult) -> None:

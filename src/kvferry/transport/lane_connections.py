@@ -11,7 +11,6 @@ no other connection to that peer, because the transport identifies a peer by its
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,9 +22,15 @@ import numpy as np
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts
-from kvferry.planning.select import partly_written_blocks, select_cells, unwritten_blocks_needed
-from kvferry.planning.strategy import Strategy, choose_method
+from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts, join_indices
+from kvferry.planning.select import (
+    needed_cells,
+    needed_tokens,
+    partly_written_blocks,
+    take_cells,
+    unwritten_blocks_needed,
+)
+from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import absent_layers, build_templates
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
@@ -48,7 +53,39 @@ class ReadPlan:
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
     packed: list[PackedRead]  # reads of images; the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
-    figures: LoadFigures  # without the times of the transfer
+    # KV cache group, strategy and size of each route's share
+    moved: list[tuple[int, Strategy, TransferCounts]]
+    groups: int  # number of this engine's KV cache groups
+    seconds: float  # time that planning took
+
+    def figures(self, transfer_seconds: float = 0.0, check_seconds: float = 0.0) -> LoadFigures:
+        sizes = [0] * self.groups
+        strategies: list[tuple[str, ...]] = [()] * self.groups
+        pages = descriptors = largest = 0
+        for group, strategy, counts in self.moved:
+            sizes[group] += counts.bytes
+            if strategy not in strategies[group]:
+                strategies[group] += (strategy,)
+            pages += counts.pages
+            descriptors += counts.descriptors
+            largest = max(largest, counts.largest_run)
+        speed, not_shared = 0.0, ""
+        for source in self.sources:
+            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
+            not_shared = not_shared or source.not_shared
+        return LoadFigures(
+            bytes_by_group=tuple(sizes),
+            strategies_by_group=tuple(strategies),
+            reads=1,
+            pages=pages,
+            descriptors=descriptors,
+            run_bytes=largest,
+            plan_seconds=self.seconds,
+            transfer_seconds=transfer_seconds,
+            check_seconds=check_seconds,
+            read_bytes_per_second=speed,
+            not_shared=not_shared,
+        )
 
 
 class ConnectedPeer:
@@ -77,76 +114,48 @@ class ConnectedPeer:
         """Plan the read of one request's KV. Raise TransferError if the order does not fit both engines."""
         started = time.perf_counter()
         self._check(order)
-        settings, groups = self._lane.settings, self._lane.geometry.groups
+        settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
         packed, clears = list[PackedRead](), list[tuple[StagingCopies, Int64s]]()
         if order.share == 0:  # one lane is enough
             # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
             for at, copies in self._absent:
-                blocks = unwritten_blocks_needed(groups[at], order.span, order.dst_tables[at])
+                blocks = unwritten_blocks_needed(groups[at], span, order.dst_tables[at])
                 clears.append((copies, blocks))
-        moved, number = list[tuple[int, Strategy, TransferCounts]](), itertools.count()
+        moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
+        needed = [needed_tokens(group, span) for group in groups]
         for source in self.sources:
             indices, moved_before = list[DescriptorIndices](), len(moved)
             for prepared in source.routes:
                 route = prepared.route
                 at, table = route.dst_group, order.dst_tables[route.dst_group]
-                cells = select_cells(route, groups[at], order.span, order.src_tables[route.src_group], table)
-                size = len(cells) * route.cell_bytes
-                cells = order.select(cells, size, settings.lane_bytes, next(number))
-                if not len(cells):
+                first, last = needed_cells(route, groups[at].kind, span, needed[at])
+                size = (last - first) * route.cell_bytes
+                first, last = order.take_share(
+                    (first, last), route.dst_cells, size, settings.lane_bytes, number
+                )
+                number += 1
+                if first == last:
                     continue
-                methods = [each.method for each in prepared.methods]
-                pinned = order.strategy or settings.strategy
-                method = prepared.methods[choose_method(methods, len(cells), source.speed.costs, pinned)]
+                cells = take_cells(route, first, last, order.src_tables[route.src_group], table)
+                method = prepared.cheapest(
+                    len(cells), source.speed.costs, order.strategy or settings.strategy
+                )
                 moved.append((at, method.method.strategy, method.counts(route, cells)))
                 if method.method.image is None:
                     indices.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
-                left = partly_written_blocks(route, groups[at], order.span, table)
+                left = partly_written_blocks(route, groups[at], span, table)
                 if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
                     clears.append((prepared.clearing, left))
             if indices:
-                joined = map(np.concatenate, zip(*indices, strict=True))  # lazy: one route needs no copy
-                direct.append((source, indices[0] if len(indices) == 1 else DescriptorIndices(*joined)))
+                direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
-        return ReadPlan(sources, direct, packed, clears, self._figures(sources, moved, started))
-
-    def _figures(
-        self,
-        sources: Sequence[SourceRank],
-        moved: Sequence[tuple[int, Strategy, TransferCounts]],
-        began: float,
-    ) -> LoadFigures:
-        """Return the figures of a plan: of (KV cache group, strategy, counts) for each route that is read."""
-        sizes = [0] * len(self._lane.geometry.groups)
-        strategies: list[tuple[str, ...]] = [()] * len(sizes)
-        pages = descriptors = largest = 0
-        for group, strategy, counts in moved:
-            sizes[group] += counts.bytes
-            if strategy not in strategies[group]:
-                strategies[group] += (strategy,)
-            pages += counts.pages
-            descriptors += counts.descriptors
-            largest = max(largest, counts.largest_run)
-        speed, not_shared = 0.0, ""
-        for source in sources:
-            speed = min(filter(None, (speed, source.speed.bytes_per_second)), default=0.0)
-            not_shared = not_shared or source.not_shared
-        return LoadFigures(
-            bytes_by_group=tuple(sizes),
-            strategies_by_group=tuple(strategies),
-            reads=1,
-            pages=pages,
-            descriptors=descriptors,
-            run_bytes=largest,
-            plan_seconds=time.perf_counter() - began,
-            read_bytes_per_second=speed,
-            not_shared=not_shared,
-        )
+        seconds = time.perf_counter() - started
+        return ReadPlan(sources, direct, packed, clears, moved, len(groups), seconds)
 
     @property
     def measuring(self) -> bool:

@@ -30,6 +30,7 @@ from kvferry.planning.select import Cells
 from kvferry.planning.strategy import (
     FETCHED_SEGMENT_BYTES,
     Costs,
+    MethodPrices,
     Strategy,
     TransferMethod,
     segment_bytes,
@@ -149,18 +150,26 @@ class PreparedMethod:
         return TransferCounts(route.cell_bytes * count, pages, rows, longest if count else 0)
 
 
-@dataclass(frozen=True, slots=True)
 class PreparedRoute:
     """A route with its methods, a direct one first. `clearing` zeroes the bytes of a block that it writes."""
 
-    route: Route
-    methods: tuple[PreparedMethod, ...]
-    clearing: StagingCopies
+    def __init__(
+        self, route: Route, methods: Sequence[PreparedMethod], clearing: StagingCopies, costs: Costs
+    ) -> None:
+        self.route, self.methods, self.clearing = route, methods, clearing
+        self._prices = MethodPrices([each.method for each in methods], costs)
 
     @property
     def direct(self) -> PreparedMethod | None:
         first = self.methods[0]
         return first if first.method.strategy is Strategy.DIRECT else None
+
+    def cheapest(self, cells: int, costs: Costs, strategy: Strategy | None) -> PreparedMethod:
+        """Return the method that takes the shortest time for some cells, of `strategy` if any has it."""
+        # Once at most, if the measured speed of the peer's READs differs from the machine's costs.
+        if self._prices.costs is not costs:
+            self._prices = MethodPrices([each.method for each in self.methods], costs)
+        return self.methods[self._prices.cheapest(cells, strategy)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +229,7 @@ class _RoutePreparation:
                 f"cells of {route.cell_bytes} bytes in {route.run_count} runs can only move staged, and the "
                 "peer does not gather; set staging_mib there"
             )
-        self.routes.append(PreparedRoute(route, tuple(made), _clearing(route, self._space)))
+        self.routes.append(PreparedRoute(route, made, _clearing(route, self._space), self._costs))
 
     def _is_possible(self, method: TransferMethod) -> bool:
         if not _gathers(method) or method.image is None:

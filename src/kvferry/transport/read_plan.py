@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import Cells, LoadSpan
+from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.lease import LeaseWord
 
@@ -25,34 +25,38 @@ class ReadOrder:
     share: int = 0  # index, which is not that of the lane
     shares: int = 1
 
-    def select(self, cells: Cells, size: int, least: int, route: int) -> Cells:
-        """Select the cells of a route that belong to this share.
+    def take_share(
+        self, cells: tuple[int, int], cells_per_block: int, size: int, least: int, route: int
+    ) -> tuple[int, int]:
+        """Return the range ``[first, last)`` of a route's `cells` that belongs to this share.
 
         Every cell is in exactly one share. All cells of a route and destination block are in the same share,
         so that a single lane fills the block and zeroes its unfilled bytes.
 
         Args:
-            cells: all cells of the route to read. Equal destination blocks are adjacent.
+            cells: range ``[first, last)`` of all cells to read. `cells_per_block` is for destination blocks.
             size, least: bytes of these cells, and approximate minimum number of bytes in a share.
             route: index of the route. Its first cells are in share ``route % shares``; a route with less than
                 `least` bytes is in share 0.
         """
+        first, last = cells
         parts = min(self.shares, size // least)
-        if parts < 1:
-            return cells if self.share == 0 else cells[:0]
         # Routes that are split into few parts begin at different shares, so that share 0 does not get all.
-        part = (self.share - route) % self.shares
-        if part >= parts:
-            return cells[:0]
-        return cells[_cut(cells.dst_block, part, parts) : _cut(cells.dst_block, part + 1, parts)]
+        part = (self.share - route) % self.shares if parts else self.share
+        if part >= max(parts, 1):
+            return last, last
+        if parts > 1:
+            # Parts begin at the start of a block.
+            length, end = last - first, last
+            if part + 1 < parts:
+                last = _round_up(first + length * (part + 1) // parts, cells_per_block, end)
+            if part > 0:
+                first = _round_up(first + length * part // parts, cells_per_block, end)
+        return first, last
 
 
-def _cut(blocks: Int64s, part: int, parts: int) -> int:
-    """Return the index of the first cell of a share; for `part` = `parts`, the number of cells."""
-    at = len(blocks) * part // parts
-    while 0 < at < len(blocks) and blocks[at] == blocks[at - 1]:
-        at += 1
-    return at
+def _round_up(cell: int, cells_per_block: int, end: int) -> int:
+    return min(end, -(-cell // cells_per_block) * cells_per_block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The transfers of a worker: lanes (threads) that read from peers, and the memory that peers read.
 
 A large order is split over the lanes. Every lane plans and reads its own share, so several cores post
-descriptors and unpack cells. Small orders that are queued together are read whole, each by one lane, because
-planning a share takes about as long as planning the order. An order has exactly one result, which is
-delivered when no lane has a READ of the order in flight.
+descriptors and unpack cells. An order that is too small to be split, and small orders that are queued
+together, are read whole, each by one lane: no other lane wakes up for them. An order has exactly one result,
+which is delivered when no lane has a READ of the order in flight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import partial
 
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import on_device
-from kvferry.memory.shared_memory import request_huge_pages
+from kvferry.memory.pages import HugePageCollapser, request_huge_pages
+from kvferry.planning.select import LoadSpan, count_blocks_needed
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
@@ -54,11 +55,9 @@ class _ExportedMemory:
         first_word = words.add(outgoing.units)
         if shared is not None:
             words.add(shared.units)
-        for region in geometry.regions:
-            request_huge_pages(region, touched=True)
         areas = [outgoing.region] if size else []
         for region in areas:
-            request_huge_pages(region, touched=False)
+            request_huge_pages(region)
         agent.register([*geometry.regions, *areas, Region(words.address, words.array.nbytes)])
         self._gatherer: GatherServer | None = None
         offered = None
@@ -72,8 +71,11 @@ class _ExportedMemory:
         self.card = RankCard(
             geometry, agent.metadata(), words.address, len(words.array), words.incarnation, offered
         )
+        # The engine has written to its cache before it handed it over. To move 1 GiB takes seconds.
+        self._collapser = HugePageCollapser(geometry.regions)
 
     def close(self) -> None:
+        self._collapser.stop()
         if self._gatherer is not None:
             self._gatherer.close()
             self._gatherer = None
@@ -120,12 +122,17 @@ class Transfers:
         """
         settings = settings or TransferSettings()
         self.words = words
+        self._lane_bytes = settings.lane_bytes
+        # Of each KV cache group: the group, and the bytes that all its layers have in one block.
+        self._groups = [
+            (group, sum(layer.page.content_bytes for layer in group.layers)) for group in geometry.groups
+        ]
         self._turns = itertools.count()
         # Of each order: how many lanes have not done their share of it, and the result of those that have.
         self._orders: dict[str, tuple[int, ReadResult | None]] = {}
         self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
-            request_huge_pages(landing.region, touched=False)
+            request_huge_pages(landing.region)
         # UCX reads its settings when an agent is created.
         with (
             ExitStack() as started,
@@ -173,7 +180,7 @@ class Transfers:
             size = order.span.ends - order.span.begins
             # The first share changes its lane from order to order, because small routes are in it alone.
             turn = next(self._turns)
-            if size * lanes <= total:
+            if size * lanes <= total or not self._is_divisible(order.span):
                 # A small order goes as a whole to the lane that has the fewest tokens so far.
                 *_, lane = min((given[n], (n + turn) % lanes, n) for n in range(lanes))
                 given[lane] += size
@@ -183,6 +190,14 @@ class Transfers:
                 self._orders[order.key] = lanes, None
                 for number, one in enumerate(self._lanes):
                     one.submit(replace(order, share=(number + turn) % lanes, shares=lanes))
+
+    def _is_divisible(self, span: LoadSpan) -> bool:
+        """Return False if `ReadOrder.take_share` gives all routes to one share: they have too few bytes."""
+        # A route has no more bytes than its KV cache group.
+        return any(
+            block_bytes * count_blocks_needed(group, span) >= self._lane_bytes
+            for group, block_bytes in self._groups
+        )
 
     def results(self) -> list[ReadResult]:
         done = []

@@ -1,26 +1,33 @@
 """The servers of `benchmarks handover --served`, with scripts in place of vLLM's."""
 
+import asyncio
 import importlib.metadata
 import json
 import sys
 import threading
+import time
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from benchmarks.handover.client import Answer, get, post_all
 from benchmarks.handover.engine import Setup
+from benchmarks.handover.mix import MixRequest
 from benchmarks.handover.model import MODELS
+from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.handover.served import ServerPair, server_pair
 from benchmarks.handover.server import Server, server_spec
 from benchmarks.handover.server_plugins import NIXL_PLUS, WITHOUT_AMX, nixl_plus, without_amx
+from benchmarks.handover.stream import serve_all
 from benchmarks.plugins import plugin_environment
 from kvferry.common.errors import ConfigError, TransferError
-from kvferry.tools.serving.launch import EngineProcess, EngineSpec, Fleet, LaunchError, Role
+from kvferry.tools.serving.launch import EngineSpec, Fleet, LaunchError, Role
 from support.ports import reserved_port
 from support.waiting import wait_for
 
@@ -96,8 +103,8 @@ def test_request_that_a_server_does_not_answer_is_an_error(port):
 class PlayedServer:
     """A server that gives a token to each request, and has loaded a number of tokens in all."""
 
-    def __init__(self, loaded: int = 0) -> None:
-        self.loaded, self.bodies, self.settled = loaded, [], 0
+    def __init__(self, loaded: int = 0, port: int = 0) -> None:
+        self.loaded, self.bodies, self.settled, self.port = loaded, [], 0, port
 
     def complete(self, bodies):
         self.bodies = [json.loads(body) for body in bodies]
@@ -125,12 +132,123 @@ def test_server_pair_passes_the_prefill_servers_offer_to_the_decode_server():
     assert not pair.hand_over([[1, 2, 3, 4], [5, 6, 7, 8]]).loaded
 
 
+EVENTS = (
+    '{"choices": [{"token_ids": [5]}]}',
+    '{"choices": [{"token_ids": [6, 7]}]}',
+    '{"choices": [{"token_ids": null, "finish_reason": "length"}]}',
+    '{"choices": [], "usage": {}}',
+    "[DONE]",
+)
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Offers KV if asked to keep it. Otherwise streams three tokens, in pieces that cut events in two."""
+
+    protocol_version = "HTTP/1.1"
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.bodies.append(body)
+        if body["prompt"] == [0]:
+            self.send_error(400)
+            return
+        self.send_response(200)
+        if not body["stream"]:
+            answer = json.dumps({"kv_transfer_params": {"remote_host": "here"}}).encode()
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            return
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        events = ['{"error": "no room"}'] if body["prompt"] == [9] else EVENTS
+        stream = "".join(f"data: {event}\n\n" for event in events).encode()
+        for piece in (stream[:60], stream[60:], b""):
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.flush()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def streaming():
+    """The port of a server that streams."""
+    Streaming.bodies.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_mix_is_streamed_from_the_decode_server_and_each_token_has_its_time(streaming):
+    prefill, decode = PlayedServer(port=streaming), PlayedServer(port=streaming)
+    requests = [MixRequest([1, 2, 3], 3) for _ in range(5)]
+    decode.loaded = 4  # of the ten tokens that a connector may load
+    times, tokens = ServerPair("model", prefill, decode).serve(requests, 2)
+    assert (tokens, times.recomputed) == ([5] * 5, pytest.approx(0.6))
+    assert (prefill.settled, decode.settled) == (1, 1)
+    for one in times.requests:
+        first, second, third = one.tokens
+        assert one.sent < first < second == third, "one event has two tokens"
+    sent = [body.get("kv_transfer_params", {}) for body in Streaming.bodies]
+    assert sum(one == {"remote_host": "here"} for one in sent) == 5
+    assert sum(one.get("do_remote_decode", False) for one in sent) == 5
+
+
+def test_one_server_gets_the_requests_without_a_transfer(streaming):
+    times, _ = ServerPair("model", None, PlayedServer(port=streaming)).serve([MixRequest([1, 2], 3)], 1)
+    assert times.recomputed == 0
+    (body,) = Streaming.bodies
+    assert "kv_transfer_params" not in body
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "why"),
+    [([1], 4, "3 tokens in place of 4"), ([0], 3, "answered with http/1.1 400"), ([9], 3, "no room")],
+)
+def test_mix_with_an_answer_that_is_not_right_is_an_error(streaming, prompt, answer: int, why: str):
+    pair = ServerPair("model", None, PlayedServer(port=streaming))
+    with pytest.raises(TransferError, match=why):
+        pair.serve([MixRequest(prompt, answer)], 1)
+    with pytest.raises(TransferError, match=r"no answer to a mix within 0\.05 s"):
+        serve_all([1], 1, lambda _: asyncio.sleep(60), 0.05)
+
+
+@pytest.mark.slow
+def test_nixl_plus_rests_between_polls_as_kvferry_does(monkeypatch):
+    from nixl import _api
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+
+    started: list[Any] = []
+    names = _api.nixl_agent.__init__.__globals__
+    monkeypatch.setitem(names, "nixlBind", names["nixlBind"])
+    monkeypatch.setattr(NixlBaseConnector, "__init__", lambda _, config, role: started.append(role))
+    monkeypatch.setattr(NixlBaseConnector, "register_kv_caches", NixlBaseConnector.register_kv_caches)
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    spin = shm_broadcast.sched_yield
+    favour_nixl()
+    assert shm_broadcast.sched_yield is spin
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    NixlBaseConnector.__init__(object(), config, "worker")
+    assert (started, shm_broadcast.sched_yield is spin) == (["worker"], False)
+
+
 def test_a_server_has_the_settings_of_the_engine():
     spec = server_spec(SETUP, Role.DECODE, 80, {"PYTHONPATH": "here"})
     assert spec.kv_transfer["kv_connector"] == "NixlConnector"
     assert {"--max-model-len=768", "--max-num-seqs=8", "--no-enable-prefix-caching"} < set(spec.arguments)
     assert spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7"
     assert spec.environment["PYTHONPATH"] == "here"
+    assert (spec.environment["OMP_NUM_THREADS"], spec.tensor_parallel) == ("1", 1)
+    alone = server_spec(replace(SETUP, connector="aggregated", ranks=2, threads=2), Role.BOTH, 80, {})
+    assert (alone.kv_transfer, alone.tensor_parallel) == (None, 2)
+    assert alone.environment["OMP_NUM_THREADS"] == "2"
 
 
 def test_plugins_are_found_in_their_folder(tmp_path, monkeypatch):
@@ -153,42 +271,6 @@ class Script(EngineSpec):
 
     def command(self) -> list[str]:
         return [sys.executable, "-c", self.code]
-
-
-TREE = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-print("up", flush=True)
-time.sleep(300)
-"""
-
-
-def wait_until_all_are(state: str, processes: list[psutil.Process]) -> None:
-    wait_for(lambda: {one.status() for one in processes} == {state})
-
-
-def test_waiting_server_is_paused_and_its_guard_is_not(tmp_path):
-    process = EngineProcess(
-        Script(name="server", role=Role.DECODE, model="", port=1, code=TREE), tmp_path / "log", 5.0
-    )
-    try:
-        guard = psutil.Process(process.pid)
-        wait_for(lambda: "up" in process.log_path.read_text())
-        processes = guard.children(recursive=True)
-        assert len(processes) == 2
-        server = Server(process)
-        server.stand_still()
-        wait_until_all_are(psutil.STATUS_STOPPED, processes)
-        wait_until_all_are(psutil.STATUS_SLEEPING, [guard])
-        server.go_on()
-        wait_until_all_are(psutil.STATUS_SLEEPING, processes)
-        server.stand_still()  # a paused server can be ended
-    finally:
-        process.kill()
-        process.finish_stop()
-    # Processes that nobody has waited for yet remain as zombies.
-    assert all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
-    server.go_on()  # of a server that has ended there is nothing to resume
 
 
 @pytest.mark.parametrize(
@@ -248,14 +330,14 @@ def healthy_pair(tmp_path):
         yield pair
 
 
-def test_interrupt_ends_paused_servers_and_removes_their_logs(healthy_pair, tmp_path):
+def test_interrupt_ends_servers_and_removes_their_logs(healthy_pair, tmp_path):
     before = set(psutil.Process().children(recursive=True))
     started: set[psutil.Process] = set()
 
     def interrupted() -> None:
         with healthy_pair(WITHOUT_AMX, NIXL_PLUS) as pair:
-            with pair.running():
-                started.update(set(psutil.Process().children(recursive=True)) - before)
+            assert pair.prefill is not None
+            started.update(set(psutil.Process().children(recursive=True)) - before)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -271,6 +353,23 @@ def test_servers_without_the_settings_of_the_benchmark_are_refused(healthy_pair)
         healthy_pair(WITHOUT_AMX),
     ):
         pass
+
+
+@pytest.mark.parametrize(("connector", "roles"), [("nixl+", ["prefill", "decode"]), ("aggregated", ["both"])])
+def test_one_server_has_the_threads_of_two_and_a_pair_has_its_ranks(connector, roles, tmp_path):
+    found: list[tuple[str, int, int]] = []
+
+    def spec(setup: Setup, role: Role, port: int, environment: dict[str, str]) -> EngineSpec:
+        found.append((str(role), setup.threads, setup.ranks))
+        return Script(name=str(role), role=role, model="", port=port, environment=environment, code="")
+
+    pair = server_pair(
+        replace(SETUP, connector=connector), ranks=(1, 2), spec_of=spec, folder_of=lambda _: tmp_path
+    )
+    with pytest.raises(LaunchError), pair:
+        pass
+    expected = {"prefill": (1, 1), "decode": (1, 2), "both": (2, 1)}
+    assert found == [(role, *expected[role]) for role in roles]
 
 
 def test_server_that_ended_is_named_with_its_last_lines(tmp_path):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.layout import report as layout_report
 from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, Runs, runs_of
-from benchmarks.layout.measure import LayoutJob, moved_tokens, pair_of
+from benchmarks.layout.measure import LayoutJob, k_and_v_apart, moved_tokens, pair_of
 from benchmarks.layout.plot import picture
 from benchmarks.layout.verdicts import verdicts
 from benchmarks.overhead.planning import PlanningTimes, measure
@@ -123,6 +123,7 @@ def test_json_holds_every_round() -> None:
     (cell,) = loaded["tables"][0]["cells"]
     assert cell["ways"][CHOSEN]["of_raw"] == [0.5, 0.5, 0.5]
     assert len(cell["ways"][Strategy.STAGED]["seconds"]) == 3
+    assert cell["descriptors"] == round(cell["ways"][CHOSEN]["bytes"] / cell["run_bytes"]["both"])
 
 
 def test_the_picture_has_a_bar_for_every_way_of_every_cell() -> None:
@@ -141,6 +142,14 @@ def test_runs_are_those_of_either_side_and_of_both() -> None:
     llama = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2})
     assert runs_of(*pair_of(Cell("LBNHC", 2, 1), llama, 64)) == Runs(2048, 32768, 2048)
     assert runs_of(*pair_of(Cell("BHLNC", 1, 1), llama, 64)) == Runs(131072, 131072, 131072)
+
+
+def test_k_and_v_on_pages_of_their_own_halve_the_runs() -> None:
+    llama = read_geometry("Llama-3.1-8B", {"num_hidden_layers": 2})
+    apart = k_and_v_apart(llama)
+    assert apart.cache.name == f"{llama.cache.name}, K and V apart"
+    whole, half = (runs_of(*pair_of(Cell("LBNHC", 1, 1), one, 64)).both for one in (llama, apart))
+    assert (whole, half) == (65536, 32768)
 
 
 def test_tokens_are_whole_blocks_of_every_engine() -> None:

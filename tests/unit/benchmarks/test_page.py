@@ -7,10 +7,12 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.__main__ import app
+from benchmarks.conditions import QUIET
 from benchmarks.handover.engine import Stamps
 from benchmarks.handover.page import summary as handover
 from benchmarks.page.figures import Comparison, Summary
@@ -310,14 +312,18 @@ def test_every_section_links_to_a_section_of_the_documentation() -> None:
         assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
 
 
-def stamps(milliseconds: float) -> list[dict[str, float]]:
-    return [asdict(Stamps(added=1.0, answered=1.0 + milliseconds * 1e-3))]
+def stamps(milliseconds: float) -> dict[str, Any]:
+    """One round of one request."""
+    stamped = [asdict(Stamps(added=1.0, answered=1.0 + milliseconds * 1e-3))]
+    return {"stamps": stamped, "conditions": QUIET.as_json()}
 
 
 def test_hand_overs_are_compared_round_by_round() -> None:
     connectors = {"kvferry": [10, 22, 12], "nixl": [20, 20, 24], "nixl+": [8, 20, 10]}
     rounds = {name: [stamps(each) for each in times] for name, times in connectors.items()}
-    found = handover({"qwen3": [{"tokens": 8192, "requests": 1, "connectors": rounds}]})
+    found = handover(
+        {"qwen3": [{"kind": "load", "tokens": 8192, "requests": 1, "connectors": rounds, "failures": {}}]}
+    )
     plus, plain = found.comparisons
     assert (plus.label, plus.against, plus.ours, plus.theirs) == (
         "qwen3, 8,192 tokens x 1", "nixl+", "12.0 ms", "10.0 ms",
@@ -401,11 +407,12 @@ def test_tiers_are_compared_with_their_limit() -> None:
     assert not found.is_behind(found.comparisons[0].ratio)
 
 
-@pytest.mark.parametrize(("seconds", "notes"), [(0.5, 2), (1.5, 3)])
-def test_hand_overs_that_stall_are_pointed_out(seconds: float, notes: int) -> None:
-    rounds = {
-        "kvferry": [[{"added": 0.0, "answered": 0.1}]],
-        "nixl+": [[{"added": 0.0, "answered": seconds}]],
-    }
-    document = {"qwen3": [{"tokens": 512, "requests": 1, "served": True, "connectors": rounds}]}
-    assert len(handover(document).notes) == notes
+def test_hand_overs_that_stall_have_the_reason_in_place_of_a_ratio() -> None:
+    rounds = {"kvferry": [stamps(100)] * 3, "nixl+": [stamps(120), stamps(1500), stamps(120)]}
+    load = {"kind": "load", "tokens": 512, "requests": 1, "connectors": rounds, "failures": {}}
+    found = handover({"qwen3": [load]})
+    (one,) = found.comparisons
+    assert (one.ratio, one.theirs) == (None, "nixl+ stalled in 1 of 3 rounds, up to 1.5 s")
+    assert found.answer.endswith("could not be compared in any row.")
+    assert any("nixl+ ran 3 rounds, 3 of them on a quiet machine." in note for note in found.notes)
+    assert any("1 rounds stalled, up to 1.5 s." in note for note in found.notes)

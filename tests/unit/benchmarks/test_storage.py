@@ -29,8 +29,8 @@ def made_up(tokens: int = 2048, times: Sequence[float] = (1, 2, 3)) -> Measured:
                 load_tokens=tokens, shared=0.5 * n,
             ),
             "file": VariantRound(
-                new=0.42 * n, stored=0.48 * n, load=0.08 * n, load_tokens=tokens + 1, shared=0.3 * n,
-                shared_tokens=tokens // 2,
+                new=0.42 * n, stored=0.48 * n, load=0.08 * n, disk_load=0.09 * n, load_tokens=tokens + 1,
+                shared=0.3 * n, shared_tokens=tokens // 2,
             ),
             "host": VariantRound(
                 new=0.41 * n, stored=0.42 * n, load=0.02 * n, load_tokens=tokens + 1, shared=0.25 * n,
@@ -66,6 +66,7 @@ def test_first_tokens_are_shown_with_the_tokens_that_were_loaded() -> None:
     lines = shown(made_up())
     assert "from disk 200.0 (100.0-300.0) 2,048" in lines
     assert "kvferry, files 160.0 (80.0-240.0) 2,049" in lines
+    assert "from disk 180.0 (90.0-270.0) 2,049" in lines
     assert "ExampleConnector 1,000 (500-1,500) 0" in lines
     assert "kvferry, files 600.0 (300.0-900.0) 1,024" in lines
 
@@ -82,7 +83,7 @@ def test_ratios_of_the_summary_are_of_one_round_each() -> None:
     ratios = {(one.label, one.against): one.ratio for one in found.comparisons}
     same = {
         ("first token of a stored prompt, 2,048 tokens, files", "ExampleConnector, page cache"): 2.0,
-        ("first token of a stored prompt, 2,048 tokens, files", "ExampleConnector, disk"): 0.8,
+        ("first token of a stored prompt, 2,048 tokens, files on disk", "ExampleConnector, disk"): 0.9,
         ("first token of a stored prompt, 2,048 tokens, host memory", "ExampleConnector, page cache"): 0.5,
         ("first token of a stored prompt, 2,048 tokens, files", "computing"): 0.2,
         ("first token of a new prompt, 2,048 tokens, files", "ExampleConnector"): 0.7,
@@ -95,7 +96,7 @@ def test_ratios_of_the_summary_are_of_one_round_each() -> None:
         assert spread is not None
         assert (spread.median, spread.low, spread.high) == pytest.approx((ratio, ratio, ratio))
     assert found.low_is_good
-    assert "0.80 (0.80-0.80) of ExampleConnector's from the disk" in found.answer
+    assert "2.00 (2.00-2.00) of ExampleConnector's from the page cache and 0.90" in found.answer
     assert "kvferry loads 1,024 and ExampleConnector 0" in found.notes[0]
 
 

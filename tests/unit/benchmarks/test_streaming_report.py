@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.streaming import hosts, report
+from benchmarks import hosts
+from benchmarks.streaming import report
 from benchmarks.streaming.measure import FirstToken
 from kvferry.common.errors import ConfigError
 
@@ -47,3 +51,26 @@ def test_machine_without_network_namespaces_is_an_error_with_advice(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="Operation not permitted; run as root"), hosts.linked_hosts():
         pass
+
+
+def devices() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root")
+def test_thread_and_what_it_starts_on_a_host_see_only_the_devices_of_the_host() -> None:
+    before = devices()
+
+    def work(there: hosts.LinkedHost, here: hosts.LinkedHost) -> list[set[str]]:
+        there.enter()
+        listed = ["ls", "/sys/class/net"]
+        started = set(subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split())
+        here.enter()
+        return [started, devices()]
+
+    there, here = hosts.on_linked_hosts(work)
+    assert {name for name in there if name.startswith("kvb")} == {"kvb1"}
+    assert {name for name in here if name.startswith("kvb")} == {"kvb2"}
+    assert devices() == before
+    with pytest.raises(ZeroDivisionError):
+        hosts.on_linked_hosts(lambda *_: 1 // 0)

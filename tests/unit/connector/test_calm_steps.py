@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
-from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import Report, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -28,7 +28,11 @@ ASKS = {"do_remote_decode": True}
 
 @contextmanager
 def started(
-    clock: Callable[[], float] = time.monotonic, *, lockstep: bool = False, **settings
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    lockstep: bool = False,
+    wake: Callable[[], None] = lambda: None,
+    **settings,
 ) -> Iterator[SchedulerHalf]:
     facts = EngineFacts(
         engine_id="e",
@@ -50,6 +54,7 @@ def started(
         BlockPool(100),
         facts=lambda incarnation: Facts("e", incarnation, "test", {}),
         namespace=lambda _: None,
+        wake=wake,
         clock=clock,
     )
     try:
@@ -108,6 +113,29 @@ def test_a_step_may_wait_for_loads_if_nothing_computes_and_no_other_engine_waits
         half.step_done()
         half.step_done()
         assert step(half, {}).idle == (not lockstep)
+
+
+def test_an_engine_that_computes_nothing_goes_on_at_once_after_a_report():
+    """It may then compute the request that was loaded, or load more."""
+    woken = []
+    with started(wake=lambda: woken.append(True)) as half:
+        ended = StepReports(reports={"load": Report(None)})
+        for tokens, reports, wakes in ({}, StepReports(), 0), ({"a": 5}, ended, 0), ({}, ended, 1):
+            step(half, tokens)
+            half.take_reports(reports)
+            half.step_done()
+            assert len(woken) == wakes
+
+
+def test_orders_of_an_idle_engine_say_how_long_its_steps_take():
+    clock = Clock()
+    with started(clock) as half:
+        for tokens, seconds, known in (0, 0.0, 0.0), (5, 0.02, 0.02), (5, 0.03, 0.03), (200, 9.0, 0.03):
+            step(half, {"a": tokens} if tokens else {})
+            clock.now += seconds
+            half.step_done()
+            assert step(half, {}).step_seconds == pytest.approx(known)
+            half.step_done()
 
 
 def finish(half: SchedulerHalf) -> None:
@@ -245,7 +273,10 @@ def test_quiet_steps_change_no_orders():
         with started() as other:
             looked = run(other, seed, look=True)
         assert not any(orders.quiet for orders in looked)
-        assert [replace(orders, quiet=False) for orders in found] == looked
+        # The times of steps differ between the two runs.
+        assert [replace(orders, quiet=False, step_seconds=0.0) for orders in found] == [
+            replace(orders, step_seconds=0.0) for orders in looked
+        ]
         quiet += sum(orders.quiet for orders in found)
     assert quiet > 100
 

@@ -5,8 +5,8 @@ from functools import reduce
 
 import pytest
 
+from kvferry.connector.loads import Loads
 from kvferry.connector.messages import Report, StepReports
-from kvferry.connector.worker import Loads
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.read_plan import LoadFigures, ReadResult
 from support.clock import Clock

@@ -1,6 +1,8 @@
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given, strategies as st
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry.rank import GroupKind
@@ -119,3 +121,29 @@ def test_a_pipeline_is_as_slow_as_its_slower_end():
 def test_costs_are_below_a_second():
     with pytest.raises(ConfigError, match="ask_seconds is 2"):
         Costs(ask_seconds=2)
+
+
+FRACTIONS = st.sampled_from([0.0, 0.1, 0.5, 1.0])
+
+
+@given(
+    exponents=st.lists(st.integers(-12, -3), min_size=6, max_size=6),
+    overlap=FRACTIONS,
+    gains=st.tuples(st.sampled_from([1.0, 1.8, 4.0]), st.sampled_from([1.0, 1.2, 4.0])),
+    parallel=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
+    layouts=st.tuples(st.sampled_from(["LBNHC", "LBHNC", "BHLNC"]), st.sampled_from(["LBNHC", "BHLNC"])),
+    strategy=st.sampled_from([None, *Strategy]),
+)
+def test_no_other_method_of_the_strategy_takes_less_time(
+    exponents, overlap, gains, parallel, layouts, strategy
+):
+    costs = Costs(*(10.0**exponent for exponent in exponents), overlap, *gains)
+    methods = transfer_methods(route(*layouts, *parallel), costs, ROOM, shared=True)
+    for found, cells in product((methods, methods[::-1]), (1, 3, 17, 64, 400, 10_000)):
+        choice = found[choose_method(found, cells, costs, strategy)]
+        alike = [way for way in found if strategy is None or way.strategy is strategy]
+        # Whether memory that both map is considered depends on the costs; see the test of slow reads.
+        if strategy is None and choice.strategy is not Strategy.SHARED:
+            alike = [way for way in alike if way.strategy is not Strategy.SHARED]
+        least = min(way.work.seconds(cells, costs) for way in alike)
+        assert choice.work.seconds(cells, costs) == pytest.approx(least)

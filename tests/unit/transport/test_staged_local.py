@@ -19,6 +19,7 @@ from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import Gather
+from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
@@ -831,3 +832,20 @@ def test_each_lane_reads_some_of_many_small_orders_whole_and_large_orders_are_sp
     bounds = [0, 800, 1072, 1344, 1600]
     unequal = [LoadSpan(first, end, 1601) for first, end in itertools.pairwise(bounds)]
     assert sorted(read(unequal)) == [1, 3]
+
+
+@pytest.mark.parametrize(("lane_bytes", "lanes"), [(1 << 20, 1), (1, 2)])
+def test_only_lanes_that_have_something_to_read_plan_an_order(world, monkeypatch, lane_bytes, lanes):
+    spec = hybrid()
+    tables = tuple(table[:1] if n == 2 else table for n, table in enumerate(scattered_tables(spec, 64, 1)))
+    producer = world.workers(ranks(spec, HYBRID))
+    reader = world.workers(ranks(spec, HYBRID), 1000, lanes=2, lane_bytes=lane_bytes)
+    reader.threads[0].connect("P", producer.cards)
+    planned, plan = [], ConnectedPeer.plan
+    monkeypatch.setattr(ConnectedPeer, "plan", lambda peer, order: planned.append(order) or plan(peer, order))
+    for key in "ab":
+        reader.threads[0].submit(ReadOrder(key, "P", LoadSpan(0, 64, 65), tables, tables, LeaseWord(0, 0, 1)))
+        assert reader.result(key).failure is None
+    assert len(planned) == 2 * lanes
+    both = [any(length == 8 for _, length in agent.reads) for agent in reader.agents]
+    assert both == [True, True], "small orders take turns"

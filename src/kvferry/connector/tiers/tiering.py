@@ -107,17 +107,21 @@ class Tiering:
         events: EventStream,
         namespace: NamespaceOf,
         describe_blocks: DescribeBlocks | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the tiers, and allocate the arena. Create this object after all workers have started.
+        """Open the tiers, and begin to allocate the arena. Create this object after all workers have started.
+
+        `wake` makes the engine run a step soon.
 
         Raises:
             ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
         """
         canonical = _canonical(config, engine, ranks)
-        self._arena = Arena.create(_host_bytes(tiers))
+        self._arena = Arena.create(_host_bytes(tiers), wake)
+        self._on_gpu = any(region.memory == "VRAM" for rank in ranks for region in rank.regions)
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
         policy = EVICTION_POLICIES[tiers.host.eviction_policy]
-        host = HostTier(self._arena.region.length, sizes, policy, table)
+        host = HostTier(self._arena.region.length, sizes, policy, table, self._ready_bytes)
         opened = open_tiers(tiers.slow, lambda: namespace(canonical), table)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
@@ -162,7 +166,8 @@ class Tiering:
             snapshot_tokens,
             self._block_events,
         )
-        self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)
+        # The description of the arena, until the ranks have it.
+        self._cards = [ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)]
         self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
@@ -174,7 +179,17 @@ class Tiering:
     @property
     def busy(self) -> bool:
         """True if the engine must run steps without requests, for stores, loads and writes under way."""
-        return self._stores.busy or self.source.busy or self._cache.busy
+        return self._stores.busy or self.source.busy or self._cache.busy or self._can_attach
+
+    @property
+    def _can_attach(self) -> bool:
+        """Whether the ranks do not know the arena yet, and can attach it now."""
+        # A rank with a GPU registers all of the arena, and would allocate the rest of it, page by page.
+        return bool(self._cards) and (not self._on_gpu or self._arena.is_allocated)
+
+    def _ready_bytes(self) -> int:
+        """Return how much of the arena chunks may use now."""
+        return 0 if self._on_gpu and self._cards else self._arena.ready_bytes
 
     @property
     def holds_blocks(self) -> bool:
@@ -202,6 +217,7 @@ class Tiering:
             *self._places.agenda,
             *self._stores.agenda,
             *self._cache.agenda,
+            self._cards,
         )
 
     @property
@@ -209,8 +225,10 @@ class Tiering:
         """Functions that find what the coming step has to do for the tiers. Call each once per step."""
         return self._storing.count, self._places.count
 
-    def poll(self) -> None:
-        """Collect finished reads and writes, and start more."""
+    def poll(self, *, idle: bool) -> None:
+        """Collect finished reads and writes, and start more. A step of an `idle` engine waits for reads."""
+        if idle:
+            self._cache.await_reads()
         self._cache.poll()
 
     def schedule(self, step: Step, started: Iterable[str], orders: StepOrders) -> None:
@@ -218,8 +236,9 @@ class Tiering:
 
         `started` are the requests of the step that the engine has admitted since their last step.
         """
-        # Ranks attach the arena once, with the first step.
-        orders.arena, self._card = self._card, None
+        # Ranks attach the arena once: if they can, in a step before the first request.
+        if self._can_attach:
+            orders.arena = self._cards.pop()
         self._storing.schedule(step, started)
         self._places.schedule(step, started)
         orders.stores = self._stores.take()

@@ -1,6 +1,7 @@
 """Files of a cache directory: open them without trusting names, write and verify chunks, record their use.
 
-A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache. All functions
+A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache. Files go past
+the page cache (direct I/O), but for those that are in it or are to stay there (`page_cache`). All functions
 block, and any thread may call them.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,6 +18,7 @@ import numpy as np
 
 from kvferry.common.errors import ChunkError
 from kvferry.common.machine import fcntl
+from kvferry.tiers.files.page_cache import finish_writeback, in_page_cache, start_writeback
 from kvferry.tiers.format.chunk import ALIGNMENT, Buffer, Chunk
 from kvferry.tiers.format.decode import PIECE_BYTES, check_body, is_chunk, make_header, read_header
 
@@ -29,8 +30,8 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 # Disks and network mounts are faster with fewer, larger reads than memory.
 STORAGE_PIECE_BYTES = 4 << 20
-# A file that arrives at this speed comes from memory, such as the page cache.
-_MEMORY_BYTES_PER_SECOND = 4e9
+# Bytes after which a file's way to the disk begins, while more is copied to the page cache.
+_WRITEBACK_BYTES = 1 << 20
 
 # A repeated use within this time is not recorded, because on a shared mount each record is a message.
 _USE_SECONDS = 10.0
@@ -139,22 +140,20 @@ def whole_pages(size: int) -> memoryview:
     return spare.data[first : first + size]
 
 
-def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
-    """Write buffers one after another, from the beginning of a file."""
-    written = _transfer(os.pwritev, fd, pieces, 0)
+def write_all(fd: int, pieces: Sequence[Buffer], begin: int = 0, *, direct: bool = True) -> None:
+    """Write buffers one after another, from offset `begin` of a file; with direct I/O if `direct`."""
+    written = _transfer(os.pwritev, fd, pieces, begin, direct=direct)
     if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
         raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
 
 
-def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0) -> int:
+def read_all(fd: int, pieces: Sequence[Buffer], begin: int = 0, *, direct: bool = True) -> int:
     """Fill buffers from a file, from offset `begin`. Return the bytes read: fewer only if the file ends."""
-    return _transfer(os.preadv, fd, pieces, begin)
+    return _transfer(os.preadv, fd, pieces, begin, direct=direct)
 
 
 def set_direct(fd: int, *, on: bool) -> bool:
     """Turn direct I/O on or off for a file, and clear its other flags. Return whether it is on."""
-    # Chunks that are used again soon are in the host tier. A copy in the page cache would take CPU time and
-    # evict pages that others need.
     if not hasattr(os, "O_DIRECT"):
         return False  # macOS
     try:
@@ -165,11 +164,16 @@ def set_direct(fd: int, *, on: bool) -> bool:
 
 
 def _transfer(
-    move: Callable[[int, Sequence[memoryview], int], int], fd: int, pieces: Sequence[Buffer], begin: int
+    move: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    pieces: Sequence[Buffer],
+    begin: int,
+    *,
+    direct: bool,
 ) -> int:
-    """Call `move`, `os.preadv` or `os.pwritev`, with direct I/O until all is moved or it returns 0."""
+    """Call `move`, `os.preadv` or `os.pwritev`, until all is moved or it returns 0."""
     left, done = [memoryview(piece).cast("B") for piece in pieces], 0
-    direct = set_direct(fd, on=True)
+    direct = set_direct(fd, on=direct)
     while left:
         try:
             moved = move(fd, left, begin + done)
@@ -190,11 +194,34 @@ def _transfer(
     return done
 
 
-def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
-    """Write the header and the body of a chunk to an empty file, and zero the padding of the body."""
-    header = whole_pages(chunk.offsets[0])
-    header[:] = make_header(chunk, body)
-    write_all(fd, (header, body))
+def write_chunk(fd: int, chunk: Chunk, body: memoryview, keep: bool = False) -> None:
+    """Write the header and the body of a chunk to an empty file, and zero the padding of the body.
+
+    The disk has the bytes when this returns, although maybe not yet durably. With `keep`, the page cache has
+    them too.
+    """
+    if not keep:
+        header = whole_pages(chunk.offsets[0])
+        header[:] = make_header(chunk, body)
+        write_all(fd, (header, body))
+        return
+    written = 0
+
+    def write_up_to(size: int) -> None:
+        nonlocal written
+        while written < size:
+            piece, at = body[written : written + _WRITEBACK_BYTES], chunk.offsets[0] + written
+            write_all(fd, (piece,), at, direct=False)
+            start_writeback(fd, at, len(piece))
+            written += len(piece)
+
+    # The digest pulls the pieces: the disk writes one while the next is copied and digested. The header has
+    # the digests, so it comes last.
+    first = make_header(chunk, body, write_up_to)
+    write_up_to(len(body))
+    write_all(fd, (first,), direct=False)
+    # Errors of the disk are to be errors of this write, as with direct I/O.
+    finish_writeback(fd)
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
@@ -202,12 +229,13 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
 
     `into` has the size of the chunk's body. Its content is valid only if the result is True.
     """
-    # Header and first piece in one read: a small chunk needs no other. Its speed decides the size of the
-    # rest.
-    header, piece, began = whole_pages(chunk.offsets[0]), into[:PIECE_BYTES], time.perf_counter()
-    done = read_all(fd, (header, piece))
-    fast = done >= _MEMORY_BYTES_PER_SECOND * (time.perf_counter() - began)
-    piece_bytes = PIECE_BYTES if fast else STORAGE_PIECE_BYTES
+    # Direct I/O of pages in the cache would take the disk's time. Reading others through the cache takes
+    # twice as long as direct I/O, and displaces pages of other programs.
+    cached = in_page_cache(fd, chunk.file_bytes)
+    piece_bytes = PIECE_BYTES if cached else STORAGE_PIECE_BYTES
+    # Header and first piece in one read: a small chunk needs no other.
+    header, piece = whole_pages(chunk.offsets[0]), into[:PIECE_BYTES]
+    done = read_all(fd, (header, piece), direct=not cached)
     ended = done < len(header) + len(piece)
 
     def read_up_to(size: int) -> None:
@@ -215,7 +243,7 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
         while done < len(header) + size and not ended:
             at = done - len(header)
             piece = into[at : at + piece_bytes]
-            read = _read_more(fd, piece, done)
+            read = _read_more(fd, piece, done, direct=not cached)
             done, ended = done + read, read < len(piece)
 
     # The digest pulls the pieces, so one pass over the memory is enough.
@@ -223,7 +251,7 @@ def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:
     return done == chunk.file_bytes and good
 
 
-def _read_more(fd: int, piece: memoryview, begin: int) -> int:
+def _read_more(fd: int, piece: memoryview, begin: int, *, direct: bool) -> int:
     """Fill a buffer from offset `begin` after a call of `read_all`. Return the bytes read, as it does."""
     try:
         # Direct I/O is as `read_all` left it, which saves two system calls per piece.
@@ -232,7 +260,9 @@ def _read_more(fd: int, piece: memoryview, begin: int) -> int:
         if error.errno != errno.EINVAL:
             raise
         read = 0
-    return read if read == len(piece) else read + read_all(fd, [piece[read:]], begin + read)
+    if read < len(piece):
+        read += read_all(fd, [piece[read:]], begin + read, direct=direct)
+    return read
 
 
 def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvferry.common.errors import ConfigError
 
@@ -16,9 +16,13 @@ class Slabs:
 
     The arena is cut into *slabs* of equal size, and a slab into slots of one stride. A slab whose slots are
     all free becomes *spare*, and may be used for another stride. Bytes after the last slab are not used.
+
+    `ready_bytes` returns how many bytes from the beginning of the arena may be used; None for all of them.
     """
 
-    def __init__(self, capacity_bytes: int, strides: Collection[int]) -> None:
+    def __init__(
+        self, capacity_bytes: int, strides: Collection[int], ready_bytes: Callable[[], int] | None = None
+    ) -> None:
         # Not pages, with a chunk as a list of pages: the units of a rank would not be at a constant stride,
         # as copies need, and storage could not write a chunk in one call. Not a sparse range per stride,
         # freed by punching holes: memory that a GPU or a NIC registered would no longer be mapped.
@@ -33,6 +37,8 @@ class Slabs:
             )
         self.capacity_bytes = self.count * self.slab_bytes
         self.used_bytes = 0
+        self._ready_bytes = ready_bytes or (lambda: capacity_bytes)
+        # The next is the last. Those that were never used are before all others, the first of them last.
         self._spare = list(range(self.count - 1, -1, -1))
         self._stride: dict[int, int] = {}  # of each slab in use
         self._free: dict[int, list[int]] = {}  # offsets of each slab in use
@@ -44,7 +50,7 @@ class Slabs:
     def take(self, stride: int) -> int | None:
         """Allocate a slot of `stride` bytes; return its offset in the arena, or None if there is no room."""
         if not self._open[stride]:
-            if not self._spare:
+            if not self._spare or (self._spare[-1] + 1) * self.slab_bytes > self._ready_bytes():
                 return None
             slab = self._spare.pop()
             self._stride[slab] = stride

@@ -82,6 +82,8 @@ class HostTier:
         chunk_bytes: bytes of a chunk, for each KV cache group; multiples of 4096.
         policy: make an eviction policy for a capacity in bytes.
         table: table that the tiers of a cache share; None for a separate one.
+        ready_bytes: returns how many bytes from the beginning of the arena are allocated so far; None if all
+            are. The other slots are not used yet.
 
     Attributes:
         counters: counts since the tier was created.
@@ -99,12 +101,13 @@ class HostTier:
         chunk_bytes: Sequence[int],
         policy: Callable[[int], EvictionPolicy],
         table: KeyTable | None = None,
+        ready_bytes: Callable[[], int] | None = None,
     ) -> None:
         if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.counters = HostCounters()
         self._chunk_bytes = tuple(chunk_bytes)
-        self._slabs = Slabs(capacity_bytes, chunk_bytes)
+        self._slabs = Slabs(capacity_bytes, chunk_bytes, ready_bytes)
         self.capacity_bytes = self._slabs.capacity_bytes
         self._make_policy = policy
         self._policy = policy(self.capacity_bytes)

@@ -30,18 +30,22 @@ from kvferry.tools.bench.storage_chunks import (
     random_pages,
 )
 
-# Of storing, and of loading.
-TARGET_RATIOS = 0.7, 0.8
+STORE_TARGET, LOAD_TARGET = 0.85, 0.9
 _PIECE_BYTES = 1 << 20
 _PIECES = 8
 _PATIENCE_SECONDS = 300.0
-_THREADS = "threads, O_DIRECT"
+_THREADS, _CACHED_THREADS = "threads, O_DIRECT", "threads, page cache"
 
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequence[int]) -> list[TierCase]:
-    """Return the cases of each depth: storing, then loading. `stack` ends threads and removes files."""
+    """Return the cases of each depth: storing, loading cold files, and loading files in the page cache.
+
+    `stack` ends threads and removes files.
+    """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-", dir=path)))
-    made = StorageCases(stack, group, depths, FileSettings.kind, partial(_empty_tier, folder))
+    made = StorageCases(stack, group, depths, FileSettings.kind)
+    usual = partial(_empty_tier, folder, None)
+    cold, cached = made.filled_queue(partial(_empty_tier, folder, 0)), made.filled_queue(usual)
     # Raw files have the size of chunk files, with header and padding.
     size = made.chunks.file_bytes
     files = _write_files(folder, len(made.chunks), size)
@@ -50,20 +54,26 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, path: Path, depths: Sequ
         pool = stack.enter_context(ThreadPoolExecutor(depth, "bench-files"))
         number = chunks_per_move(depth)
         writes, reads = [_thread_writes(folder, pool, number, size)], [_thread_reads(pool, files[:number])]
+        cached_reads = _thread_reads(pool, files[:number], direct=False)
         if has_fio():
             writes.append(_fio_writes(folder, depth, number, size))
             reads.append(_fio_reads(depth, files[:number]))
-        found += made.cases(depth, TARGET_RATIOS, writes, reads)
+        found += [
+            made.store(depth, usual, STORE_TARGET, writes),
+            made.load(depth, cold, LOAD_TARGET, reads),
+            made.load(depth, cached, LOAD_TARGET, [cached_reads], direction="load, cached"),
+        ]
     return found
 
 
 @contextmanager
-def _empty_tier(folder: Path, chunks: RandomChunks) -> Iterator[FileTier]:
+def _empty_tier(folder: Path, page_cache: int | None, chunks: RandomChunks) -> Iterator[FileTier]:
     with TemporaryDirectory(dir=folder) as root:
         # Nothing is evicted, so no store waits for that.
         capacity = 2 * len(chunks) * chunks.chunk_bytes
         # Durable, because the raw files are too: both wait for the disk.
-        yield FileTier(root, bench_namespace(chunks.group), capacity=capacity, durable=True)
+        namespace = bench_namespace(chunks.group)
+        yield FileTier(root, namespace, capacity=capacity, durable=True, page_cache=page_cache)
 
 
 def _write_files(folder: Path, count: int, size: int) -> list[Path]:
@@ -164,10 +174,14 @@ def _thread_writes(folder: Path, pool: ThreadPoolExecutor, files: int, size: int
     return CallMover(_THREADS, files * size, move)
 
 
-def _thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path]) -> CallMover:
-    """Return a mover that reads files with threads, each one file at a time."""
+def _thread_reads(pool: ThreadPoolExecutor, files: Sequence[Path], *, direct: bool = True) -> CallMover:
+    """Return a mover that reads files with threads, each one file at a time.
+
+    Without direct I/O, the files are in the page cache after the first round, which does not count.
+    """
     into = [(file, whole_pages(file.stat().st_size)) for file in files]
-    return pool_mover(_THREADS, sum(len(memory) for _, memory in into), pool, _read, into)
+    name, size = _THREADS if direct else _CACHED_THREADS, sum(len(memory) for _, memory in into)
+    return pool_mover(name, size, pool, partial(_read, direct=direct), into)
 
 
 def _write_file(path: str, content: memoryview) -> None:
@@ -181,9 +195,9 @@ def _write_file(path: str, content: memoryview) -> None:
         os.close(fd)
 
 
-def _read(what: tuple[Path, memoryview]) -> None:
+def _read(what: tuple[Path, memoryview], *, direct: bool) -> None:
     fd = os.open(what[0], os.O_RDONLY | os.O_CLOEXEC)
     try:
-        read_all(fd, [what[1]])
+        read_all(fd, [what[1]], direct=direct)
     finally:
         os.close(fd)

@@ -35,7 +35,9 @@ _PIECE_BYTES = 512 << 10
 
 def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequence[int]) -> list[TierCase]:
     """Return the cases of each depth: storing, then loading. `stack` ends threads and removes objects."""
-    made = StorageCases(stack, group, depths, ObjectSettings.kind, partial(_empty_tier, url))
+    made = StorageCases(stack, group, depths, ObjectSettings.kind)
+    empty = partial(_empty_tier, url)
+    queue = made.filled_queue(empty)
     # A random name: two benchmarks may run in one bucket.
     prefix = stack.enter_context(_removing(url, f"bench-{secrets.token_hex(8)}"))
     # Other objects have the size of chunks, with the header.
@@ -70,7 +72,10 @@ def tier_cases(stack: ExitStack, group: CanonicalGroup, url: str, depths: Sequen
                 ("obstore in pieces of 512 KiB", stream),
             )
         )
-        found += made.cases(depth, (TARGET_RATIO, TARGET_RATIO), [puts], [gets], streams)
+        found += [
+            made.store(depth, empty, TARGET_RATIO, [puts]),
+            made.load(depth, queue, TARGET_RATIO, [gets], streams),
+        ]
     return found
 
 

@@ -51,9 +51,7 @@ class RankPair:
         self._canonical = canonical_form_of([self.source.geometry], CHUNK_TOKENS)
         self.chunk_bytes = self._canonical.groups[0].chunk_bytes
         self.arena = Arena.create(chunks * self.chunk_bytes)
-        if self.arena.collapsing is not None:
-            # The kernel gathers the arena into huge pages meanwhile, which would disturb the first rounds.
-            self.arena.collapsing.wait()
+        self.arena.wait_allocated()
         self.span = engine.span
         self.load_tables = engine.tables
         self.store_tables = tuple(TableSlice(0, tuple(table.tolist())) for table in engine.tables)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from hashlib import blake2b
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 
@@ -60,6 +60,7 @@ class RandomChunks:
         self.group, self.chunk_bytes = chunk_group(group, chunk_tokens), group.chunk_bytes
         self.keys = [blake2b(b"%d" % number).digest()[:32] for number in range(count)]
         self.arena = Arena.create(count * self.chunk_bytes)
+        self.arena.wait_allocated()
         # Use random bytes, because storage may compress or skip zeros.
         content = np.random.default_rng(5)
         for number in range(count):
@@ -137,8 +138,12 @@ def load_mover(queue: TierQueue, chunks: RandomChunks, into: RandomChunks, depth
     return CallMover("kvferry", count * chunks.chunk_bytes, move)
 
 
+OpenTier: TypeAlias = Callable[[RandomChunks], AbstractContextManager[StorageTier]]
+"""Returns a context manager that opens an empty tier for such chunks, and removes it."""
+
+
 class StorageCases:
-    """Makes the cases of a storage tier that holds random chunks."""
+    """Makes the cases of a storage tier that stores and loads random chunks."""
 
     def __init__(
         self,
@@ -146,42 +151,41 @@ class StorageCases:
         group: CanonicalGroup,
         depths: Sequence[int],
         kind: str,
-        open_tier: Callable[[RandomChunks], AbstractContextManager[StorageTier]],
     ) -> None:
-        """Fill a tier with the chunks to load.
-
-        Args:
-            stack: its end also ends the threads and removes the tier.
-            open_tier: returns a context manager that opens an empty tier for such chunks, and removes it.
-        """
-        self._kind, count = kind, chunks_per_move(max(depths))
+        """Make the chunks. The end of `stack` also ends the threads of queues and removes their tiers."""
+        self._stack, self._kind, count = stack, kind, chunks_per_move(max(depths))
         self.chunks, self._into = (
             stack.enter_context(RandomChunks(group, CHUNK_TOKENS, count)) for _ in range(2)
         )
-        self._open_tier = partial(open_tier, self.chunks)
-        self._queue = stack.enter_context(open_queue(stack.enter_context(self._open_tier()), kind))
-        # For the loads, and not measured.
-        store_all(self._queue, self.chunks, count, depth=8)
 
-    def cases(
+    def filled_queue(self, open_tier: OpenTier) -> TierQueue:
+        """Return the queue of a new tier that holds all chunks."""
+        tier = self._stack.enter_context(open_tier(self.chunks))
+        queue = self._stack.enter_context(open_queue(tier, self._kind))
+        store_all(queue, self.chunks, len(self.chunks), depth=8)
+        return queue
+
+    def store(self, depth: int, open_tier: OpenTier, target: float, limits: Sequence[Mover]) -> TierCase:
+        """Return the case of storing chunks in new tiers."""
+        moved_bytes = chunks_per_move(depth) * self.chunks.chunk_bytes
+        ours = CallMover("kvferry", moved_bytes, partial(self._store, open_tier, depth))
+        return TierCase(self._kind, "store", depth, target, ours, tuple(limits))
+
+    def load(
         self,
         depth: int,
-        targets: tuple[float, float],
-        store_limits: Sequence[Mover],
-        load_limits: Sequence[Mover],
-        *load_controls: Mover,
-    ) -> list[TierCase]:
-        store = CallMover(
-            "kvferry", chunks_per_move(depth) * self.chunks.chunk_bytes, partial(self._store, depth)
-        )
-        load = load_mover(self._queue, self.chunks, self._into, depth)
-        return [
-            TierCase(self._kind, "store", depth, targets[0], store, tuple(store_limits)),
-            TierCase(self._kind, "load", depth, targets[1], load, tuple(load_limits), load_controls),
-        ]
+        queue: TierQueue,
+        target: float,
+        limits: Sequence[Mover],
+        *controls: Mover,
+        direction: str = "load",
+    ) -> TierCase:
+        """Return the case of loading chunks with a `filled_queue`."""
+        ours = load_mover(queue, self.chunks, self._into, depth)
+        return TierCase(self._kind, direction, depth, target, ours, tuple(limits), controls)
 
-    def _store(self, depth: int) -> float:
-        with self._open_tier() as tier, open_queue(tier, self._kind) as queue:
+    def _store(self, open_tier: OpenTier, depth: int) -> float:
+        with open_tier(self.chunks) as tier, open_queue(tier, self._kind) as queue:
             return store_all(queue, self.chunks, chunks_per_move(depth), depth)
 
 

@@ -65,15 +65,23 @@ class ProducerProcess:
     TransferError with the reason.
     """
 
-    def __init__(self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str]) -> None:
-        """Start the process, and wait until its engines can be read from. Raise TransferError on failure."""
+    def __init__(
+        self, engines: Sequence[SimulatedEngine], settings: Mapping[str, str], host: str = _HOST
+    ) -> None:
+        """Start the process, and wait until its engines can be read from. Raise TransferError on failure.
+
+        Args:
+            engines: engines to read from.
+            settings: environment variables of the process.
+            host: IP address that the process listens on.
+        """
         # A forked process would have NIXL's and ZeroMQ's sockets and locks, without their threads.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.keys = random_keys()
         self._process = context.Process(
             target=_produce,
-            args=(theirs, tuple(engines), dict(settings), self.keys),
+            args=(theirs, tuple(engines), dict(settings), self.keys, host),
             name="bench-producer",
             daemon=True,
         )
@@ -204,7 +212,7 @@ class _ProducerFailed:
 
 
 def _produce(
-    pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys
+    pipe: Connection, engines: Sequence[SimulatedEngine], settings: dict[str, str], keys: Keys, host: str
 ) -> None:
     # Ignore Ctrl-C, which reaches the whole process group. The reader ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -213,7 +221,7 @@ def _produce(
     try:
         incarnation = new_incarnation()
         # Add the engines one by one, so that those already added are closed if the next one fails.
-        producers.extend(_ServedEngine(engine, incarnation, keys) for engine in engines)
+        producers.extend(_ServedEngine(engine, incarnation, keys, host) for engine in engines)
         _serve(pipe, producers, incarnation)
     except KVFerryError as error:
         pipe.send(_ProducerFailed(str(error)))
@@ -243,19 +251,20 @@ def _serve(pipe: Connection, producers: Sequence[_ServedEngine], incarnation: in
 class _ServedEngine:
     """An engine in the producer's process: KV cache and threads of each rank, control server, lease book."""
 
-    def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys) -> None:
+    def __init__(self, engine: SimulatedEngine, incarnation: int, keys: Keys, host: str) -> None:
         self._caches = [engine.allocated(rank) for rank in range(engine.shape.ranks)]
         self._threads: list[Transfers] = []
         for number, cache in enumerate(self._caches):
             fill_blocks(cache, engine)
-            words, settings = LeaseWords(new_incarnation(), _LEASE_SLOTS), TransferSettings(keys=keys)
+            words = LeaseWords(new_incarnation(), _LEASE_SLOTS)
+            settings = TransferSettings(keys=keys, host=host, advertise_host=host)
             name = f"bench-producer/{engine.name}/{number}/{words.incarnation:x}"
             self._threads.append(Transfers(name, cache.geometry, words, settings))
         self._book = LeaseBook(incarnation, _LEASE_SLOTS, _LEASE_SECONDS, time.monotonic)
         facts = Facts(f"bench-producer/{engine.name}", incarnation, "kvferry bench", {})
         cards = tuple(thread.card for thread in self._threads)
-        self._server = ControlServer(_HOST, 0, PeerInfo(facts, cards), keys)
-        self.address = (_HOST, self._server.port)
+        self._server = ControlServer(host, 0, PeerInfo(facts, cards), keys)
+        self.address = (host, self._server.port)
 
     @property
     def leases(self) -> int:

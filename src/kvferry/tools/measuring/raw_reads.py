@@ -71,7 +71,7 @@ class RawReads:
         )
         self._reader.acknowledge("same descriptors")
         ((rank, indices),) = plan.direct
-        return PreparedLists(rank.local, rank.remote, indices, sum(plan.figures.bytes_by_group))
+        return PreparedLists(rank.local, rank.remote, indices, sum(plan.figures().bytes_by_group))
 
     def equal_descriptors(self, size: int, length: int = LARGE_BYTES) -> PreparedLists:
         """Prepare a READ of descriptors of equal length, at random places in the KV caches of both sides.

@@ -51,7 +51,7 @@ def set_up(
 
     K and V are on `separate` pages in both engines, or a page holds both.
     """
-    laid, origin = _split_k_and_v(reading) if separate else (reading, {s: s for s in reading.cache.layers})
+    laid, origin = split_k_and_v(reading) if separate else (reading, {s: s for s in reading.cache.layers})
     kinds = tuple(dict.fromkeys(reading.cache.layers))
     src, dst = (
         _memory(laid, side, tokens, [kinds.index(origin[s]) for s in laid.cache.layers]) for side in sides
@@ -76,7 +76,7 @@ def _memory(reading: ModelReading, side: EngineSide, tokens: int, kinds: Sequenc
     )
 
 
-def _split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
+def split_k_and_v(reading: ModelReading) -> tuple[ModelReading, dict[LayerCache, LayerCache]]:
     """Return a description of the model in which K and V of each layer are two separate layers.
 
     This describes engines that store K and V on separate pages. Layers with other fields stay as they are.

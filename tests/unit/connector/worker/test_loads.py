@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvferry.connector.bids import Bid
+from kvferry.connector.loads import MOST_TIMEOUTS, Loads
 from kvferry.connector.messages import Load, LoadOrder, LoadPart, Report
-from kvferry.connector.worker import MOST_TIMEOUTS, Loads
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.read_plan import LoadFigures, ReadResult
 from support.clock import Clock

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.connector.bids import Bid
+from kvferry.connector.loads import MOST_TIMEOUTS
 from kvferry.connector.messages import LoadPart, StepOrders, StepReports
-from kvferry.connector.worker import MOST_TIMEOUTS, WorkerHalf
+from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.read_plan import ReadResult

@@ -19,7 +19,7 @@ import torch
 
 from kvferry.common.errors import ConfigError, TransferError
 from kvferry.geometry import Region
-from kvferry.memory import shared_memory as huge_pages
+from kvferry.memory import pages
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
@@ -213,11 +213,12 @@ def kernel_copies_to_large_pages():
 
 
 @pytest.mark.skipif(not kernel_copies_to_large_pages(), reason="this kernel has no large pages for this")
-def test_the_memory_is_copied_to_large_pages_for_all_who_attach():
+def test_the_memory_is_in_large_pages_for_all_who_attach():
     before = large_bytes()
     with arena_of(64 << 20) as arena:
+        arena.wait_allocated()
+        assert not arena.memory.any()
         arena.memory[:] = 7
-        arena.collapsing.wait()
         assert large_bytes() - before == 64 << 20
         attached = Arena.attach(arena.handle)
         assert (attached.memory == 7).all()
@@ -225,12 +226,43 @@ def test_the_memory_is_copied_to_large_pages_for_all_who_attach():
         attached.close()
 
 
-def test_closing_does_not_wait_for_all_of_the_copy(monkeypatch):
+def test_closing_does_not_wait_for_all_of_the_memory(monkeypatch):
     steps = []
-    monkeypatch.setattr(huge_pages, "_advise", lambda *step: steps.append(step) or time.sleep(0.01) or 0)
+    monkeypatch.setattr(pages, "POPULATE_STEP_BYTES", SIZE)
+    monkeypatch.setattr(pages, "_advise", lambda *step: steps.append(step) or time.sleep(0.01) or 0)
     with arena_of(1 << 30):
         pass
-    assert len(steps) < (1 << 30) // huge_pages._STEP_BYTES
+    collapsed = [step for step in steps if step[2] == pages._COLLAPSE]
+    assert len(collapsed) < (1 << 30) // SIZE
+
+
+def test_memory_that_the_machine_turns_out_to_lack_is_said_and_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(pages, "POPULATE_STEP_BYTES", SIZE)
+    begin = {}
+
+    def short(address, length, advice):
+        first = begin.setdefault("first", address)
+        return errno.ENOMEM if address >= first + 2 * SIZE else 0
+
+    monkeypatch.setattr(pages, "_advise", short)
+    ended = []
+    arena = Arena.create(4 * SIZE, lambda: ended.append(True))
+    arena.wait_allocated()
+    assert (arena.ready_bytes, arena.is_allocated, ended) == (2 * SIZE, True, [True])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "host tier: 16 MiB of shared memory, but only 8 MiB could be allocated (Cannot allocate memory); "
+        "lower its capacity"
+    )
+    arena.close()
+
+
+def test_an_arena_whose_first_memory_cannot_be_had_is_an_error_at_start(monkeypatch):
+    monkeypatch.setattr(pages, "_advise", lambda *_: errno.ENOMEM)
+    before = open_files()
+    with pytest.raises(ConfigError, match=r"host tier: 4 MiB .*Cannot allocate memory.*; lower its capacity"):
+        Arena.create(SIZE)
+    assert open_files() == before
 
 
 @pytest.mark.parametrize(("module", "call"), [(os, "memfd_create"), (fcntl, "fcntl")])

@@ -64,3 +64,18 @@ def test_a_slab_is_offered_to_another_size_when_as_much_is_free():
 def test_a_capacity_without_a_slab_for_every_size_is_refused():
     with pytest.raises(ConfigError, match="chunks of 2 sizes up to 80 bytes need 160 or more"):
         Slabs(159, [10, 80])
+
+
+def test_memory_that_is_not_allocated_yet_is_not_used():
+    ready = 0
+    slabs = Slabs(1000, [10], lambda: ready)
+    assert slabs.take(10) is None
+    ready = 2 * slabs.slab_bytes + 1
+    taken = [slabs.take(10) for _ in range(2 * slabs.slab_bytes // 10)]
+    assert max(taken) + 10 == 2 * slabs.slab_bytes
+    assert slabs.take(10) is None, "only a byte of the next slab is there"
+    slabs.free(taken[0])
+    assert slabs.take(10) == taken[0]
+    ready = 1000
+    assert slabs.take(10) == 2 * slabs.slab_bytes
+    slabs.check_integrity()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import wraps
+from queue import Queue
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.utils.network_utils import get_ip
-from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine import EngineCoreRequestType, core as engine_core
 from vllm.v1.engine.core import EngineCore
 
 import kvferry
@@ -162,17 +163,38 @@ def _share_cards(core: Any) -> None:
 def find_waker() -> Callable[[], None]:
     """Return a function that makes the engine in whose start this is called run a step soon.
 
-    The engine runs one if its connector then has work (``has_pending_push_work``).
+    The engine runs one if its connector then has work (``has_pending_push_work``), or if it has requests. The
+    function also ends the rest of an engine between two steps (`_Rests`).
     """
     # vLLM gives a connector no reference to its EngineCoreProc, whose creation has led to this call.
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         core: Any = frame.f_locals.get("self")
         if hasattr(core, "input_queue") and hasattr(core, "engines_running"):
+            engine_core.time = _Rests(core.input_queue)
             return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         frame = frame.f_back
     # The engine lives in its client's process, where only the client runs steps.
     return lambda: None
+
+
+class _Rests:
+    """The module `time` for vLLM's `EngineCoreProc`, with a `sleep` that ends when the engine gets input.
+
+    After a step that computes nothing, its loop sleeps 1 ms, so that threads which load can run. It would do
+    so too if a request has just arrived, or if the step has reported that a load has ended.
+    """
+
+    def __init__(self, arrivals: Queue[Any]) -> None:
+        self._arrivals = arrivals
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        with self._arrivals.not_empty:
+            if not self._arrivals.queue:
+                self._arrivals.not_empty.wait(seconds)
 
 
 def check_fixed_memory(

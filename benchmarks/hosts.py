@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvferry.common.errors import ConfigError
 
 _QUEUE_MILLISECONDS = 50
 _BURST_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_NETWORK = 0x40000000
-"""CLONE_NEWNET of setns(2). Python has this call since 3.12."""
+_NETWORK, _MOUNTS = 0x40000000, 0x00020000
+"""CLONE_NEWNET of setns(2) and CLONE_NEWNS of unshare(2). Python has these calls since 3.12."""
+_RECURSIVE, _SLAVE = 0x4000, 0x80000
+"""MS_REC and MS_SLAVE of mount(2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,13 @@ class LinkedHost:
         return ["ip", "netns", "exec", self.name, *command]
 
     def enter(self) -> None:
-        """Move the calling thread to this host: its new connections begin there."""
+        """Move the calling thread to this host: its new connections, threads and processes begin there."""
         with Path("/run/netns", self.name).open() as namespace:
-            if _LIBC.setns(namespace.fileno(), _NETWORK):
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+            _call("setns", namespace.fileno(), _NETWORK)
+        # UCX reads the network devices from /sys, which shows those of the namespace that mounted it.
+        _call("unshare", _MOUNTS)
+        _call("mount", b"none", b"/", None, _RECURSIVE | _SLAVE, None)
+        _call("mount", self.name.encode(), b"/sys", b"sysfs", 0, None)
 
     def limit(self, gigabits: float) -> None:
         """Limit the rate at which the host sends over the link.
@@ -81,6 +88,41 @@ def linked_hosts() -> Iterator[tuple[LinkedHost, LinkedHost]]:
     finally:
         for host in (here, there):
             _run("ip", "netns", "delete", host.name, check=False)
+
+
+def _call(function: str, *arguments: object) -> None:
+    """Call a function of the C library. Raise OSError if it fails."""
+    if getattr(_LIBC, function)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def on_linked_hosts(work: Callable[[LinkedHost, LinkedHost], Any]) -> Any:
+    """Run a function of two linked hosts in a thread on the second one, and return its result.
+
+    The thread may enter the first host for a while: what it starts then runs there.
+
+    Raises:
+        ConfigError: this user or machine cannot create network namespaces.
+    """
+    found: list[Any] = []
+    failed: list[BaseException] = []
+    with linked_hosts() as hosts:
+
+        def run() -> None:
+            try:
+                hosts[1].enter()
+                found.append(work(*hosts))
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
+        # Only a thread of its own can live on another host.
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 def _run(*command: str, check: bool = True) -> None:

@@ -1,0 +1,212 @@
+"""The loads of one rank, from their first part until nothing of them is in flight any more.
+
+A load is carried out in parts, as its KV becomes available. It ends twice: for its request and for its
+memory. When its deadline passes, it is reported as failed and the request goes on without it. But its KV
+blocks belong to the parts in flight, however long they take.
+
+    OPEN ─last part begun─▶ WHOLE ────┐
+      ├─a part fails, no more come─▶ FAILING ─no part in flight─▶ READY or FAILED  (reported; memory free)
+      └─any of them: deadline, or given up─▶ EXPIRED ─no part in flight─▶ RELEASED
+                                      (reported; memory still held)       (memory free)
+
+Only an OPEN load takes parts: blocks of the others may belong to other requests soon. A load is given up when
+it has become useless, for example because the load of another part of the same prefix has failed. Each load
+is reported exactly once, and released exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvferry.connector.bids import Speeds
+from kvferry.connector.messages import Load, LoadPart, Report
+from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadResult
+
+# A peer that computes without end must not hold a request for ever.
+MOST_TIMEOUTS = 20
+"""Maximum time of a load whose KV a peer still computes, as a multiple of its timeout."""
+
+LATE_SECONDS = 5.0
+"""A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettledLoad:
+    """A load whose result is known, or whose memory is free, since the last call of `Loads.settle`."""
+
+    load: Load
+    report: Report | None  # None if it was reported before
+    released: bool  # no part is in flight any more
+    served: bool | None = None  # with the last report of an attempt: whether all its loads have succeeded
+
+
+@dataclass(slots=True)
+class _Running:
+    """The state of a load that may still write to its blocks."""
+
+    load: Load
+    began: float  # seconds of the clock, as all times
+    deadline: float  # the load is then reported as failed
+    latest: float  # the deadline is not moved beyond it
+    expected: float  # when the load is expected to end; infinite while its peer computes
+    in_flight: int = 0  # parts that have begun and not ended
+    whole: bool = False
+    failure: str | None = None  # why a part has failed, or why no more will come
+    given_up: str | None = None  # why the load is of no use any more
+    void: str | None = None  # why the load has failed even if all its parts arrive
+    reported: bool = False
+    peer_lost: bool = False
+    figures: LoadFigures = NO_FIGURES
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.whole or self.reported or self.failure or self.void)
+
+    @property
+    def has_landed(self) -> bool:
+        return not (self.in_flight or self.is_open)
+
+
+class Loads:
+    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it.
+
+    Attributes:
+        ends: times when the loads that `settle` will report have ended, the earliest first.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._speeds = clock, Speeds(clock)
+        self._loads: dict[str, _Running] = {}
+        self._parts: dict[str, _Running] = {}
+        self._attempts: dict[str, list[bool]] = {}  # success of the reported loads of each
+        self.ends: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the result of a part is still to come, of a load that is not reported yet."""
+        # A peer that computes may grant the next part at any time. The scheduler half waits for chunks that
+        # are read from storage.
+        return any(
+            (one.in_flight or (one.is_open and one.load.bid.growing)) and not one.reported
+            for one in self._loads.values()
+        )
+
+    def expected_ends(self) -> Iterator[float]:
+        """Yield the time when each load under way is expected to end."""
+        return (one.expected for one in self._loads.values() if not (one.reported or one.has_landed))
+
+    def begin(self, load: Load) -> None:
+        """Add a load. It has no parts yet, and its timeout begins now."""
+        if load.key in self._loads:
+            raise ValueError(f"load {load.key!r} has begun already")
+        now, expected = self._clock(), 0.0
+        for part in load.bid.parts:
+            expected = max(expected, self._speeds.load_seconds(part.place, part.tokens))
+        self._loads[load.key] = _Running(
+            load,
+            began=now,
+            deadline=now + load.timeout_seconds,
+            latest=now + MOST_TIMEOUTS * load.timeout_seconds,
+            expected=math.inf if load.bid.growing else now + expected,
+        )
+
+    def add(self, part: LoadPart) -> Load | None:
+        """Add the next part of a load. Return the load if the part must be begun now; else None."""
+        one = self._loads.get(part.load)
+        # Blocks of a load that has ended may belong to another request soon, so it takes no more parts.
+        if one is None or not one.is_open:
+            return None
+        one.whole, one.failure = part.last, part.failure
+        # A part shows that the peer has computed more, so a slow prompt is no reason to give up. `latest` is
+        # the bound.
+        if one.load.bid.growing and part.failure is None:
+            one.deadline = min(self._clock() + one.load.timeout_seconds, one.latest)
+        if part.work is None:
+            if one.has_landed:
+                self._on_landed(one, timed=False)
+            return None
+        one.in_flight += 1
+        self._parts[part.work.key] = one
+        return one.load
+
+    def on_part_ended(
+        self, key: str, failure: str | None, read: ReadResult | None = None, *, timed: bool = False
+    ) -> None:
+        """Record that nothing of a part, which may be none of a load, is in flight any more.
+
+        `read` is its result if it was read from a peer. `timed` is True if the part has ended just now.
+        """
+        if (one := self._parts.pop(key, None)) is None:
+            return
+        one.in_flight -= 1
+        # The first failure is the cause. Later ones often follow from it.
+        one.failure = one.failure or failure
+        if read is not None:
+            one.peer_lost |= read.peer_lost
+            one.figures = one.figures.with_next(read.figures)
+        if one.has_landed and not one.reported:
+            self._on_landed(one, timed=timed)
+
+    def _on_landed(self, one: _Running, *, timed: bool) -> None:
+        now, load = self._clock(), one.load
+        self.ends.append(now)
+        # A load that has ended while the engine computed, without a wait for it, was faster than it seems.
+        if timed and one.failure is None and load.loads == 1 and not load.bid.growing:
+            self._speeds.record_load(load.bid.parts, now - one.began)
+
+    def give_up(self, key: str, why: str) -> None:
+        """Report a load as failed, unless all its parts have arrived."""
+        if (one := self._loads.get(key)) is not None:
+            one.given_up = one.given_up or why
+
+    def invalidate(self, why: str, keys: Iterable[str] | None = None) -> None:
+        """Report these loads, or all, as failed, even if their KV arrives."""
+        for key in self._loads if keys is None else keys:
+            if (one := self._loads.get(key)) is not None:
+                one.void = one.void or why
+
+    def settle(self) -> list[SettledLoad]:
+        """Return the loads that have ended, been given up or passed their deadline since the last call."""
+        now, found = self._clock(), []
+        self.ends.clear()
+        for one in list(self._loads.values()):
+            # Asked before the deadline: a load that has arrived in full is of use, however late this is
+            # noticed.
+            landed = one.has_landed
+            failure = one.void or (one.failure if landed else one.given_up)
+            if landed:
+                del self._loads[one.load.key]
+            elif failure is None and one.deadline <= now:
+                failure = _expired(now - one.deadline)
+            elif one.expected <= now:
+                # Such a load is then waited for again, and again in vain, only a few times.
+                one.expected = now + (now - one.began)
+            if one.reported:
+                if landed:
+                    found.append(SettledLoad(one.load, None, released=True))
+            elif landed or failure is not None:
+                one.reported = True
+                # Parts of a late load are still in flight, so its figures are not known yet.
+                figures = one.figures if landed else NO_FIGURES
+                report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
+                results = self._attempts.setdefault(one.load.attempt, [])
+                results.append(failure is None)
+                served = None
+                if len(results) == one.load.loads:
+                    served = all(self._attempts.pop(one.load.attempt))
+                found.append(SettledLoad(one.load, report, released=landed, served=served))
+        return found
+
+
+def _expired(late_seconds: float) -> str:
+    if late_seconds < LATE_SECONDS:
+        return "its deadline passed"
+    return (
+        f"its deadline passed {late_seconds:.1f} s ago, and the engine made no step since: was the process "
+        "or the machine stopped, or are there more busy processes than cores?"
+    )
