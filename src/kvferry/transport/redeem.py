@@ -7,8 +7,8 @@
 The producer may still be computing the prompt. The reply then covers the first tokens of the prompt, and the
 consumer repeats its request until the reply covers all of them.
 
-Only the ticket passes through clients. It is useless without a prompt of the same content. The grant never
-leaves the channel between the two engines.
+The ticket passes through clients. It is useless without a prompt of the same content. The grant leaves the
+channel between the two engines only sealed (`transport.seal`).
 """
 
 from __future__ import annotations

@@ -93,9 +93,8 @@ class Redemptions:
         # (time of the next request, number) of each growing redemption that has its reply, the soonest first.
         # An entry stays when its redemption ends.
         self._growing: list[tuple[float, int]] = []
-        self._used: dict[
-            tuple[Address, bytes], None
-        ] = {}  # tickets whose last use has ended, the latest last
+        # Tickets whose last use has ended, the latest last.
+        self._used: dict[tuple[Address, bytes], None] = {}
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
@@ -154,6 +153,7 @@ class Redemptions:
         if ticket.open:
             return False
         del self._tickets[name]
+        self._used.pop(name, None)
         self._used[name] = None
         if len(self._used) > MAX_USED:
             del self._used[next(iter(self._used))]

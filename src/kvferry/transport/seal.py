@@ -44,8 +44,10 @@ from kvferry.transport.security import Keys
 MAX_SEAL: Final = 4096
 """Maximum length of a seal in characters, so that an offer fits into a header of 8 KiB."""
 
-# Compressing larger tables would take the engine's thread milliseconds, and their seal would be too long.
 _MAX_SEALED_BLOCKS: Final = 1 << 16
+
+# Number of bytes of block tables that are compressed between two looks at the length so far.
+_PACKED_BYTES: Final = 1 << 14
 
 _NONCE_BYTES, _KEY_BYTES = 12, 32
 _ID: Final = np.dtype("<u4")
@@ -92,7 +94,9 @@ class Sealer:
         lengths = [len(table) // _ID.itemsize for table in grant.tables]
         if sum(lengths) > _MAX_SEALED_BLOCKS:
             return ""
-        inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, _pack(grant.tables))
+        if (packed := _pack(grant.tables)) is None:
+            return ""
+        inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, packed)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sealed = nonce + self._cipher(binding).encrypt(nonce, encode(inner), binding.encoded())
         text = base64.urlsafe_b64encode(sealed).decode()
@@ -124,10 +128,19 @@ class Sealer:
         return AESGCM(blake2b(binding.ticket, key=self._key, digest_size=_KEY_BYTES).digest())
 
 
-def _pack(tables: list[bytes]) -> bytes:
-    """Compress block tables, as differences of neighbouring ids, which are equal in runs of blocks."""
-    steps = np.diff(np.frombuffer(b"".join(tables), _ID), prepend=_ID.type(0))
-    return zlib.compress(steps.tobytes(), 1)
+def _pack(tables: list[bytes]) -> bytes | None:
+    """Compress block tables, as differences of neighbouring ids, which are equal in runs of blocks.
+
+    Return None if they would be longer than a seal.
+    """
+    steps = np.diff(np.frombuffer(b"".join(tables), _ID), prepend=_ID.type(0)).tobytes()
+    packing, packed = zlib.compressobj(1), b""
+    for begin in range(0, len(steps), _PACKED_BYTES):
+        packed += packing.compress(steps[begin : begin + _PACKED_BYTES])
+        # Compressing all of 65,536 scattered ids would take the engine's thread 6 ms, for nothing.
+        if len(packed) > MAX_SEAL:
+            return None
+    return packed + packing.flush()
 
 
 def _unpack(lengths: list[int], blocks: bytes) -> list[bytes]:

@@ -122,6 +122,15 @@ def test_a_used_ticket_is_redeemed_before_it_is_read_again(redemptions, monkeypa
     assert len(redemptions._used) == 2
 
 
+def test_a_ticket_that_is_used_again_is_remembered_anew(redemptions, monkeypatch):
+    monkeypatch.setattr(module, "MAX_USED", 2)
+    for name in "abac":
+        redemptions.end(redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=SEALED))
+    again, forgotten = (redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=SEALED) for name in "ab")
+    assert isinstance(redemptions.answer(again), Pending)
+    assert redemptions.answer(forgotten) is SEALED
+
+
 def test_a_reply_looks_at_no_other_redemption(redemptions, clock):
     class Lookups(dict):
         """Entries can be looked up, but not gone through."""

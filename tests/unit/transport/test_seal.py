@@ -120,6 +120,23 @@ def test_block_tables_that_do_not_fit_are_not_sealed(sealer):
     assert sealer.seal(RUN, Grant.of(1, 2, [[1] * (1 << 16), [1]]), USE) == ""
 
 
+def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(sealer, monkeypatch):
+    class Counting:
+        def __init__(self, *arguments):
+            self.inner = compressobj(*arguments)
+            self.flush = self.inner.flush
+
+        def compress(self, data):
+            compressed.append(len(data))
+            return self.inner.compress(data)
+
+    compressobj, compressed = zlib.compressobj, []
+    monkeypatch.setattr(zlib, "compressobj", Counting)
+    scattered = random.Random(1).sample(range(1, 1 << 20), 1 << 16)
+    assert sealer.seal(RUN, Grant.of(1, 2, [scattered]), USE) == ""
+    assert 0 < sum(compressed) < 1 << 16, "of 256 KiB"
+
+
 def forged(sealer: Sealer, *inner) -> str:
     """Return what an engine with the key can write."""
     data = sealer._cipher(USE).encrypt(b"n" * 12, msgspec.msgpack.encode(inner), USE.encoded())

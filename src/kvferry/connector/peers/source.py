@@ -175,7 +175,7 @@ class PeerSource:
         tokens = offer.remote_num_tokens or request.num_prompt_tokens - 1
         if tokens < 1:
             return False
-        address = offer.remote_host, offer.remote_port
+        address, foreseen = (offer.remote_host, offer.remote_port), offer.remote_num_tokens is None
         pull = self._pulls[name] = _Pull(
             request=request,
             peer=peer_name(offer.remote_engine_id, address, None),
@@ -186,8 +186,9 @@ class PeerSource:
             excluded=excluded,
             began=self._clock(),
             cached_tokens=offer.remote_prefill_cached_tokens,
-            foreseen=offer.remote_num_tokens is None,
-            sealed=offer.remote_sealed_grant,
+            foreseen=foreseen,
+            # A router may make this offer from an earlier one, whose grant is that of another ticket.
+            sealed="" if foreseen else offer.remote_sealed_grant,
         )
         self._redeem(pull)
         if self._stopped:

@@ -331,6 +331,13 @@ def test_a_sealed_grant_goes_to_the_channel_with_its_ticket():
     assert engine.client.sealed == ["sealed", ""]
 
 
+def test_an_offer_of_a_prompt_still_computed_has_no_grant_but_that_of_an_earlier_offer():
+    """Its router has copied an earlier offer, and replaced the ticket."""
+    engine = with_peer()
+    engine.arrive(offered(remote_num_tokens=None, remote_sealed_grant="of another ticket"))
+    assert engine.client.sealed == [""]
+
+
 def refuse_claim(engine):
     """Have the producer refuse the claim after the grant was had."""
     engine.source._pulls["a"].redemption.answer = NotRedeemed(0, 11, "its lease has ended")
