@@ -41,6 +41,7 @@ class PartialHalf:
         excluded: why sources are excluded for all requests, if there is a source and no admission.
         feeds: feeds of the loads of the source that have not ended, if there is no admission.
         messages: messages of peers, which the next step passes to the producer.
+        looks: True to look at every request in every step, as if it were admitted anew.
     """
 
     admission: Admission | None = None
@@ -55,8 +56,13 @@ class PartialHalf:
     messages: deque[Any] = field(default_factory=deque)
     scheduled: int = 0
     done: int = 0
+    looks: bool = False
+    # The requests that have not ended. Preemptions of each at its last step.
+    requests: dict[str, Any] = field(default_factory=dict)
+    preemptions: dict[str, int] = field(default_factory=dict)
 
     def on_new_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
         if self.producer is not None:
             self.producer.on_new_request(request)
         if self.admission is not None:
@@ -73,7 +79,8 @@ class PartialHalf:
             self.producer.take_events(self.messages, orders)
             self.producer.scheduled(self.scheduled, step, step.block_ids)
         if self.storing is not None:
-            self.storing.schedule(step)
+            self.storing.count(step)
+            self.storing.schedule(step, self._started(step))
             orders.stores = self.stores.take()
         if self.admission is not None:
             self.admission.schedule(step.tokens, orders)
@@ -84,6 +91,15 @@ class PartialHalf:
             if any(part.ends for part in parts):
                 self.feeds.remove(feed)
         return orders
+
+    def _started(self, step: PlainStep) -> list[str]:
+        """Return the requests of a step that were admitted since their last step, without an admission."""
+        # The requests of a test may watch who reads them.
+        raw = {name: getattr(self.requests[name], "raw", self.requests[name]) for name in step.tokens}
+        now = {name: one.num_preemptions for name, one in raw.items()}
+        started = [name for name, n in now.items() if self.looks or self.preemptions.get(name) != n]
+        self.preemptions |= now
+        return started
 
     def take_reports(self, reports: StepReports) -> None:
         if self.stores is not None:
@@ -102,6 +118,8 @@ class PartialHalf:
             self.producer.step_done(self.done)
 
     def finished(self, request: Any, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        del self.requests[request.request_id]
+        self.preemptions.pop(request.request_id, None)
         if self.admission is not None:
             self.admission.finished(request.request_id)
         if self.source is not None:

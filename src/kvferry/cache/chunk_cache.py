@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from threading import Event
 
@@ -161,7 +161,8 @@ class ChunkCache:
         tiers: names of host memory and of the slow tiers, by tier number.
         bits: their bits in the key table, by tier number.
         incoming: chunks that are being read, by key.
-        events: counter that increases whenever the values in `counts` may have changed.
+        events: counter that increases whenever the values in `counts` or `times` may have changed, or those
+            that others count of chunks that were not stored.
         times: seconds of transfers since the last event about tiers, which replaces the object.
 
     Raises:
@@ -196,6 +197,10 @@ class ChunkCache:
         self._fastest_tier_tables: dict[tuple[bool, ...], TierNumbers] = {}
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
+        # Slow tiers to which writes may start since the last `poll`, by name: chunks were queued, writes have
+        # ended, or host memory has filled up.
+        self._to_write: dict[str, SlowTier] = {}
+        self._write_back = [slow for slow in slow_tiers if slow.write_back]
 
     @property
     def busy(self) -> bool:
@@ -207,6 +212,12 @@ class ChunkCache:
             if (slow.held or (slow.queued and self._may_write(slow))) and not slow.queue.writes.stuck:
                 return True
         return bool(self.fetches)
+
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if `poll` has nothing to do."""
+        ended = [one.ended for queue in self._queues for one in (queue.reads, queue.writes)]
+        return self.fetches, self._to_write, *ended
 
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Return the number of the tier from which each chunk would be read now: int64 of shape (len(tags),).
@@ -252,7 +263,7 @@ class ChunkCache:
         The host tier counts a chunk as dropped that it has, that is being filled, or that has no room.
         """
         self.events += 1
-        return self.host.reserve(key, group)
+        return self._reserve(key, group)
 
     def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
         """Make a chunk available for loads, and queue it for every slow tier, once no rank uses its slot.
@@ -266,7 +277,7 @@ class ChunkCache:
         elif self.host.commit(slot, cold=cold):
             self.counts.stored += 1
             for slow in self.slow_tiers:
-                slow.enqueue(slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
+                self._enqueue(slow, slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
@@ -291,6 +302,14 @@ class ChunkCache:
         self.fetches.append(fetch)
         self._advance(fetch)
         return fetch
+
+    def copied(self, slots: Sequence[Slot], seconds: float) -> None:
+        """Release the slots of a load's chunks, which ranks have copied to KV blocks in so many seconds."""
+        self.events += 1
+        self.times.copies.append(seconds)
+        # The last slot released is used last, so the start of a prompt is evicted after its end.
+        for slot in reversed(slots):
+            self.host.close(slot)
 
     def cancel(self, fetch: Fetch) -> None:
         """Cancel a fetch and release its slots. The chunks of reads in flight still get into host memory."""
@@ -336,15 +355,17 @@ class ChunkCache:
                     if done.what is PutOutcome.STORED:
                         self.times.writes.setdefault(name, []).append(done.seconds)
                     self.host.close(slow.held.pop(done.key))
+                    self._to_write[name] = slow
         # After all results: freed slots make room for more chunks of waiting loads.
         if self.fetches:
             self.events += 1
             for fetch in self.fetches:
                 self._advance(fetch)
-            self.fetches = [fetch for fetch in self.fetches if not fetch.over]
-        for slow in self.slow_tiers:
+            self.fetches[:] = [fetch for fetch in self.fetches if not fetch.over]
+        for slow in self._to_write.values():
             while slow.queued and self._may_write(slow) and slow.queue.can_write:
                 self._write_next(slow)
+        self._to_write.clear()
 
     def clear(self) -> None:
         """Drop all chunks in host memory and all queued writes. Slow tiers keep their chunks."""
@@ -370,6 +391,16 @@ class ChunkCache:
         if (group, tokens) not in self._descriptions:
             self._descriptions[group, tokens] = replace(self._formats[group], tokens=tokens)
         return self._descriptions[group, tokens]
+
+    def _reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
+        slot = self.host.reserve(key, group, counted=counted)
+        for slow in self._write_back:
+            self._to_write[slow.queue.name] = slow
+        return slot
+
+    def _enqueue(self, slow: SlowTier, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
+        slow.enqueue(key, group, cold=cold)
+        self._to_write[slow.queue.name] = slow
 
     def _may_write(self, slow: SlowTier) -> bool:
         return not slow.write_back or self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
@@ -433,7 +464,7 @@ class ChunkCache:
             if queue.name not in fetch.without and queue.known([want.key])[0]
         ]:
             # Not counted as dropped, because the fetch tries again in the next step.
-            slot = self.host.reserve(want.key, want.group, counted=False)
+            slot = self._reserve(want.key, want.group, counted=False)
             if slot is None:
                 return False
             group = self._describe_chunk(want.group, want.tokens)
@@ -462,7 +493,7 @@ class ChunkCache:
             # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted
             # it.
             for slow in self.slow_tiers[: incoming.source]:
-                slow.enqueue(key, incoming.group)
+                self._enqueue(slow, key, incoming.group)
             for fetch in incoming.waiting:
                 want = fetch.reading.pop(key, None)
                 if want is not None and (slot := self.host.hold(key)) is not None:

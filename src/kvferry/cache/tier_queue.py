@@ -58,8 +58,8 @@ class _Operations:
     """The reads (or the writes) of a tier: the threads that do them, their number, and their results.
 
     Only the engine's thread may use it. Threads run `call`, whose exception is the outcome `failed`, and then
-    `after`. `count` is the number of operations whose results `done` has not returned yet. Threads call
-    `on_ended` after each result.
+    `after`. `count` is the number of operations whose results `done` has not returned yet, and `ended` are
+    these results, of the operations that have ended. Threads call `on_ended` after each result.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _Operations:
         self._call, self._kind, self._failed, self._after = call, kind, failed, after
         self._clock, self._stuck_seconds = clock, stuck_seconds
         self._progress_at = clock()  # time when an operation last ended, or began while none was in flight
-        self._ended: deque[Ended] = deque()
+        self.ended: deque[Ended] = deque()
 
     def start(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
         """Queue an operation. It uses the memory until `done` returns its result."""
@@ -90,15 +90,15 @@ class _Operations:
     def done(self) -> list[Ended]:
         """Return the results of operations that have ended since the last call."""
         found: list[Ended] = []
-        while self._ended:
-            found.append(self._ended.popleft())
+        while self.ended:
+            found.append(self.ended.popleft())
         self.count -= len(found)
         return found
 
     @property
     def in_flight(self) -> int:
         """Number of operations that have not ended."""
-        return self.count - len(self._ended)
+        return self.count - len(self.ended)
 
     @property
     def stuck(self) -> bool:
@@ -114,8 +114,9 @@ class _Operations:
             what = self._failed
         seconds = self._clock() - began
         self._after()
-        self._ended.append(Ended(key, what, seconds))
+        # First: whoever takes the result may ask at once whether the tier is stuck.
         self._progress_at = self._clock()
+        self.ended.append(Ended(key, what, seconds))
         self.on_ended()
 
 

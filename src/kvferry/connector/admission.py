@@ -312,20 +312,25 @@ class Admission:
             *self._parts.agenda,
         )
 
-    def schedule(self, requests: Container[str], orders: StepOrders) -> None:
+    def schedule(self, requests: Container[str], orders: StepOrders) -> list[str]:
         """Add to `orders` what the workers do for loads in the coming step, and which loads to give up.
 
-        The step computes `requests`, which no longer wait for loads.
+        The step computes `requests`, which no longer wait for loads. Return those of them that were admitted
+        since their last step.
         """
         self._headroom.on_resumed(requests)
+        started = []
         for name in list(self._loaded):
             if name in requests:
                 self._loaded.pop(name).on_computed()
+                started.append(name)
         for name in list(self._unserved):
             if name in requests:
                 self._tell_scheduled(self._unserved.pop(name))
+                started.append(name)
         self._parts.end_pass()
         self.loads.take_orders(orders)
+        return started
 
     def take_reports(self, reports: StepReports) -> None:
         """Process the workers' reports, and unpin the blocks that no load can write to any more."""

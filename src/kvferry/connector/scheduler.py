@@ -166,8 +166,13 @@ class SchedulerHalf:
         self._agenda: tuple[Sized, ...] = self.admission.agenda
         if self._peering is not None:
             self._agenda += self._peering.agenda
+        # Called in every step, because some of these containers are filled by what the step computes.
+        self._counters: tuple[Callable[[Step], None], ...] = ()
+        if self._tiering is not None:
+            self._agenda += self._tiering.agenda
+            self._counters = self._tiering.counters
         # With a host buffer, any step may complete a prompt that is copied to it.
-        self._always_looks = self._tiering is not None or bool(self._peering and config.host_buffer)
+        self._always_looks = bool(self._peering and config.host_buffer)
 
         self._admin: AdminServer | None = None
         if (admin := config.admin) is not None and keys is not None:
@@ -230,6 +235,8 @@ class SchedulerHalf:
         now = self._steps.scheduled(computed)
         if self._peering is not None:
             self._peering.stepped_at = now
+        for count in self._counters:
+            count(step)
         if computed and now < self._look_at and not (self._always_looks or any(self._agenda)):
             return self._quiet_orders
         self._look_at = now + _LOOK_SECONDS
@@ -246,8 +253,10 @@ class SchedulerHalf:
                 orders,
             )
         if self._tiering is not None:
-            self._tiering.schedule(step, orders)
-        self.admission.schedule(step.tokens, orders)
+            self._tiering.poll(idle=idle)  # before loads take what has arrived
+        started = self.admission.schedule(step.tokens, orders)
+        if self._tiering is not None:
+            self._tiering.schedule(step, started, orders)
         return orders
 
     def take_reports(self, reports: StepReports) -> None:

@@ -300,7 +300,8 @@ class WorkerHalf:
         Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait
         for loads (`waiting`).
         """
-        if not len(self._loads) and not self._sent and self._mover is None:
+        # Stores end without a load: their reports are taken when the mover says so.
+        if not (len(self._loads) or self._sent or self._arrived.is_set()):
             return NOTHING_ENDED
         self._take_results()
         if self._idle:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvferry.common.errors import ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.units import counted
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers
@@ -47,6 +48,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.security import Keys
 from kvferry.transport.sockets import SOCKETS, ControlSocket, SocketPoller, warn_if_late
 from kvferry.transport.turns import TurnContent, TurnQueries
@@ -118,7 +120,8 @@ class ControlClient:
         # Each peer has two sockets: for messages (False), and for events of its connection (True).
         self._poller = SocketPoller[tuple[Address, bool]]()
         self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
-        self._log = LimitedLog(logger)
+        self._log, self._seal_log = LimitedLog(logger), LimitedLog(logger)  # one for each thread
+        self._sealer = Sealer(keys)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
@@ -148,14 +151,39 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def redeem(
-        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+        self,
+        address: Address,
+        ticket: bytes,
+        tokens: int,
+        content: PromptContent,
+        *,
+        foreseen: bool = False,
+        sealed: str = "",
     ) -> Redemption:
-        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`)."""
+        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`).
+
+        `sealed` is the sealed grant that came with the ticket, from a client; empty without one.
+        """
         self._questions.note_ticket(address)
-        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        grant = self._opened(sealed, SealBinding(address, ticket, tokens, content)) if sealed else None
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:
             self._queue_command(address, one.message)
         return one
+
+    def _opened(self, sealed: str, binding: SealBinding) -> Redeemed | None:
+        """Return the grant in a seal; None if the producer must be asked."""
+        # The handshake with a new peer takes longer than redeeming the ticket. And a client may keep a seal
+        # of an earlier run, which must not cause a handshake.
+        peer = self.known(binding.address)
+        if peer is None:
+            return None
+        try:
+            found = self._sealer.open(sealed, binding)
+        except ProtocolError as error:
+            self._seal_log.say("seal", f"{error}; the ticket is redeemed")
+            return None
+        return found if found.incarnation == peer.facts.incarnation else None
 
     def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the producer's last grant; Unusable if it refused or is silent; otherwise Pending."""

@@ -696,3 +696,16 @@ def test_all_tiers_together_get_the_time_that_closing_may_take():
     host = HostTier(34 * PAGE, [PAGE], EVICTION_POLICIES["lru"], table_of(tiers))
     ChunkCache(host, ARENA.bytes_at, GROUPS[:1], [SlowTier(queue) for queue in queues], clock).shutdown(10.0)
     assert given == [10.0, 3.0]
+
+
+def test_reads_that_fill_host_memory_let_a_write_back_tier_write():
+    (tier,) = fake_tiers([(key, content(key)) for key in KEYS[1:]])
+    cache = Cache(ARENA, 34, [tier], write_back=("file",))
+    cache.store(KEYS[0])
+    cache.cache.poll()
+    assert cache.jobs(0) == []
+    assert not any(cache.cache.agenda)
+    cache.fetch(*KEYS[1:])
+    assert cache.host.used_bytes > WRITE_BACK_SHARE * cache.host.capacity_bytes
+    cache.cache.poll()
+    assert ("write", KEYS[0]) in cache.jobs(0)

@@ -66,7 +66,7 @@ def test_a_region_is_left_at_once_when_its_memory_is_needed(monkeypatch: pytest.
     assert began.wait(60)
     stopping = threading.Thread(target=collapser.stop)
     stopping.start()
-    wait_for(lambda: collapser._stopped.is_set())
+    wait_for(collapser._stopped.is_set)
     go_on.set()
     stopping.join(60)
     assert len(given) == 1

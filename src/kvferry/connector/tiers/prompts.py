@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from math import lcm
 
@@ -14,6 +15,7 @@ from kvferry.common.units import counted, format_bytes
 from kvferry.connector.content import Adapters, keys_of
 from kvferry.connector.engine import EngineFacts, Request, Step
 from kvferry.connector.events import EventStream, SnapshotsPlaced
+from kvferry.connector.tiers.milestones import Milestones
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.planning.retention import (
     bytes_of_snapshots,
@@ -238,6 +240,12 @@ class SnapshotPlaces:
     def __init__(self, first: int, interval: int) -> None:
         self._first, self._interval = first, interval
         self._places: dict[str, _Places] = {}
+        self._milestones = Milestones()
+
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs no call of `schedule`, after `count`."""
+        return (self._milestones.due,)
 
     def admit(self, request: Request, start: int, shared: int) -> None:
         """Give a request that is about to be admitted its first position.
@@ -249,17 +257,31 @@ class SnapshotPlaces:
         prompt = request.num_prompt_tokens
         positions = snapshot_positions(prompt, start, shared, self._first, self._interval)
         places = _Places(request, [*positions])
+        self.forget(request.request_id)
         if positions and places.give_next(start):
             self._places[request.request_id] = places
-        else:
-            self.forget(request.request_id)
 
-    def schedule(self, step: Step) -> None:
-        """Give requests their next positions, after a step was scheduled that reaches the current ones."""
-        for request_id, places in [*self._places.items()]:
-            tokens = step.tokens.get(request_id)
-            if tokens and not places.give_next(places.request.num_computed_tokens + tokens):
+    def count(self, step: Step) -> None:
+        """Find the requests that the coming step may bring to their positions. Call this once per step."""
+        if self._places:
+            self._milestones.count(step)
+
+    def schedule(self, step: Step, started: Iterable[str]) -> None:
+        """Give requests their next positions, after a step was scheduled that reaches the current ones.
+
+        `started` are the requests of the step that the engine has admitted since their last step.
+        """
+        due = dict.fromkeys((*self._milestones.due, *started))
+        self._milestones.due.clear()
+        for request_id in due:
+            if (places := self._places.get(request_id)) is None:
+                continue
+            done = places.request.num_computed_tokens + step.tokens[request_id]
+            if places.give_next(done):
+                self._milestones.set(places.request, places.given - done)
+            else:
                 del self._places[request_id]
 
     def forget(self, request_id: str) -> None:
         self._places.pop(request_id, None)
+        self._milestones.forget(request_id)

@@ -311,11 +311,8 @@ class TierSource:
         for key, report in reports.reports.items():
             for feed in self._feeds:
                 if (part := feed.take_report(key, report, self._workers)) is not None:
-                    # The last slot released is used last, so the start of a prompt is evicted after its end.
-                    for slot in reversed(part.slots):
-                        self._cache.host.close(slot)
                     assert part.report is not None
-                    self._cache.times.copies.append(part.report.figures.transfer_seconds)
+                    self._cache.copied(part.slots, part.report.figures.transfer_seconds)
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""

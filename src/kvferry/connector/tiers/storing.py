@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count
 from math import lcm
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvferry.connector.engine import BlockIds, BlockPool, Request, Step
 from kvferry.connector.events import EventStream, StoreBegan, StoreEnded, short_id
 from kvferry.connector.messages import Piece, StepReports, StoreOrder
 from kvferry.connector.tiers.events import BlockEvents
+from kvferry.connector.tiers.milestones import Milestones
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup
@@ -46,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 MOST_PINNED = 0.25
 """Maximum share of the engine's blocks that stores may pin."""
-
-_ANY_NUMBER_OF_STEPS = 1 << 62
 
 
 class _ChunkToStore(NamedTuple):
@@ -117,6 +117,7 @@ class StoreOrders:
         ids = {block for part in table_slices if part for block in part.ids} - {NULL_BLOCK}
         if self._stores.pinned + len(ids) > self.most_pinned:
             self.dropped["too many stores under way"] += len(chunks)
+            self._cache.events += 1
             return
         slots: list[tuple[Slot, _ChunkToStore]] = []
         pieces = []
@@ -136,9 +137,14 @@ class StoreOrders:
         self._events.emit(began)
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        return (self._orders,)
+
     def take(self) -> list[StoreOrder]:
         """Return, and clear, the orders that were queued since the last call."""
-        orders, self._orders = self._orders, []
+        orders = self._orders.copy()
+        self._orders.clear()
         return orders
 
     def take_reports(self, reports: StepReports) -> None:
@@ -194,6 +200,7 @@ class Progress:
     """The progress of storing the chunks of one running request."""
 
     request: Request
+    number: int = 0  # of the request in the order of arrival
     # Number of tokens that will have been computed when all steps scheduled so far have run.
     computed: int = 0
     # Number of preemptions when the request was last admitted; -1 before its first step.
@@ -295,47 +302,53 @@ class Storing:
         states = () if self._state is None else self._state.parts
         self._state_block = snapshot_interval(*(self._block_tokens[part] for part in states)) if states else 0
         self._progress: dict[str, Progress] = {}
-        # Most steps of a busy engine compute one token for each of the same requests. A chunk of one of them
-        # becomes complete once in hundreds of steps, so such steps are counted down without a look at each
-        # request.
-        self._quiet_steps = 0
-        self._quiet_tokens: Mapping[str, int] = {}
+        self._arrivals = count()
+        self._milestones = Milestones()
+        # Snapshots of the coming step, as in `Step.snapshots`.
+        self._snapshots: dict[str, Iterable[tuple[int, int, int]]] = {}
+
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs no call of `schedule`, after `count`."""
+        return self._milestones.due, self._snapshots
 
     def on_new_request(self, request: Request) -> None:
         """Prepare to store the chunks of a request whose chunk keys are known or still being computed."""
         ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
-        self._progress[request.request_id] = Progress(request, tail=self._state is not None, ends=ends)
-        self._quiet_steps = 0
+        self._progress[request.request_id] = Progress(
+            request, next(self._arrivals), tail=self._state is not None, ends=ends
+        )
 
-    def schedule(self, step: Step) -> None:
-        """Order the ranks to store the chunks and snapshots that the coming step completes."""
-        tokens = step.tokens
-        # A comparison of all keys takes a few microseconds for hundreds of requests.
-        one_each = step.num_tokens == len(tokens)
-        if self._quiet_steps > 0 and one_each and tokens.keys() == self._quiet_tokens.keys():
-            self._quiet_steps -= 1
-        else:
-            self._quiet_tokens, self._quiet_steps = tokens, self._look_at_requests(step)
-        for request_id, snapshots in step.snapshots.items():
-            progress = self._progress.get(request_id)
-            if progress is not None:
-                self._store_snapshots(progress, snapshots)
+    def count(self, step: Step) -> None:
+        """Find the requests that have something to store in the coming step. Call this once per step."""
+        self._milestones.count(step)
+        if self._state is not None:
+            self._snapshots.update(step.snapshots)
 
-    def _look_at_requests(self, step: Step) -> int:
-        """Order the stores, and return how many further steps complete no chunk, if any.
+    def schedule(self, step: Step, started: Iterable[str]) -> None:
+        """Order the ranks to store the chunks and snapshots that the coming step completes.
 
-        Each of these steps computes one token for each of these requests.
+        `started` are the requests of the step that the engine has admitted since their last step.
         """
-        left = _ANY_NUMBER_OF_STEPS
-        for request_id, tokens in step.tokens.items():
-            if (progress := self._progress.get(request_id)) is not None:
-                if progress.step(tokens):
-                    self._store_complete_chunks(progress, step.block_ids)
-                left = min(left, progress.due - progress.computed - 1)
-        return left
+        for progress in self._take_due(started):
+            if progress.step(step.tokens[progress.request.request_id]):
+                self._store_complete_chunks(progress, step.block_ids)
+            self._milestones.set(progress.request, progress.due - progress.computed)
+        for request_id, snapshots in self._snapshots.items():
+            if request_id in self._progress:
+                self._store_snapshots(self._progress[request_id], snapshots)
+        self._snapshots.clear()
+
+    def _take_due(self, started: Iterable[str]) -> Iterable[Progress]:
+        """Return the progress of the requests to look at in the coming step, in the order of arrival."""
+        due = {*self._milestones.due, *started}
+        self._milestones.due.clear()
+        found = [progress for name in due if (progress := self._progress.get(name)) is not None]
+        return sorted(found, key=attrgetter("number"))
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last complete chunks of a request that has ended."""
+        self._milestones.forget(request.request_id)
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
@@ -351,6 +364,7 @@ class Storing:
     def start_anew(self) -> None:
         """Store no more chunks of the running requests, because the cache was reset."""
         self._progress.clear()
+        self._milestones.clear()
         self._orders.start_anew()
 
     def _store_complete_chunks(self, progress: Progress, tables_of: Callable[[str], BlockIds]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from math import lcm
 from typing import TypeAlias
 
@@ -166,7 +166,8 @@ class Tiering:
             snapshot_tokens,
             self._block_events,
         )
-        self._card: ArenaCard | None = ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)
+        # Until the ranks are told of the arena.
+        self._cards = [ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)]
         self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
@@ -184,11 +185,11 @@ class Tiering:
     def _can_attach(self) -> bool:
         """Whether the ranks do not know the arena yet, and can attach it now."""
         # A rank with a GPU registers all of the arena, and would allocate the rest of it, page by page.
-        return self._card is not None and (not self._on_gpu or self._arena.is_allocated)
+        return bool(self._cards) and (not self._on_gpu or self._arena.is_allocated)
 
     def _ready_bytes(self) -> int:
         """Return how much of the arena chunks may use now."""
-        return 0 if self._on_gpu and self._card is not None else self._arena.ready_bytes
+        return 0 if self._on_gpu and self._cards else self._arena.ready_bytes
 
     @property
     def holds_blocks(self) -> bool:
@@ -208,16 +209,38 @@ class Tiering:
         if (chunks := self._prompts.get(request)) is not None:
             self._places.admit(request, start, chunks.shared_tokens)
 
-    def schedule(self, step: Step, orders: StepOrders) -> None:
-        """Collect finished reads and writes, and add to `orders` which chunks the ranks store."""
-        if orders.idle:
+    @property
+    def agenda(self) -> tuple[Sized, ...]:
+        """Containers that are all empty if a step needs neither `poll` nor `schedule`, after `counters`."""
+        return (
+            self._cards,
+            *self._storing.agenda,
+            *self._places.agenda,
+            *self._stores.agenda,
+            *self._cache.agenda,
+        )
+
+    @property
+    def counters(self) -> tuple[Callable[[Step], None], ...]:
+        """Functions that find what the coming step has to do for the tiers. Call each once per step."""
+        return self._storing.count, self._places.count
+
+    def poll(self, *, idle: bool) -> None:
+        """Collect finished reads and writes, and start more. An `idle` engine awaits reads for a moment."""
+        if idle:
             self._cache.await_reads()
         self._cache.poll()
+
+    def schedule(self, step: Step, started: Iterable[str], orders: StepOrders) -> None:
+        """Add to `orders` which chunks the ranks store.
+
+        `started` are the requests of the step that the engine has admitted since their last step.
+        """
         # Ranks attach the arena once: if they can, in a step before the first request.
         if self._can_attach:
-            orders.arena, self._card = self._card, None
-        self._storing.schedule(step)
-        self._places.schedule(step)
+            orders.arena = self._cards.pop()
+        self._storing.schedule(step, started)
+        self._places.schedule(step, started)
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:

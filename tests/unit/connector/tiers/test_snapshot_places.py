@@ -29,11 +29,17 @@ def request(tokens: int = 200, name: str = "r") -> PlainRequest:
 def run(places: SnapshotPlaces, one: PlainRequest, *steps: int) -> list[int]:
     """Schedule steps that end at these positions; the request's position before each of them."""
     seen = []
-    for end in steps:
+    for number, end in enumerate(steps):
         seen.append(one.snapshot_at)
-        places.schedule(PlainStep(tokens={one.request_id: end - one.num_computed_tokens}))
-        one.num_computed_tokens = end
+        schedule(places, one, end, started=not number)
     return seen
+
+
+def schedule(places: SnapshotPlaces, one: PlainRequest, end: int, *, started: bool = False) -> None:
+    step = PlainStep(tokens={one.request_id: end - one.num_computed_tokens})
+    places.count(step)
+    places.schedule(step, [one.request_id] if started else [])
+    one.num_computed_tokens = end
 
 
 def test_a_request_has_one_position_at_a_time_and_then_the_next() -> None:

@@ -88,7 +88,8 @@ def test_dropped_chunks_are_reported_with_a_reason_unless_they_are_present():
 def test_copies_by_ranks_are_reported_for_host_memory():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.times.copies = [0.1, 0.2]
+    tiers.cache.copied((), 0.1)
+    tiers.cache.copied((), 0.2)
     assert tiers.told()["host"].fetch_seconds == (0.1, 0.2)
     assert tiers.told() == {}
 

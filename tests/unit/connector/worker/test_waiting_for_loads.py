@@ -37,6 +37,9 @@ class Reads:
     def clear(self) -> None:
         pass
 
+    def is_set(self) -> bool:
+        return any(end <= self.clock.now for end in self.ends.values())
+
     def wait(self, seconds: float) -> None:
         self.waits += 1
         self.clock.now = min([self.clock.now + seconds, *self.ends.values()])
@@ -199,6 +202,13 @@ def test_a_load_of_other_weights_fails_in_its_first_step_and_copies_nothing():
     assert half.ended().failed == {"a"}
     mover.load.assert_not_called()
     assert set(half.take_reports().reports) == {"a", "part"}, "so that its host memory is released"
+
+
+def test_a_load_that_is_given_up_is_not_waited_for(rank):
+    rank.step({"a": 10.0}, computes=True)
+    rank.half.begin(StepOrders(idle=True, given_up={"a": "another part has failed"}))
+    assert rank.half.ended().failed == {"a"}
+    assert rank.reads.waits == 0
 
 
 def test_a_load_past_its_deadline_is_not_waited_for(rank):
