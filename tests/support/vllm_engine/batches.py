@@ -8,14 +8,14 @@ from unittest import mock
 
 from support.vllm_engine import parts
 
-_APART_SECONDS = 0.003
+_APART_SECONDS = 0.05
 
 
 def sizes_of_steps(engine: Any, names: list[str], *, waits: bool) -> list[int]:
     """Step until requests of `add` have finished; how many requests each step computed.
 
-    Every result of a lane comes 3 ms after the lane's last one. If the engine `waits`, its steps take so long
-    that any wait pays; otherwise no time at all.
+    Every result of a lane comes 50 ms after the lane's last one. If the engine `waits`, its steps take so
+    long that any wait pays; otherwise no time at all.
     """
     from kvferry.connector import waiting
     from kvferry.connector.bids import StepTimes
@@ -37,7 +37,7 @@ def sizes_of_steps(engine: Any, names: list[str], *, waits: bool) -> list[int]:
     with (
         mock.patch.object(scheduler, "schedule", scheduled),
         mock.patch.object(Lane, "_deliver", deliver_late),
-        mock.patch.object(StepTimes, "small_seconds", seconds),
+        mock.patch.object(StepTimes, "small_seconds", seconds, create=True),
         mock.patch.object(waiting, "MOST_STEP_SECONDS", 60.0),
     ):
         while not done.issuperset(names):
