@@ -98,7 +98,9 @@ def vllm_step_ends(
         new = min(step, prompt - request.num_computed_tokens)
         new = Scheduler._mamba_block_aligned_split(scheduler, request, new)
         if places is not None:
-            places.schedule(PlainStep(tokens={"r": new}))
+            scheduled = PlainStep(tokens={"r": new})
+            places.count(scheduled)
+            places.schedule(scheduled, [] if ends else ["r"])
         request.num_computed_tokens += new
         ends.append(request.num_computed_tokens)
     return ends
