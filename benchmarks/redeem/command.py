@@ -18,17 +18,19 @@ def redeem(
     """Redeem tickets between two processes.
 
     A decode engine exchanges a request's ticket for block tables before it reads. Measures how long that
-    takes at a peer that it knows, how often a step waits for the answer, and how much it adds to meeting a
-    new peer.
+    takes at a peer that it knows, with and without a sealed grant, how often a step waits for the answer, and
+    how much it adds to meeting a new peer. Also measures how long sealed grants are.
     """
     from rich.console import Console
 
     from benchmarks.redeem import report
-    from benchmarks.redeem.measure import measure
+    from benchmarks.redeem.measure import measure, measure_seals
 
     with progress_line() as progress:
-        found = measure(rounds, tokens, progress)
+        found, sizes = measure(rounds, tokens, progress), measure_seals()
     if as_json:
-        print(json.dumps(report.as_json(found, tokens)))
+        print(json.dumps(report.as_json(found, sizes, tokens)))
     else:
-        report.show(found, tokens, Console(highlight=False))
+        console = Console(highlight=False)
+        report.show(found, tokens, console)
+        report.show_seals(sizes, console)

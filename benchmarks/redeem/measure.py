@@ -3,8 +3,9 @@
 A ticket is the random id that claims the lease on offered KV blocks. The producer is a process with a control
 channel and published tickets. It is measured idle, and while a thread in it computes in Python without a
 pause, because in an engine the scheduler's thread holds the interpreter lock during a part of each step. The
-consumers are control clients in this process. A consumer that knows the producer only redeems. A new consumer
-makes a handshake, alternately with and without a ticket after its first message.
+consumers are control clients in this process. A consumer that knows the producer only redeems, alternately
+with and without a sealed grant. A new consumer makes a handshake, alternately with and without a ticket after
+its first message.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from benchmarks.redeem.tables import BLOCK_TOKENS, FAMILIES, UsedPool
 from kvferry.common.errors import TransferError
 from kvferry.connector.peers.source import STEP_WAIT_SECONDS
 from kvferry.geometry import GroupKind
@@ -30,13 +32,18 @@ from kvferry.transport.handshake import Address, PeerInfo, Pending
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.redemptions import Redemption
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.security import Keys, random_keys
 
 PRODUCERS = ("at rest", "beside a thread that never rests")
-_HOST, _RUN, _BLOCK_TOKENS = "127.0.0.1", 1, 16
+_HOST, _RUN = "127.0.0.1", 1
 _CONTENT = PromptContent("0" * 32)
 _PATIENCE_SECONDS = 30.0
 _NEW_EVERY = 20
+_POOLS, _SEALS = 5, 20
+
+LENGTHS = (512, 2048, 8192, 32_768, 131_072)
+"""Numbers of tokens of the prompts whose grants are sealed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,15 @@ class RedeemTimes:
 
     Attributes:
         producer: state of the producer, one of `PRODUCERS`.
-        known: time of each redemption at a known peer.
+        known: time of each redemption at a known peer, until it has answered.
+        sealed: time of each redemption at a known peer, until the grant that came with the ticket is opened.
         handshakes: time of each handshake with a new peer without a ticket.
         both: time of each handshake with a new peer, until a ticket is redeemed too.
     """
 
     producer: str
     known: tuple[float, ...]
+    sealed: tuple[float, ...]
     handshakes: tuple[float, ...]
     both: tuple[float, ...]
 
@@ -66,9 +75,50 @@ class RedeemTimes:
         pairs = zip(self.both, self.handshakes, strict=True)
         return Spread.of([with_ticket / without for with_ticket, without in pairs])
 
-    def percentiles(self) -> tuple[float, ...]:
+    def percentiles(self, *, sealed: bool = False) -> tuple[float, ...]:
         """Return the 50th, 90th and 99th percentile of redemptions at a known peer, in seconds."""
-        return tuple(percentile(self.known, q) for q in (50, 90, 99))
+        return tuple(percentile(self.sealed if sealed else self.known, q) for q in (50, 90, 99))
+
+
+@dataclass(frozen=True, slots=True)
+class SealSize:
+    """The length of a sealed grant in characters, 0 if it is too long, and the seconds to seal and open it.
+
+    The block tables are those of a model family (`FAMILIES`) in a pool that other prompts have used. Medians.
+    """
+
+    family: str
+    tokens: int
+    characters: int
+    seal_seconds: float
+    open_seconds: float
+
+
+def measure_seals() -> list[SealSize]:
+    """Seal the block tables of prompts of several families and lengths."""
+    return [
+        _seal_size(name, tokens, [UsedPool(family, seed).tables(tokens) for seed in range(_POOLS)])
+        for name, family in FAMILIES.items()
+        for tokens in LENGTHS
+    ]
+
+
+def _seal_size(family: str, tokens: int, pools: Sequence[list[list[int]]]) -> SealSize:
+    sealer, binding = Sealer(random_keys()), SealBinding((_HOST, 1), new_ticket(), tokens, _CONTENT)
+    lengths, sealing, opening = list[int](), list[float](), list[float]()
+    for tables in pools:
+        grant = Grant.of(0, 0, tables)
+        for _ in range(_SEALS):
+            began = time.perf_counter()
+            sealed = sealer.seal(_RUN, grant, binding)
+            sealing.append(time.perf_counter() - began)
+            if sealed:
+                began = time.perf_counter()
+                sealer.open(sealed, binding)
+                opening.append(time.perf_counter() - began)
+        lengths.append(len(sealed))
+    opened = percentile(opening, 50) if opening else 0.0
+    return SealSize(family, tokens, int(percentile(lengths, 50)), percentile(sealing, 50), opened)
 
 
 def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[RedeemTimes, ...]:
@@ -91,18 +141,25 @@ def measure(rounds: int, tokens: int, progress: Callable[[str], None]) -> tuple[
 
 def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
     new = max(5, rounds // _NEW_EVERY)
-    tickets, keys = [new_ticket() for _ in range(rounds + new)], random_keys()
+    tickets, keys = [new_ticket() for _ in range(2 * rounds + new)], random_keys()
+    # In another order than one run, which a sealed grant would hold in a few bytes.
+    table = [block ^ 63 for block in range(64, 64 - (-tokens // BLOCK_TOKENS))]
+    sealer, grant = Sealer(keys), Grant.of(0, 0, [table])
     with _producer(tickets, tokens, keys, busy=name != PRODUCERS[0]) as address:
         handshakes, both = [], []
-        for ticket in tickets[rounds:]:
+        for ticket in tickets[2 * rounds :]:
             with closing(_consumer(keys)) as one:
                 handshakes.append(_met(one, address, None, tokens))
             with closing(_consumer(keys)) as one:
                 both.append(_met(one, address, ticket, tokens))
         with closing(_consumer(keys)) as one:
             _met(one, address, None, tokens)
-            known = [_redeemed(one, address, ticket, tokens) for ticket in tickets[:rounds]]
-    return RedeemTimes(name, tuple(known), tuple(handshakes), tuple(both))
+            known, sealed = [], []
+            for ticket, other in zip(tickets[: 2 * rounds : 2], tickets[1 : 2 * rounds : 2], strict=True):
+                binding = SealBinding(address, other, tokens, _CONTENT)
+                known.append(_redeemed(one, address, ticket, tokens))
+                sealed.append(_redeemed(one, address, other, tokens, sealer.seal(_RUN, grant, binding)))
+    return RedeemTimes(name, tuple(known), tuple(sealed), tuple(handshakes), tuple(both))
 
 
 def _consumer(keys: Keys) -> ControlClient:
@@ -122,12 +179,15 @@ def _met(one: ControlClient, address: Address, ticket: bytes | None, tokens: int
     return time.perf_counter() - began
 
 
-def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int) -> float:
-    """Redeem a ticket and release its lease. Return the seconds until the ticket was redeemed."""
+def _redeemed(one: ControlClient, address: Address, ticket: bytes, tokens: int, sealed: str = "") -> float:
+    """Redeem a ticket, and release its lease. Return the seconds until its grant was known."""
     began = time.perf_counter()
-    claim = one.redeem(address, ticket, tokens, _CONTENT)
+    claim = one.redeem(address, ticket, tokens, _CONTENT, sealed=sealed)
     _wait(one, claim)
     seconds = time.perf_counter() - began
+    while claim.asked:  # the producer handles one ticket at a time
+        _check(began)
+        time.sleep(0.0001)
     one.end(claim)
     return seconds
 
@@ -141,7 +201,7 @@ def _wait(one: ControlClient, claim: Redemption) -> None:
 
 def _check(began: float) -> None:
     if time.perf_counter() - began > _PATIENCE_SECONDS:
-        raise TransferError(f"the producer's process does not shake hands within {_PATIENCE_SECONDS:g} s")
+        raise TransferError(f"the producer's process does not answer within {_PATIENCE_SECONDS:g} s")
 
 
 @contextmanager
@@ -174,10 +234,10 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rows = tuple(StoredField(field, 2, 2, (("content", 16),)) for field in ("k", "v"))
     cache = ModelCache("bench", (LayerCache(GroupKind.FULL, 0, rows),))
-    (rank,) = lay_out(cache, EngineShape(1, (1,), _BLOCK_TOKENS, "LBNHC", 2))
+    (rank,) = lay_out(cache, EngineShape(1, (1,), BLOCK_TOKENS, "LBNHC", 2))
     facts = Facts("bench-producer", _RUN, "kvferry bench", {})
     server = ControlServer(_HOST, 0, PeerInfo(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
-    table = list(range(1, 1 + -(-tokens // _BLOCK_TOKENS)))
+    table = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
     for number, ticket in enumerate(tickets):
         server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))
     ended = threading.Event()

@@ -69,7 +69,7 @@ def test_failed_part_of_the_peer_ends_the_wait_for_slow_tiers(both: Both) -> Non
     both.decode.call("slow_files", 2.0)  # from here on
     (offer,) = [answer["params"] for answer in both.prefill.call("prefill", [text])]
     tables = both.prefill.call("granted", offer)
-    both.prefill.call("regrant", offer, {"tables": [[10**6] * len(table) for table in tables]})
+    offer = both.prefill.call("regrant", offer, {"tables": [[10**6] * len(table) for table in tables]})
     both.decode.call("new_loads")
     (answer,) = both.decode.call("generate", [text], [offer])
     assert both.decode.call("new_loads") == [("tiers", 0, 512), ("peer", 512, 699), ("tiers", 0, 512)]

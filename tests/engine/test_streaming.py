@@ -216,6 +216,18 @@ def test_ticket_unknown_to_every_prefill_engine_is_awaited_like_any_source(
     right(pair, text, answer)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_requests_whose_loads_end_one_after_another_are_computed_together(pair: Pair, waits: bool) -> None:
+    texts = [prompt(40, seed) for seed in range(8)]
+    offers = [answer["params"] for answer in pair.prefill.call("prefill", texts)]
+    names = pair.decode.call("add", texts, offers, 1)
+    wait_for(lambda: pair.decode.call("redeemed") == len(texts))
+    sizes = pair.decode.call("sizes_of_steps", names, waits=waits)
+    assert sum(sizes) == len(texts)
+    assert (sizes == [len(texts)]) == waits
+    quiet(pair)
+
+
 def test_dead_prefill_engine_is_not_awaited(pair: Pair, known: dict[str, Any]) -> None:
     """The last test: this pair ends with it."""
     text = prompt(900, 11)

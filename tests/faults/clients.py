@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 from collections.abc import Callable
 from itertools import permutations
@@ -33,6 +34,60 @@ async def other_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
     trial.detected = await stage.failed(name, "tokens offered for|hold other tokens")
     again = await stage.decoded(trial, text, None, salt)  # what the first one left in the caches is right
     trial.detected += "" if again else "?"
+
+
+@kind(
+    "sealed grant of another prompt", CLIENT,
+    "A client sends the offer of one prompt with another one, and the producer does not hear of it.",
+    share=1, together=1, protections=("sealed digest",),
+)  # fmt: skip
+async def other_sealed_prompt(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    salt, theirs, text = stage.salt(draw), stage.name(), max(stage.references.texts, key=len)
+    other = draw.choice([one for one in stage.references.texts if one != text and len(one) >= 200])
+    await stage.through(trial, text, stage.salt(draw))  # they know each other
+    params = await stage.prefilled(other, salt, theirs)
+    before = await stage.decode.do("disarm", "lose Redeem")
+    await stage.decode.do("arm", "lose Redeem", "", 1 << 20)
+    name = await stage.decoded(trial, text, params, salt)
+    count = await stage.decode.do("disarm", "lose Redeem") - before
+    trial.injected = f"a sealed grant of another prompt, and {count} redemption(s) lost" if count else ""
+    await stage.prefill.do("expire", theirs)
+    if await stage.decode.do("seal_of", params["remote_request_id"]) not in ("", "opened"):
+        trial.detected = await stage.failed(name, UNANSWERED)
+
+
+_SEALS: dict[str, Callable[[str, str, random.Random], str]] = {
+    "with a bit flipped": lambda seal, other, draw: _with_bit_flipped(seal, draw),
+    "cut short": lambda seal, other, draw: seal[: draw.randrange(1, len(seal) - 1)],
+    "of another ticket": lambda seal, other, draw: other,
+    "made up": lambda seal, other, draw: base64.urlsafe_b64encode(draw.randbytes(90)).decode(),
+    "of a megabyte": lambda seal, other, draw: seal * (1 + (1 << 20) // len(seal)),
+}
+
+
+def _with_bit_flipped(seal: str, draw: random.Random) -> str:
+    data = bytearray(base64.urlsafe_b64decode(seal))
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return base64.urlsafe_b64encode(data).decode()
+
+
+@kind(
+    "changed sealed grant", CLIENT,
+    "A client changes the sealed grant of its offer, or takes that of another ticket for the same prompt.",
+    share=12,
+)  # fmt: skip
+async def changed_seal(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salts = stage.text(draw, 129), [stage.salt(draw) for _ in range(2)]
+    other = await stage.prefilled(text, salts[0])
+    await stage.decoded(trial, text, other, salts[0])  # they know each other
+    params = await stage.prefilled(text, salts[1])
+    trial.injected = what = draw.choice(sorted(_SEALS))
+    seal = _SEALS[what](params["remote_sealed_grant"], other["remote_sealed_grant"], draw)
+    name = await stage.decoded(trial, text, {**params, "remote_sealed_grant": seal}, salts[1])
+    why = await stage.decode.do("seal_of", params["remote_request_id"])
+    loads = await stage.from_peer(name, "LoadEnded")
+    if why not in ("", "opened") and any(one["outcome"] == "ready" for one in loads):
+        trial.detected = f"{why}; redeemed instead"
 
 
 _ODD: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -9,7 +9,7 @@ import signal
 from faults import other_weights
 from faults.kinds import kind
 from faults.served import Served
-from faults.stage import DEADLINE, LATE, LEASE, UNANSWERED, UNKNOWN_TICKET, Stage
+from faults.stage import DEADLINE, LATE, LEASE, UNANSWERED, UNKNOWN_TICKET, WORD_CHANGED, Stage
 from faults.values import Area, Trial
 
 ENGINE = Area.ENGINE
@@ -137,7 +137,9 @@ async def reloaded(stage: Stage, trial: Trial, draw: random.Random) -> None:
         await stage.decoded(trial, text, params, salt, mine)
         offered = params["remote_num_tokens"] > 0
         trial.detected = (
-            await stage.failed(mine, UNKNOWN_TICKET) if offered else "the engine offers nothing any more"
+            await stage.failed(mine, f"{UNKNOWN_TICKET}|{WORD_CHANGED}")
+            if offered
+            else "the engine offers nothing any more"
         )
         if any(one["outcome"] == "ready" for one in await stage.told(mine, "LoadEnded")):
             trial.forbidden.append(f"request {mine} loaded KV of other weights")

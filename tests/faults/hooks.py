@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from kvferry.common.errors import ProtocolError
 from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.staging import UNIT_BYTES
@@ -36,6 +37,7 @@ class Hooks:
         told: events of each request, by its outer name.
         held: reads that are held back, by request.
         leases: name of the lease and block tables of what a request left for a consumer, by its outer name.
+        seals: why the last sealed grant of a ticket did not open, or "opened"; by the ticket.
     """
 
     armed: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -45,6 +47,7 @@ class Hooks:
     leases: dict[str, tuple[str, list[list[int]]]] = field(default_factory=dict)
     of_load: dict[str, str] = field(default_factory=dict)
     of_read: dict[str, str] = field(default_factory=dict)
+    seals: dict[str, str] = field(default_factory=dict)
 
     def take(self, fault: str, name: str = "") -> bool:
         """Return whether a fault is to be injected now, and count it."""
@@ -68,6 +71,7 @@ def install(engine: Any) -> None:
     _hook_leases(parts.producer(engine), hooks)
     _hook_control(parts.client(engine), parts.server(engine), hooks)
     _hook_threads(engine, hooks)
+    _hook_seals(parts.client(engine)._sealer, hooks)
     _hook_gathering(parts.gatherer(engine), hooks)
 
 
@@ -85,6 +89,11 @@ def disarm(engine: Any, fault: str, name: str = "") -> int:
 def told(engine: Any, name: str) -> list[dict[str, Any]]:
     """What was said of a request, in order."""
     return list(engine.hooks.told[name])
+
+
+def seal_of(engine: Any, ticket: str) -> str:
+    """What became of the last sealed grant that came with a ticket; empty if none was looked at."""
+    return str(engine.hooks.seals.get(ticket, ""))
 
 
 def holds(engine: Any, name: str) -> int:
@@ -257,6 +266,23 @@ def _breaking(inner: Any, hooks: Hooks, fault: str, *args: Any) -> Any:
     if hooks.take(fault):
         raise RuntimeError(f"injected: {fault}")
     return inner(*args)
+
+
+def _hook_seals(sealer: Any, hooks: Hooks) -> None:
+    """Remember what became of sealed grants."""
+    inner = sealer.open
+
+    def opened(sealed: str, binding: Any) -> Any:
+        ticket = binding.ticket.hex()
+        try:
+            found = inner(sealed, binding)
+        except ProtocolError as error:
+            hooks.seals[ticket] = str(error)
+            raise
+        hooks.seals[ticket] = "opened"
+        return found
+
+    sealer.open = opened
 
 
 def _hook_gathering(server: Any, hooks: Hooks) -> None:

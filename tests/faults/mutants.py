@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,8 @@ from msgspec import structs
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.index import ListedKeys
 from kvferry.transport.lease import LeaseWords
+from kvferry.transport.redeem import PromptContent
+from kvferry.transport.seal import SealBinding
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half
 
@@ -91,6 +94,15 @@ def _no_digest(engine: Any) -> Iterator[None]:
     from kvferry.transport.redeem import _OpenTicket
 
     with mock.patch.object(_OpenTicket, "refusal", return_value=None):
+        yield
+
+
+@contextmanager
+def _no_sealed_digest(engine: Any) -> Iterator[None]:
+    """A sealed grant opens with any prompt."""
+    encoded = SealBinding.encoded
+    anybody = PromptContent("")
+    with mock.patch.object(SealBinding, "encoded", lambda use: encoded(replace(use, content=anybody))):
         yield
 
 
@@ -188,6 +200,7 @@ def _live_in(store: Any, namespace: bytes) -> None:
 MUTANTS: dict[str, Callable[[Any], Any]] = {
     "lease words": _no_lease_words,
     "digest": _no_digest,
+    "sealed digest": _no_sealed_digest,
     "ticket": _no_ticket,
     "pins": _no_pins,
     "raised words": _no_raised_words,

@@ -100,6 +100,7 @@ async def garbage_first(stage: Stage, trial: Trial, draw: random.Random) -> None
 async def redeem_lost(stage: Stage, trial: Trial, draw: random.Random) -> None:
     text, salt, mine = stage.text(draw, 129), stage.salt(draw), stage.name()
     params = await stage.prefilled(text, salt)
+    params.pop("remote_sealed_grant", None)
     before = await stage.decode.do("disarm", "lose Redeem")
     await stage.decode.do("arm", "lose Redeem", "", 1 << 20)
     await stage.decoded(trial, text, params, salt, mine)

@@ -27,6 +27,7 @@ CHUNK = 64
 LATE = "its deadline passed"
 UNANSWERED = "it had not answered when|no answer within|it did not answer within|no connection can be opened"
 UNKNOWN_TICKET = "it does not know the ticket"
+WORD_CHANGED = "lease word changed"
 NO_ANSWER = "not an answer of protocol"
 """What kvferry says of a load or a source, for `Stage.failed`."""
 DECISIVE = ("SourceRefused", "LoadBegan", "LoadEnded", "Scheduled")

@@ -18,9 +18,14 @@ SEED = 3
 FAMILY = "gemma3"
 KINDS_MET = possible(KINDS, [FAMILY])
 BESIDE_OTHERS = [name for name, kind in KINDS_MET.items() if kind.together > 1]
-ALONE = ["ticket lost on its way", "producer killed"]
-"""Two of the kinds of a whole engine. Each of these takes seconds, because nothing else happens meanwhile."""
-CONTROLS = ["lease words", "digest", "ticket", "checksum"]
+ALONE = [
+    "ticket lost on its way",
+    "sealed grant of another prompt",
+    "sealed grant of an ended lease",
+    "producer killed",
+]
+"""Some of the kinds of a whole engine. Each takes seconds, because nothing else happens meanwhile."""
+CONTROLS = ["lease words", "digest", "sealed digest", "ticket", "checksum"]
 """Protections without which the campaign must find something wrong, or it shows nothing with them."""
 
 

@@ -7,7 +7,7 @@ import random
 
 from faults.kinds import kind
 from faults.references import LONG_TOKENS
-from faults.stage import DEADLINE, LATE, UNKNOWN_TICKET, Stage
+from faults.stage import DEADLINE, LATE, UNKNOWN_TICKET, WORD_CHANGED, Stage
 from faults.values import Area, Trial
 
 TRANSFER = Area.TRANSFER
@@ -31,7 +31,30 @@ async def reused(stage: Stage, trial: Trial, draw: random.Random) -> None:
     await stage.decode.do("let_go", mine)
     await answer
     await stage.decode.do("disarm", "hold", mine)
-    trial.detected = await stage.failed(mine, "lease word changed")
+    trial.detected = await stage.failed(mine, WORD_CHANGED)
+
+
+@kind(
+    "sealed grant of an ended lease", TRANSFER,
+    "A client sends an offer whose lease has run out and whose blocks are overwritten, and the producer does "
+    "not hear of it.",
+    share=1, together=1, protections=("lease words",),
+)  # fmt: skip
+async def ended(stage: Stage, trial: Trial, draw: random.Random) -> None:
+    text, salt, theirs = stage.text(draw, 200), stage.salt(draw), stage.name()
+    await stage.through(trial, text, stage.salt(draw))  # they know each other
+    params = await stage.prefilled(text, salt, theirs)
+    await stage.prefill.do("expire", theirs)
+    before = await stage.decode.do("disarm", "lose Redeem")
+    if await stage.prefill.until("lease_is_over", theirs):
+        count = await stage.prefill.do("overwrite", theirs)
+        await stage.decode.do("arm", "lose Redeem", "", 1 << 20)
+        name = await stage.decoded(trial, text, params, salt)
+        lost = await stage.decode.do("disarm", "lose Redeem") - before
+        trial.injected = (
+            f"{count} blocks overwritten, and {lost} redemption(s) lost" if count and lost else ""
+        )
+        trial.detected = await stage.failed(name, WORD_CHANGED)
 
 
 @kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=12)
@@ -103,7 +126,7 @@ async def withdrawn(stage: Stage, trial: Trial, draw: random.Random) -> None:
         count = await stage.prefill.do("overwrite", theirs)
         trial.injected = f"reset, and {count} blocks overwritten"
     name = await stage.decoded(trial, text, params, salt)
-    trial.detected = await stage.failed(name, UNKNOWN_TICKET)
+    trial.detected = await stage.failed(name, f"{UNKNOWN_TICKET}|{WORD_CHANGED}")
 
 
 @kind(

@@ -31,8 +31,10 @@ from kvferry.transport.messages import AskTurn, Facts, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import TicketBook
 from kvferry.transport.redemptions import Redemptions
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.clock import Clock
+from support.keys import KEYS
 from support.models import attention, model
 from support.vllm_cache import BLOCK, STEP
 from support.vllm_scheduler import VllmScheduler, WithoutWorkers
@@ -49,6 +51,7 @@ class Network:
         self.servers: dict[int, NearServer] = {}
         self.clients: list[NearClient] = []
         self.words: dict[int, Counter[int]] = {}
+        self.opened = 0  # sealed grants
 
     def server(self, host: str, port: Any, card: PeerInfo, *_: Any) -> NearServer:
         one = NearServer(len(self.servers) + 1, card)
@@ -72,13 +75,17 @@ class NearServer:
         self.port, self.card = port, card
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
+        self.sealer = Sealer(KEYS)
         self.keepers: dict[Address, int] = {}
 
     def close(self) -> None: ...
 
 
 class NearClient:
-    """An engine's end of the control channel that asks others. Answers come at once."""
+    """An engine's end of the control channel that asks others. Answers come at once.
+
+    The claim that follows a sealed grant arrives late: with the next heartbeats, or before its release.
+    """
 
     def __init__(self, network: Network, facts: Facts, runs: Callable[[], bool]) -> None:
         self._runs = runs
@@ -86,6 +93,7 @@ class NearClient:
         self._redemptions = Redemptions(self._me, HANDSHAKE_SECONDS, network.clock)
         self._queries = TurnQueries(network.clock)
         self._held: dict[Address, set[bytes]] = defaultdict(set)
+        self._late: list[tuple[Address, Any]] = []
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerInfo | Unusable:
         server = self._network.servers.get(address[1])
@@ -97,11 +105,31 @@ class NearClient:
 
     def forget(self, address: Address) -> None: ...
 
-    def redeem(self, address: Address, ticket: bytes, tokens: int, content: Any, *, foreseen: bool) -> Any:
-        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+    def redeem(
+        self,
+        address: Address,
+        ticket: bytes,
+        tokens: int,
+        content: Any,
+        *,
+        foreseen: bool,
+        sealed: str,
+    ) -> Any:
+        binding, grant = SealBinding(address, ticket, tokens, content), None
+        if sealed and address[1] in self._network.servers:
+            grant = Sealer(KEYS).open(sealed, binding)
+            self._network.opened += 1
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:
-            self._ask(address, one.message)
+            self._late.append((address, one.message))
+        if one.answer is None:
+            self._send_late()
         return one
+
+    def _send_late(self) -> None:
+        late, self._late = self._late, []
+        for address, message in late:
+            self._ask(address, message)
 
     def answer(self, one: Any, wait_seconds: float = 0.0) -> Any:
         for address, message in self._redemptions.due():
@@ -123,6 +151,7 @@ class NearClient:
         self._beat(address, [ticket])
 
     def release(self, address: Address, ticket: bytes) -> None:
+        self._send_late()
         self._held[address].discard(ticket)
         server = self._network.servers[address[1]]
         if leases := server.tickets.release(self._me, [ticket]):
@@ -130,6 +159,7 @@ class NearClient:
 
     def beat(self) -> None:
         """Send the heartbeats of all leases."""
+        self._send_late()
         for address, tickets in self._held.items() if self._runs() else ():
             self._beat(address, sorted(tickets))
 

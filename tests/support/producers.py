@@ -10,11 +10,18 @@ from kvferry.connector.content import TurnNames
 from kvferry.connector.messages import LEASE_SLOTS, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.transport.redeem import TicketBook
+from kvferry.transport.seal import Sealer
 from kvferry.transport.turns import TurnIndex
 from support.engine_info import FULL_GROUP
 from support.fake_engine import FakeEngine, PartialHalf
+from support.keys import KEYS
 
 LEASE_SECONDS = 30.0
+
+
+def played_channel() -> Any:
+    """Return a control server without a socket: what a producer shares with it."""
+    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), sealer=Sealer(KEYS))
 
 
 def producing(
@@ -29,7 +36,7 @@ def producing(
     """Return an engine with a producer. `channel` has the producer's tickets and kept turns."""
     engine = FakeEngine(groups, blocks=blocks, workers=workers, **(facts or {}))
     engine.names = TurnNames(engine.adapters)
-    engine.channel = SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex())
+    engine.channel = played_channel()
     engine.producer = Producer(
         engine.facts,
         ConnectorConfig(lease_seconds=LEASE_SECONDS, **settings),

@@ -63,8 +63,7 @@ from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.geometry import Group
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
-from kvferry.transport.redeem import TicketBook
-from kvferry.transport.turns import TurnIndex
+from support.producers import played_channel
 from support.vllm_cache import BLOCK, KINDS, STEP
 from support.vllm_config import inspect_models_here
 
@@ -307,7 +306,7 @@ class OfferingConnector(PlayedConnector):
             events=EventStream(self._on_event),
             names=TurnNames(adapters),
             adapters=adapters,
-            channel=SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex()),
+            channel=played_channel(),
             pool=pool,
             workers=1,
             clock=self.clock,

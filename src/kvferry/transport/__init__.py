@@ -5,8 +5,8 @@ A *producer* computed KV and offers it. A *consumer* reads it.
 **Control channel between schedulers.** `messages` and `redeem` define its messages. `control_server` is the
 producer's end, `control_client` the consumer's, with `sockets` to peers. `handshake` keeps the state of each
 peer, `redeem` that of a producer's tickets, `redemptions` that of a consumer's requests. An `offer` brings a
-ticket to the consumer, with its request. `turns` finds earlier turns of a conversation. `lease` defines how a
-consumer detects that blocks were reused.
+ticket to the consumer, with its request, and the ticket's grant under a `seal`. `turns` finds earlier turns
+of a conversation. `lease` defines how a consumer detects that blocks were reused.
 
 **Reading worker.** `transfers` splits a read order over lanes. A `lane` is a thread with its own NIXL `agent`
 and `lane_connections` to peers, each with `prepared_routes`. `read_plan` says what one order reads.

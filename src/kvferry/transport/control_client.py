@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvferry.common.errors import ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.units import counted
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers
@@ -47,6 +48,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.security import Keys
 from kvferry.transport.sockets import SOCKETS, ControlSocket, SocketPoller, warn_if_late
 from kvferry.transport.turns import TurnContent, TurnQueries
@@ -82,7 +84,7 @@ class ControlClient:
         heartbeat_seconds: float = 5.0,
         *,
         meets: Sequence[Address] = (),
-        on_met: Callable[[], None] = lambda: None,
+        on_news: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.5,
         max_unresolved: int = MAX_UNRESOLVED,
         resolve: ResolveName | None = None,
@@ -94,12 +96,13 @@ class ControlClient:
         Args:
             check: raises Incompatible if this engine cannot read from a peer's ranks. The thread calls it.
             handshake_seconds: timeout of a handshake, and of redeeming a ticket.
-            meets: peers with which the thread does handshakes before anything is asked of them. It calls
-                `on_met` when one has ended.
+            meets: peers with which the thread does handshakes before anything is asked of them.
+            on_news: called by the thread when such a handshake has ended, or a producer has answered for a
+                ticket.
             runs: returns whether the engine still runs steps. If not, no heartbeats are sent, so that the
                 engine does not keep blocks of others without using them.
         """
-        self._runs, self._meets, self._on_met = runs, frozenset(meets), on_met
+        self._runs, self._meets, self._on_news = runs, frozenset(meets), on_news
         self._max_unresolved = max_unresolved
         self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
         self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
@@ -117,7 +120,8 @@ class ControlClient:
         # Each peer has two sockets: for messages (False), and for events of its connection (True).
         self._poller = SocketPoller[tuple[Address, bool]]()
         self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
-        self._log = LimitedLog(logger)
+        self._log, self._seal_log = LimitedLog(logger), LimitedLog(logger)  # one for each thread
+        self._sealer = Sealer(keys)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
@@ -147,14 +151,39 @@ class ControlClient:
         self._handshakes.forget(address)
 
     def redeem(
-        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+        self,
+        address: Address,
+        ticket: bytes,
+        tokens: int,
+        content: PromptContent,
+        *,
+        foreseen: bool = False,
+        sealed: str = "",
     ) -> Redemption:
-        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`)."""
+        """Claim a lease for a request, which must `end` the redemption (`Redemptions.begin`).
+
+        `sealed` is the sealed grant that came with the ticket, from a client; empty without one.
+        """
         self._questions.note_ticket(address)
-        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen)
+        grant = self._opened(sealed, SealBinding(address, ticket, tokens, content)) if sealed else None
+        one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:
             self._queue_command(address, one.message)
         return one
+
+    def _opened(self, sealed: str, binding: SealBinding) -> Redeemed | None:
+        """Return the grant in a seal; None if the producer must be asked."""
+        # The handshake with a new peer takes longer than redeeming the ticket. And a client may keep a seal
+        # of an earlier run, which must not cause a handshake.
+        peer = self.known(binding.address)
+        if peer is None:
+            return None
+        try:
+            found = self._sealer.open(sealed, binding)
+        except ProtocolError as error:
+            self._seal_log.say("seal", f"{error}; the ticket is redeemed")
+            return None
+        return found if found.incarnation == peer.facts.incarnation else None
 
     def answer(self, one: Redemption, wait_seconds: float = 0.0) -> Redeemed | Unusable | Pending:
         """Return the producer's last grant; Unusable if it refused or is silent; otherwise Pending."""
@@ -206,7 +235,9 @@ class ControlClient:
 
     def _queue_command(self, address: Address, message: Request | None) -> None:
         self._commands.append((address, message))
-        self._poller.wake()
+        # The thread takes all commands at once. Each call of `wake` may hand the interpreter to it.
+        if len(self._commands) == 1:
+            self._poller.wake()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -219,7 +250,8 @@ class ControlClient:
             soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
             seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
             due = time.monotonic() + seconds
-            heard = self._poller.wait(seconds)
+            # Commands are left only if an error has ended the round before.
+            heard = self._poller.wait(0 if self._commands else seconds)
             warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
@@ -369,7 +401,8 @@ class ControlClient:
         elif answer is not None:
             if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
                 peer.held.add(ticket)  # before this thread can execute its release
+            self._on_news()
         elif message := self._handshakes.handle_reply(address, data):
             self._send(address, message)
         elif address in self._meets:
-            self._on_met()
+            self._on_news()

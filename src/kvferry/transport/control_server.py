@@ -41,6 +41,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Redeem, Redeemed, TicketBook
 from kvferry.transport.resolver import ResolveName
+from kvferry.transport.seal import Sealer
 from kvferry.transport.sockets import warn_if_late
 from kvferry.transport.turns import TurnIndex
 
@@ -117,6 +118,7 @@ class ControlServer:
         events: events about leases, oldest first. The server's thread appends them, and the engine's thread
             removes them. The number of queued events caused by one consumer is limited.
         rejected: number of messages dropped because they could not be decoded.
+        sealer: seals grants for the consumers of this channel.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class ControlServer:
         self.rejected = 0
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
+        self.sealer = Sealer(keys)
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
         self._card, self._peers = card, peers

@@ -2,8 +2,8 @@
 
 The keys are those of vLLM's NixlConnector, so routers made for it work unchanged: they copy the object from
 the prefill engine's response to the request to the decode engine. ``remote_request_id`` carries the ticket,
-which the decode engine redeems (`transport.redeem`). An offer comes from a client, so it is checked against a
-schema before it is used.
+which the decode engine redeems (`transport.redeem`). ``remote_sealed_grant`` has the answer in advance
+(`transport.seal`). An offer comes from a client, so it is checked against a schema before it is used.
 
 A router may ask both engines at once. It then draws the ticket, and makes the offer for the decode engine
 itself, from an earlier offer of the prefill engine.
@@ -41,6 +41,8 @@ class Offer(msgspec.Struct, frozen=True):
             of older releases lack the key; whether such an engine can be read from, the handshake decides.
         remote_prefill_cached_tokens: number of prompt tokens that the offering engine's caches had. vLLM adds
             it to the response. None if the offering engine is still computing the prompt.
+        remote_sealed_grant: the grant of the ticket, which only engines can open (`transport.seal`). Empty if
+            it would be too long. Offers of older releases, and those that routers make, lack the key.
     """
 
     remote_engine_id: _EngineId
@@ -50,6 +52,7 @@ class Offer(msgspec.Struct, frozen=True):
     remote_num_tokens: _Tokens | None
     remote_step_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     remote_prefill_cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)] | None = None
+    remote_sealed_grant: str = ""
 
 
 def has_offer(params: Any) -> bool:
@@ -89,6 +92,8 @@ def write_offer(offer: Offer) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a response that makes an offer."""
     params: dict[str, Any] = msgspec.to_builtins(offer)
     del params["remote_prefill_cached_tokens"]  # vLLM adds it
+    if not offer.remote_sealed_grant:
+        del params["remote_sealed_grant"]
     return {"do_remote_prefill": True, "do_remote_decode": False, **params}
 
 

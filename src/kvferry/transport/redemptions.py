@@ -5,6 +5,10 @@
       │        │ └─resent on a new connection to the same producer, which gives the same reply again
       └─time─ growing ◀─Redeemed for some of the tokens, or Unchanged
 
+A redemption may begin with the grant that came sealed with the ticket. It then has an answer at once, and the
+message only claims the lease. The reply confirms the grant or refuses the claim, like the reply to any other.
+A second use of a ticket waits for the producer, which may have ended the lease since.
+
 A redemption is *growing* while the producer computes the prompt. A *foreseen* ticket may be redeemed before
 the producer knows it. It is growing until the producer's first grant.
 
@@ -18,6 +22,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 
 from msgspec import structs
@@ -29,6 +34,9 @@ SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a tick
 
 # Shortest and longest time in seconds between a producer's reply and the next request, while it computes.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
+
+# Maximum number of used tickets that are remembered. For older ones, the lease word alone decides.
+MAX_USED = 4096
 
 # Time until the next request, as a part of the time since the last reply that covered more tokens. So the
 # delay after a step is about an eighth of the step's time at most, and a slow producer is asked seldom.
@@ -48,9 +56,15 @@ class Redemption:
     asked: bool = True  # a reply to `message` is missing
     sent: bool = False
     granted: bool = False  # the producer has accepted the ticket, even if it has ended the lease since
-    again: float = math.inf  # time of the next request; infinite while a reply is missing, and if not growing
     answered: threading.Event = field(default_factory=threading.Event)
-    answer: Redeemed | NotRedeemed | None = None  # last one that granted or refused
+    # Last one that granted or refused. It may have come sealed, before a reply.
+    answer: Redeemed | NotRedeemed | None = None
+
+    @property
+    def complete(self) -> Redeemed | None:
+        """The last answer if it grants all tokens; else None."""
+        answer = self.answer  # the channel's thread may replace it at any time
+        return answer if isinstance(answer, Redeemed) and answer.tokens >= self.message.tokens else None
 
 
 @dataclass(slots=True)
@@ -67,7 +81,8 @@ class _Ticket:
 class Redemptions:
     """A consumer's requests to redeem tickets. The engine's thread begins, polls and ends them.
 
-    `soonest` is the time of the next due request, as of the last call of `due`; may be infinite.
+    Attributes:
+        soonest: time at which `due` may have requests again; infinite if there is none.
     """
 
     def __init__(self, consumer: int, patience_seconds: float, clock: Callable[[], float]) -> None:
@@ -75,18 +90,35 @@ class Redemptions:
         self._numbers = count()
         self._asked: dict[int, Redemption] = {}
         self._tickets: dict[tuple[Address, bytes], _Ticket] = {}
-        self.soonest = math.inf
+        # (time of the next request, number) of each growing redemption that has its reply, the soonest first.
+        # An entry stays when its redemption ends.
+        self._growing: list[tuple[float, int]] = []
+        self._used: dict[
+            tuple[Address, bytes], None
+        ] = {}  # tickets whose last use has ended, the latest last
 
     # -- the engine's thread ------------------------------------------------------------------------------
 
     def begin(
-        self, address: Address, ticket: bytes, tokens: int, content: PromptContent, *, foreseen: bool = False
+        self,
+        address: Address,
+        ticket: bytes,
+        tokens: int,
+        content: PromptContent,
+        *,
+        foreseen: bool = False,
+        grant: Redeemed | None = None,
     ) -> Redemption:
-        """Use a ticket, with values as in `Redeem`. Send its message if this is the prompt's first use."""
+        """Use a ticket, with values as in `Redeem`. Send its message if this is the prompt's first use.
+
+        `grant` is the producer's answer if it came with the ticket.
+        """
         found = self._tickets.setdefault((address, ticket), _Ticket()).open
         if (one := found.get(content)) is None:
             message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
-            one = Redemption(address, message, now + self._patience_seconds, foreseen, now)
+            # A client could have blocks of ended leases read in vain as often as it likes.
+            answer = None if (address, ticket) in self._used else grant
+            one = Redemption(address, message, now + self._patience_seconds, foreseen, now, answer=answer)
             found[content] = self._asked[message.number] = one
         one.users += 1
         return one
@@ -95,11 +127,15 @@ class Redemptions:
         """Return the last grant; Unusable after a refusal or without a reply in time; otherwise Pending."""
         if one.answer is None and wait_seconds > 0:
             one.answered.wait(wait_seconds)
-        if isinstance(one.answer, NotRedeemed):
-            return Unusable(one.answer.reason)
+        # A grant that came sealed needs no reply: the lease word tells whether it is valid.
+        if (complete := one.complete) is not None:
+            return complete
+        answer = one.answer
+        if isinstance(answer, NotRedeemed):
+            return Unusable(answer.reason)
         if one.asked and self._clock() >= one.deadline:
             return Unusable(SILENT.format(seconds=self._patience_seconds), gone=True)
-        return Pending() if one.answer is None else one.answer
+        return Pending() if answer is None else answer
 
     def end(self, one: Redemption) -> bool:
         """End a request's use of a ticket. After the last one, ignore later replies.
@@ -118,6 +154,9 @@ class Redemptions:
         if ticket.open:
             return False
         del self._tickets[name]
+        self._used[name] = None
+        if len(self._used) > MAX_USED:
+            del self._used[next(iter(self._used))]
         return ticket.held
 
     # -- the channel's thread -----------------------------------------------------------------------------
@@ -139,7 +178,8 @@ class Redemptions:
             grows = one.answer is None and one.foreseen
         if grows:
             pause = (now - one.news) * _PAUSE_SHARE
-            one.again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+            again = now + min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+            heappush(self._growing, (again, answer.number))
         one.asked = False
         one.granted |= not isinstance(answer, NotRedeemed)
         if one.answer is not None:
@@ -165,13 +205,17 @@ class Redemptions:
     def due(self) -> list[tuple[Address, Redeem]]:
         """Return the requests to send again now, because there may be more tokens. Their timeouts begin."""
         now, found = self._clock(), list[tuple[Address, Redeem]]()
-        self.soonest = math.inf
-        for one in list(self._asked.values()):
-            if one.again <= now:
-                known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
-                one.message = structs.replace(one.message, known_tokens=known)
-                one.deadline, one.again = now + self._patience_seconds, math.inf
-                one.asked, one.sent = True, False
-                found.append((one.address, one.message))
-            self.soonest = min(self.soonest, one.again)
+        while self._growing and self._growing[0][0] <= now:
+            one = self._asked.get(heappop(self._growing)[1])
+            if one is None:
+                continue  # it has ended
+            known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
+            one.message = structs.replace(one.message, known_tokens=known)
+            one.deadline = now + self._patience_seconds
+            one.asked, one.sent = True, False
+            found.append((one.address, one.message))
         return found
+
+    @property
+    def soonest(self) -> float:
+        return self._growing[0][0] if self._growing else math.inf

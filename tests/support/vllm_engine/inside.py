@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 import zlib
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.transport.read_plan import ReadOrder
-from kvferry.transport.redeem import Grant, Redeemed
+from kvferry.transport.redeem import Grant
+from kvferry.transport.seal import SealBinding
 from support.vision import noise
 from support.vllm_engine import (
     any_layout,
@@ -30,6 +32,7 @@ from support.vllm_engine import (
     sleeping,
 )
 from support.vllm_engine.agree_inside import facts, restart_other  # noqa: F401 - called by name
+from support.vllm_engine.batches import sizes_of_steps  # noqa: F401 - called by name
 from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     chosen,
     forget_speeds,
@@ -329,9 +332,8 @@ def answers(engine: Any, names: list[str]) -> list[dict[str, Any]]:
 
 
 def redeemed(engine: Any) -> int:
-    """Tickets of requests here whose grants have arrived, and which have not been released."""
-    asked = list(parts.client(engine)._redemptions._asked.values())
-    return sum(isinstance(one.answer, Redeemed) for one in asked)
+    """Tickets of requests here whose leases are claimed, and which have not been released."""
+    return sum(one.granted for one in list(parts.client(engine)._redemptions._asked.values()))
 
 
 def say_again(engine: Any) -> None:
@@ -626,16 +628,36 @@ def answer_slowly(engine: Any, seconds: float) -> None:
     book.redeem = slow
 
 
+def hold_answers(engine: Any) -> None:
+    """Let the control channel answer no ticket until `release_answers`."""
+    book, engine.answers_may_go = parts.tickets(engine), threading.Event()
+    redeem = type(book).redeem
+
+    def waiting(message: Any) -> Any:
+        engine.answers_may_go.wait()
+        return redeem(book, message)
+
+    book.redeem = waiting
+
+
+def release_answers(engine: Any) -> None:
+    engine.answers_may_go.set()
+
+
 def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
     """The block tables that this engine keeps for an offer."""
     return engine.granted[offer["remote_request_id"]]
 
 
-def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Lie to whoever redeems an offer's ticket: its grant says this instead."""
+def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Have the grant of an offer's ticket say this instead. Return the offer with that grant, sealed."""
     found = parts.tickets(engine)._open[bytes.fromhex(offer["remote_request_id"])]
     now = {"slot": found.grant.slot, "generation": found.grant.generation, "tables": found.grant.block_ids}
     found.grant = Grant.of(**{**now, **changes})
+    address, named = (offer["remote_host"], offer["remote_port"]), bytes.fromhex(offer["remote_request_id"])
+    binding = SealBinding(address, named, found.tokens, found.content)
+    sealed = parts.server(engine).sealer.seal(parts.tickets(engine)._incarnation, found.grant, binding)
+    return {**offer, "remote_sealed_grant": sealed}
 
 
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:

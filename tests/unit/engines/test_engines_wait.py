@@ -143,6 +143,7 @@ def test_a_decode_engine_whose_requests_wait_for_their_turn_gives_up_nothing():
         prompts = [Prompt(4 * BLOCK, 0, 1, answer=120) for _ in range(4)]
         ticks = ticks_until_all_end(net, mesh, prompts, 2000)
         assert ticks * TICK > 2 * PATIENCE, "they had to wait"
+        assert net.opened == len(prompts), "their grants came sealed"
         assert not given_up(mesh)
 
 

@@ -7,7 +7,6 @@ the tests see whether a stored block holds the tokens that it is stored for.
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import event, given, strategies as st
@@ -22,10 +21,9 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.connector.tiers.storing import Progress
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.geometry import GroupKind
-from kvferry.transport.redeem import TicketBook
-from kvferry.transport.turns import TurnIndex
 from support.engine_info import made_up
 from support.examples import examples
+from support.producers import played_channel
 from support.vllm_cache import BLOCK, STEP, VllmCache, full, state, window
 
 pytestmark = pytest.mark.slow
@@ -162,7 +160,7 @@ def producer(cache, ahead=0) -> Producer:
         events=EventStream(),
         names=TurnNames(Adapters()),
         adapters=Adapters(),
-        channel=SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex()),
+        channel=played_channel(),
         pool=cache.manager.block_pool,
         workers=1,
     )

@@ -91,7 +91,8 @@ class QuietStage:
         return 9
 
     async def prefilled(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return {"remote_request_id": "0" * 32, "remote_num_tokens": 9, "remote_host": HOST, "remote_port": 1}
+        offer = {"remote_request_id": "0" * 32, "remote_num_tokens": 9, "remote_host": HOST, "remote_port": 1}
+        return {**offer, "remote_sealed_grant": "A" * 80}
 
     async def decoded(self, trial: Trial, *_: Any, **__: Any) -> str:
         trial.answers += 1

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvferry.geometry import Region
 from kvferry.memory import pages
 from kvferry.memory.pages import HugePageCollapser, PagePopulator, request_huge_pages
 from kvferry.memory.shared_memory import map_shared
+from support.waiting import wait_for
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 STEP = 4 << 20
@@ -66,8 +66,7 @@ def test_a_region_is_left_at_once_when_its_memory_is_needed(monkeypatch: pytest.
     assert began.wait(60)
     stopping = threading.Thread(target=collapser.stop)
     stopping.start()
-    while not collapser._stopped.is_set():
-        time.sleep(1e-3)
+    wait_for(collapser._stopped.is_set)
     go_on.set()
     stopping.join(60)
     assert len(given) == 1
@@ -131,12 +130,10 @@ def test_the_first_bytes_are_ready_at_once_and_others_in_their_order(monkeypatch
         populator = PagePopulator(fd, region, threads=3)
         assert populator.ready_bytes == STEP
         gates[2].set()
-        while 2 * STEP not in populator._done:
-            time.sleep(1e-3)
+        wait_for(lambda: 2 * STEP in populator._done)
         assert populator.ready_bytes == STEP, "a step before it is not allocated"
         gates[1].set()
-        while populator.ready_bytes == STEP:
-            time.sleep(1e-3)
+        wait_for(lambda: populator.ready_bytes > STEP)
         assert populator.ready_bytes == 3 * STEP
         assert not populator.ended
         gates[3].set()

@@ -3,7 +3,9 @@
 import contextlib
 import socket
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,6 +40,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, Unchanged
 from kvferry.transport.redemptions import SILENT, Redemption
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.turns import TurnContent
 from support.clock import Clock
 from support.keys import KEYS, OTHER_KEYS
@@ -132,6 +135,22 @@ def execute(client: ControlClient, server: ControlServer) -> None:
 
 def publish(server: ControlServer, named: bytes, lease: str = "lease") -> None:
     server.tickets.publish(named, lease, 4, CONTENT, GRANT)
+
+
+@contextmanager
+def stopped(server: ControlServer) -> Iterator[None]:
+    """Have the server answer no ticket within the block."""
+    redeem, may_go_on = server.tickets.redeem, threading.Event()
+
+    def late(asked: Any) -> Any:
+        may_go_on.wait(30)
+        return redeem(asked)
+
+    server.tickets.redeem = late
+    try:
+        yield
+    finally:
+        may_go_on.set()
 
 
 def granted(client: ControlClient, claim: Redemption):
@@ -639,11 +658,50 @@ def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
     met = threading.Event()
-    client = ends.client(meets=[(HOST, port)], on_met=met.set, heartbeat_seconds=0.05)
+    client = ends.client(meets=[(HOST, port)], on_news=met.set, heartbeat_seconds=0.05)
     assert client.known((HOST, port)) is None
     ends.server(port=port)
     wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
     wait_for(met.is_set)
+
+
+def test_a_producers_answer_is_news(ends):
+    """An engine that rests between two steps then goes on at once."""
+    server, news = ends.server(), threading.Event()
+    client = ends.client(on_news=news.set)
+    status(client, server.port)
+    assert not news.is_set()
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
+    assert isinstance(granted(client, claim), Unusable)
+    assert news.wait(10)
+
+
+def test_a_busy_thread_is_woken_once_for_all_that_it_is_asked(ends, monkeypatch):
+    """Each time it is woken, it may take the interpreter from the engine's thread."""
+    busy, go_on, woken = threading.Event(), threading.Event(), list[None]()
+    monkeypatch.setattr(control_socket.SocketPoller, "wake", noted(control_socket.SocketPoller.wake, woken))
+
+    def check(ranks):
+        busy.set()
+        go_on.wait(10)
+
+    server = ends.server()
+    publish(server, LEASE)
+    client = ends.client(check=check)
+    client.look_up((HOST, server.port))
+    assert busy.wait(10)
+    woken.clear()
+    claims = [client.redeem((HOST, server.port), ticket(str(number)), 4, CONTENT) for number in range(8)]
+    claims.append(client.redeem((HOST, server.port), LEASE, 4, CONTENT))
+    assert len(woken) == 1
+    go_on.set()
+    assert granted(client, claims[-1]).grant == GRANT
+    assert all(isinstance(granted(client, claim), Unusable) for claim in claims[:-1])
+
+
+def noted(function, calls):
+    """The same function, which adds each call to a list."""
+    return lambda *arguments: calls.append(None) or function(*arguments)
 
 
 def test_a_ticket_that_arrives_before_its_producer_is_known_is_redeemed_once(ends):
@@ -698,6 +756,78 @@ def test_an_unanswered_ticket_is_asked_again_on_a_new_connection(ends):
     client.forget((HOST, server.port))
     status(client, server.port)
     assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+
+
+def sealed_by(server: ControlServer, run: int = 1, sealer: Sealer | None = None) -> str:
+    """Return the grant of `LEASE`, as the server's engine would add it to its offer."""
+    binding = SealBinding((HOST, server.port), LEASE, 4, CONTENT)
+    return (sealer or server.sealer).seal(run, GRANT, binding)
+
+
+def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    publish(server, LEASE)
+    with stopped(server):
+        claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
+        assert client.answer(claim) == Redeemed(0, 1, GRANT, 4)
+    wait_for(lambda: LeasesClaimed(["lease"]) in server.events)
+    wait_for(lambda: not claim.asked)
+    assert client.answer(claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    client.end(claim)
+    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+
+
+def test_a_read_that_is_over_before_its_claim_is_heard_releases_the_lease(ends):
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    publish(server, LEASE)
+    with stopped(server):
+        claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
+        client.end(claim)
+    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+    assert len(server.tickets) == 0
+
+
+@pytest.mark.parametrize("of", ["another key", "another run", "another server", "nothing", "too much"])
+def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    publish(server, LEASE)
+    sealed = {
+        "another key": lambda: sealed_by(server, sealer=Sealer(OTHER_KEYS)),
+        "another run": lambda: sealed_by(server, run=2),
+        "another server": lambda: sealed_by(ends.server()),
+        "nothing": lambda: "",
+        "too much": lambda: sealed_by(server) * 99,
+    }[of]()
+    with stopped(server):
+        claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed)
+        assert isinstance(client.answer(claim), Pending)
+    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    client.look_up((HOST, server.port), 1)
+    assert isinstance(client.known((HOST, server.port)), PeerInfo), "nobody shakes hands again"
+    said = [
+        record.getMessage() for record in caplog.records if "the ticket is redeemed" in record.getMessage()
+    ]
+    assert len(said) == (of not in ("another run", "nothing"))
+
+
+def test_a_sealed_grant_of_a_peer_that_is_not_known_waits_for_the_answer(ends):
+    server, client = ends.server(), ends.client()
+    publish(server, LEASE)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
+    assert isinstance(client.answer(claim), Pending)
+    status(client, server.port)
+    assert granted(client, claim).grant == GRANT
+
+
+def test_an_engine_takes_a_sealed_grant_back_if_its_claim_is_refused(ends):
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
+    wait_for(lambda: isinstance(client.answer(claim), Unusable))
+    assert client.answer(claim).reason.startswith("it does not know the ticket")
 
 
 def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_them(ends):

@@ -4,6 +4,7 @@ import json
 import uuid
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 from msgspec import structs
@@ -48,6 +49,19 @@ def test_an_offer_of_any_length_takes_less_than_350_bytes():
     long = Offer(str(uuid.UUID(int=0)), "fe80:1234:5678:9abc:def0::1", 65_535, "f" * 32, 131_072, 8192)
     by_vllm = {"remote_prefill_cached_tokens": 131_071}
     assert len(json.dumps({**write_offer(long), **by_vllm})) < 350
+
+
+def test_a_sealed_grant_is_carried_unread_whatever_its_length():
+    for sealed in ("", "c2VhbGVk", "x" * 100_000):
+        one = structs.replace(OFFER, remote_sealed_grant=sealed)
+        assert read_offer(json.loads(json.dumps(write_offer(one)))) == one
+
+
+def test_an_older_release_reads_an_offer_with_a_sealed_grant():
+    fields = [(one.name, one.type, one.default) for one in structs.fields(Offer)]
+    older = msgspec.defstruct("Offer", [one for one in fields if one[0] != "remote_sealed_grant"])
+    sealed = write_offer(structs.replace(OFFER, remote_sealed_grant="c2VhbGVk"))
+    assert msgspec.convert(sealed, older).remote_request_id == OFFER.remote_request_id
 
 
 def test_keys_that_a_router_adds_do_not_matter():
@@ -116,6 +130,7 @@ def test_an_offer_of_an_older_release_is_read_and_left_to_the_handshake():
         ("remote_request_id", "x" * 40_000_000),
         ("remote_host", 7), ("remote_host", ""), ("remote_host", "two words"), ("remote_host", "x" * 300),
         ("remote_host", "\ud800"), ("remote_host", "nul\0"), ("remote_host", "a;b"),
+        ("remote_sealed_grant", 7), ("remote_sealed_grant", None), ("remote_sealed_grant", ["c2VhbGVk"]),
     ],
 )  # fmt: skip
 def test_an_invalid_value_is_refused_with_its_name(key, value):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from kvferry.transport import redemptions as module
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeemed, Unchanged
 from kvferry.transport.redemptions import LONGEST_PAUSE, SHORTEST_PAUSE, Redemption, Redemptions
@@ -70,6 +71,77 @@ def test_a_producer_that_computes_is_asked_again_until_it_has_all_tokens(redempt
     assert redemptions.answer(claim) == all_of_it
     clock.now += 1.0
     assert (redemptions.due(), redemptions.soonest) == ([], math.inf)
+
+
+SEALED = Redeemed(0, 1, GRANT, 4)
+
+
+def test_a_sealed_grant_is_an_answer_before_the_producers(redemptions, clock):
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
+    assert redemptions.answer(claim, 30.0) is SEALED
+    assert [one.number for one in redemptions.unanswered(HERE)] == [claim.message.number], "it is claimed"
+    clock.now += 10.0
+    assert redemptions.answer(claim) is SEALED, "the lease word tells whether it is valid, however late"
+    reply = Redeemed(claim.message.number, 1, GRANT, 4, 3)
+    assert redemptions.handle_reply(HERE, reply) == ticket("a"), "heartbeats begin"
+    assert redemptions.answer(claim) == reply
+    assert redemptions.due() == []
+    assert redemptions.end(claim) is True
+
+
+def test_a_claim_that_is_refused_takes_a_sealed_grant_back(redemptions):
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
+    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "its lease has ended", unknown=True))
+    assert redemptions.answer(claim) == Unusable("its lease has ended")
+    assert redemptions.end(claim) is False
+
+
+def test_a_read_that_ends_before_the_reply_to_its_claim_releases_the_lease(redemptions):
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
+    assert redemptions.end(claim) is True
+    assert redemptions.is_unsent(claim.message.number), "the producer must know the claim that ends"
+    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
+
+
+def test_a_used_ticket_is_redeemed_before_it_is_read_again(redemptions, monkeypatch):
+    monkeypatch.setattr(module, "MAX_USED", 2)
+
+    def sealed(name: str, at=HERE) -> Redemption:
+        return redemptions.begin(at, ticket(name), 4, CONTENT, grant=SEALED)
+
+    samples = [sealed("a"), sealed("a")]
+    assert [redemptions.answer(one) for one in samples] == [SEALED, SEALED]
+    for one in samples:
+        redemptions.end(one)
+    again = sealed("a")
+    assert isinstance(redemptions.answer(again), Pending)
+    assert redemptions.answer(sealed("a", ELSEWHERE)) is SEALED, "that is another lease"
+    redemptions.end(again)
+    for name in "bc":
+        redemptions.end(sealed(name))
+    assert len(redemptions._used) == 2
+
+
+def test_a_reply_looks_at_no_other_redemption(redemptions, clock):
+    class Lookups(dict):
+        """Entries can be looked up, but not gone through."""
+
+        def __iter__(self):
+            raise AssertionError("all redemptions are looked at")
+
+        items = keys = values = __iter__
+
+    redemptions._asked = Lookups()
+    others = [begun(redemptions, f"other {number}") for number in range(3)]
+    claim, _ = growing(redemptions, clock)
+    for _ in range(3):
+        clock.now += 1.0
+        assert [asked.number for _, asked in redemptions.due()] == [claim.message.number]
+        redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1))
+    redemptions.end(claim)
+    clock.now += 1.0
+    assert redemptions.due() == [], "it has ended"
+    assert all(one.asked for one in others)
 
 
 def test_the_longer_nothing_is_new_the_rarer_a_producer_is_asked(redemptions, clock):

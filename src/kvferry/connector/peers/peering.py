@@ -107,7 +107,7 @@ class Peering:
             handshake_seconds=config.handshake_seconds,
             heartbeat_seconds=config.lease_seconds / 4,
             meets=meets,
-            on_met=wake,
+            on_news=wake,
             runs=lambda: clock() - self.stepped_at < _STUCK_LEASES * config.lease_seconds,
         )
         self.source = PeerSource(

@@ -54,6 +54,7 @@ from kvferry.transport.offer import (
     write_offer,
 )
 from kvferry.transport.redeem import Grant, new_ticket
+from kvferry.transport.seal import SealBinding
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Producer:
         # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
         self._step_tokens = 0 if config.host_buffer else _readable_step_tokens(engine)
         self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
-        self.port, self._tickets = channel.port, channel.tickets
+        self.port, self._tickets, self._sealer = channel.port, channel.tickets, channel.sealer
         self._events, self._log = events, LimitedLog(logger)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
         self.turns = TurnKeeper(
@@ -335,8 +336,9 @@ class Producer:
         """
         name = one.request.request_id
         tables = self._engine.tables(block_ids, tokens)
+        sealed = ""
         if one.word is not None:
-            # While the prompt was computed, the lease had no end.
+            # While the prompt was computed, the lease had no end. Its readers have redeemed the ticket.
             self._book.restart(name)
             self._tickets.advance(name, Grant.of(one.word.slot, one.word.generation, tables), tokens)
         else:
@@ -348,6 +350,8 @@ class Producer:
             self._say_granted(name, tokens, self._book.seconds)
             grant = Grant.of(word.slot, word.generation, tables)
             self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
+            binding = SealBinding((self._host, self.port), one.ticket, tokens, content)
+            sealed = self._sealer.seal(word.incarnation, grant, binding)
         offer = Offer(
             remote_engine_id=self._engine.engine_id,
             remote_host=self._host,
@@ -355,6 +359,7 @@ class Producer:
             remote_request_id=one.ticket.hex(),
             remote_num_tokens=tokens,
             remote_step_tokens=self._step_tokens,
+            remote_sealed_grant=sealed,
         )
         one.blocks = len({block for ids in block_ids for block in ids} - {NULL_BLOCK})
         one.params = write_offer(offer)

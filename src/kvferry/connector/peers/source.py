@@ -6,10 +6,11 @@ its conversation (a *turn* is the KV of a finished request):
     TICKET ─the prompt has a name─▶ REDEEMING ─▶ GRANTED ─▶ SETTLED
        └──────────┴─peer excluded──────────────────┴───────────▲      a turn that was found begins as GRANTED
 
-The ticket is redeemed as the request arrives. From then on heartbeats keep the lease alive, however long the
-request queues. The claim ends once: when the request's loads have succeeded, when the engine computes the
-prompt instead, or when this peer is excluded: because it refuses the ticket, cannot be reached (`gone`) or
-has not answered in time. Until then its bid is *promised*, and the request waits for it (`choosing`).
+The ticket is redeemed as the request arrives. If its grant came with it (`transport.seal`), it is granted at
+once. From then on heartbeats keep the lease alive, however long the request queues. The claim ends once: when
+the request's loads have succeeded, when the engine computes the prompt instead, or when this peer is
+excluded: because it refuses the ticket, cannot be reached (`gone`) or has not answered in time. Until then
+its bid is *promised*, and the request waits for it (`choosing`).
 
 A peer may grant blocks before it has computed the whole prompt. Then a load reads what is computed, and goes
 on with each further grant (`_PeerFeed`).
@@ -78,6 +79,7 @@ class _Pull:
     cached_tokens: int | None = None
     # True if the peer may still be computing the prompt, or may not know the ticket yet.
     foreseen: bool = False
+    sealed: str = ""  # the sealed grant of the ticket, from a client; empty without one
     redemption: Redemption | None = None  # the claim on the ticket's lease; None before, and for a turn
     # Last answer with block tables and lease; None until there is one. For a turn, there is one from the
     # start.
@@ -185,6 +187,7 @@ class PeerSource:
             began=self._clock(),
             cached_tokens=offer.remote_prefill_cached_tokens,
             foreseen=offer.remote_num_tokens is None,
+            sealed=offer.remote_sealed_grant,
         )
         self._redeem(pull)
         if self._stopped:
@@ -353,7 +356,7 @@ class PeerSource:
         # The first message to a new peer opens the handshake, and the ticket travels right behind it.
         if not isinstance(self._client.look_up(pull.address), Unusable):
             pull.redemption = self._client.redeem(
-                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen
+                pull.address, pull.ticket, pull.tokens, content, foreseen=pull.foreseen, sealed=pull.sealed
             )
             pull.began = self._clock()
 
@@ -451,7 +454,7 @@ class PeerSource:
             why = pull.excluded.get(pull.peer) or "the claim on its lease has ended"
             return Unusable(why, pull.gone)
         before = pull.granted
-        if pull.redemption is None or (before is not None and before.tokens >= pull.tokens):
+        if pull.redemption is None or (before is not None and before is pull.redemption.complete):
             return None
         answer = self._answer(pull, pull.redemption)
         if isinstance(answer, Redeemed):

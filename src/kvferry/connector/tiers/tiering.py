@@ -213,6 +213,7 @@ class Tiering:
     def agenda(self) -> tuple[Sized, ...]:
         """Containers that are all empty if a step needs neither `poll` nor `schedule`, after `counters`."""
         return (
+            self._cards,
             *self._storing.agenda,
             *self._places.agenda,
             *self._stores.agenda,

@@ -46,7 +46,7 @@ class Client:
 
     def __init__(self, status, redeemed=None):
         self.status, self.redeemed, self.asked, self.claimed, self.waits = status, redeemed, [], [], []
-        self.held, self.released, self.forgotten = [], [], []
+        self.held, self.released, self.forgotten, self.sealed = [], [], [], []
         self.redemptions = Redemptions(9, 5.0, Clock())
 
     def look_up(self, address, incarnation=None):
@@ -55,7 +55,8 @@ class Client:
     def known(self, address):
         return self.status if isinstance(self.status, PeerInfo) else None
 
-    def redeem(self, address, ticket, tokens, content, *, foreseen=False):
+    def redeem(self, address, ticket, tokens, content, *, foreseen=False, sealed=""):
+        self.sealed.append(sealed)
         claim = self.redemptions.begin(address, ticket, tokens, content)
         if claim.users == 1:
             self.claimed.append(name_of(ticket))
@@ -64,6 +65,8 @@ class Client:
 
     def answer(self, claim, wait_seconds):
         self.waits.append(wait_seconds)
+        if isinstance(self.redeemed, Redeemed):
+            claim.answer = self.redeemed
         return self.redeemed
 
     def end(self, claim):
@@ -319,6 +322,47 @@ def test_a_grant_needs_a_block_table_for_each_group_of_the_peer():
     assert engine.source.ask(one, 0).bids == ()
     assert refused(engine) == ["block tables for 3 groups, the peer has 1"]
     assert engine.client.released == ["theirs"]
+
+
+def test_a_sealed_grant_goes_to_the_channel_with_its_ticket():
+    engine = with_peer()
+    engine.arrive(offered(remote_sealed_grant="sealed"))
+    engine.arrive(offered("b"))
+    assert engine.client.sealed == ["sealed", ""]
+
+
+def refuse_claim(engine):
+    """Have the producer refuse the claim after the grant was had."""
+    engine.source._pulls["a"].redemption.answer = NotRedeemed(0, 11, "its lease has ended")
+    engine.client.redeemed = Unusable("its lease has ended")
+
+
+def test_a_claim_that_is_refused_while_its_request_waits_is_not_read_for():
+    engine = with_peer()
+    one = engine.arrive(offered())
+    assert engine.source.ask(one, 0).bids
+    refuse_claim(engine)
+    assert engine.source.ask(one, 0).bids == ()
+    assert (refused(engine), engine.client.released) == (["its lease has ended"], [])
+
+
+def test_a_claim_that_is_refused_before_its_read_is_ordered_ends_the_load():
+    engine = with_peer()
+    load = engine.begin_load(engine.arrive(offered()))
+    refuse_claim(engine)
+    (part,) = engine.step().parts
+    assert (part.load, part.work, part.failure) == (load.key, None, "its lease has ended")
+
+
+def test_a_claim_that_is_refused_while_its_blocks_are_read_leaves_the_word_to_decide():
+    engine = with_peer()
+    load = engine.begin_load(engine.arrive(offered()))
+    assert engine.step().parts[0].work is not None
+    refuse_claim(engine)
+    assert engine.step().parts == []
+    engine.end_load(load, Report(None))
+    engine.source.settled("a")
+    assert (refused(engine), engine.client.released) == ([], [])
 
 
 def test_all_requests_of_a_step_share_the_time_to_wait_for_their_tickets():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvferry.common.errors import ProtocolError
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.engines.vllm.compat.requests import parent_of
+from kvferry.transport import seal
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
+from kvferry.transport.seal import SealBinding
 from support.block_pool import request
 from support.fake_engine import FakeEngine
 from support.lora import adapter, once_named
@@ -261,9 +264,52 @@ def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same
 def test_an_offer_names_no_block_no_memory_and_no_request() -> None:
     engine = start()
     one, other = (end(engine, name)[1] for name in ("a", "b"))
-    assert one.keys() == write_offer(Offer("e", "h", 1, "0" * 32, 1, 1)).keys()
-    assert one["remote_request_id"] != other["remote_request_id"]
-    assert {**one, "remote_request_id": ""} == {**other, "remote_request_id": ""}
+    differ = {"remote_request_id": "", "remote_sealed_grant": ""}
+    assert one.keys() == write_offer(Offer("e", "h", 1, "0" * 32, 1, 1)).keys() | differ.keys()
+    assert all(one[key] != other[key] for key in differ)
+    assert {**one, **differ} == {**other, **differ}
+
+
+def opened(engine: FakeEngine, params: dict, content, host: str = "127.0.0.1") -> Redeemed:
+    """What an engine of the same key, with such a prompt, finds in an offer."""
+    found = read_offer(params)
+    named, tokens = bytes.fromhex(found.remote_request_id), found.remote_num_tokens
+    return engine.channel.sealer.open(
+        found.remote_sealed_grant, SealBinding((host, found.remote_port), named, tokens, content)
+    )
+
+
+def test_an_offer_carries_the_answer_to_its_ticket_for_who_has_the_prompt() -> None:
+    engine = start(advertise_host="engine.example")
+    params = end(engine, "a", blocks=2)[1]
+    content = content_of(request("a", range(8)), 8, Adapters())
+    assert params["remote_host"] == "engine.example"
+    assert opened(engine, params, content, "engine.example") == redeem(engine, params, content)
+    for other in (range(1, 9), range(7)):
+        with pytest.raises(ProtocolError, match="does not open"):
+            opened(engine, params, content_of(request("a", other), 8, Adapters()), "engine.example")
+    with pytest.raises(ProtocolError, match="does not open"):
+        opened(engine, params, content)
+
+
+def test_an_offer_of_scattered_blocks_carries_none(monkeypatch) -> None:
+    monkeypatch.setattr(seal, "MAX_SEAL", 40)
+    engine = start()
+    params = end(engine, "a", blocks=2)[1]
+    assert "remote_sealed_grant" not in params
+    assert isinstance(redeem(engine, params, content_of(request("a", range(8)), 8, Adapters())), Redeemed)
+
+
+def test_a_seal_outlives_its_lease_and_then_names_a_word_that_was_raised() -> None:
+    engine = start()
+    params = end(engine, "a")[1]
+    content = content_of(request("a", range(8)), 8, Adapters())
+    old = opened(engine, params, content).grant
+    engine.producer.reset()
+    assert ended(engine) == {"a"}, "workers raise the word before the blocks are freed"
+    engine.producer.sent({"a"})
+    again = opened(engine, end(engine, "b")[1], content).grant
+    assert (again.slot, again.generation) == (old.slot, old.generation + 1)
 
 
 @pytest.mark.parametrize("how", ["released", "expired", "withdrawn"])

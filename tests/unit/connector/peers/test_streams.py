@@ -90,6 +90,7 @@ def test_the_end_adds_the_last_tokens_with_windows_and_state_under_the_same_leas
     whole = ask(engine, 60)
     assert (hold, params["remote_request_id"]) == (True, ticket("t").hex())
     assert (params["remote_num_tokens"], params["remote_step_tokens"]) == (TOKENS, 256)
+    assert "remote_sealed_grant" not in params, "its readers have redeemed the ticket"
     assert granted(whole) == (TOKENS, tables)
     assert (whole.grant.slot, whole.grant.generation) == (some.grant.slot, some.grant.generation)
     assert len(engine.told) == 1

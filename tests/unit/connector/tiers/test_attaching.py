@@ -28,13 +28,14 @@ STEP = 4 << 20
 
 
 @contextmanager
-def opened(memory: str, wake: threading.Event) -> Iterator[Tiering]:
+def opened(memory: str, allowed: threading.Event, wake: threading.Event | None = None) -> Iterator[Tiering]:
     (rank,) = lay_out(model(attention()), EngineShape(1, (1,), 16, "LBHNC", 100))
     regions = tuple(Region(one.address, one.length, memory, 0) for one in rank.regions)
-    tiering = start(replace(rank, regions=regions), wake)
+    tiering = start(replace(rank, regions=regions), wake or threading.Event())
     try:
         yield tiering
     finally:
+        allowed.set()
         tiering.shutdown()
 
 
@@ -85,7 +86,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_an_idle_engine_runs_a_step_in_which_its_ranks_attach_the_arena(allowed):
-    with opened("DRAM", threading.Event()) as tiering:
+    with opened("DRAM", allowed) as tiering:
         assert tiering.busy
         assert has_room(tiering), "the first memory is there at once"
         card = step(tiering)
@@ -93,12 +94,11 @@ def test_an_idle_engine_runs_a_step_in_which_its_ranks_attach_the_arena(allowed)
         assert card.name == tiering._arena.handle
         assert not tiering.busy
         assert step(tiering) is None, "ranks attach once"
-        allowed.set()
 
 
 def test_ranks_with_gpus_attach_the_arena_when_all_of_it_is_allocated(allowed):
     wake = threading.Event()
-    with opened("VRAM", wake) as tiering:
+    with opened("VRAM", allowed, wake) as tiering:
         assert not tiering.busy
         assert step(tiering) is None
         assert not has_room(tiering), "a rank could not copy to it"

@@ -1,0 +1,147 @@
+"""Sealed grants: the answer to a ticket, encrypted into the offer, so that its consumer can read at once.
+
+    producer: grant ─seal─▶ offer ─(clients, routers)─▶ consumer: open ─▶ the same grant
+
+The engines' key encrypts and authenticates the grant. A seal is bound to its ticket, to the producer's
+address and to the content of the prompt. The consumer states these from its own prompt, so a seal that was
+changed, or that came with something else, does not open. Then the ticket is redeemed as without a seal.
+
+A seal says only which blocks held the prompt. The lease word, which is read after the data, tells whether
+they still hold it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import zlib
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from msgspec.structs import astuple
+
+from kvferry.common.errors import ProtocolError
+from kvferry.transport.handshake import Address
+from kvferry.transport.messages import PROTOCOL, as_protocol_error, encode
+from kvferry.transport.redeem import (
+    MAX_BLOCKS,
+    MAX_GROUPS,
+    Count,
+    Grant,
+    HalfWord,
+    PromptContent,
+    Redeemed,
+)
+from kvferry.transport.security import Keys
+
+MAX_SEAL: Final = 4096
+"""Maximum length of a seal in characters, so that an offer fits into a header of 8 KiB."""
+
+# Compressing larger tables would take the engine's thread milliseconds, and their seal would be too long.
+_MAX_SEALED_BLOCKS: Final = 1 << 16
+
+_NONCE_BYTES, _KEY_BYTES = 12, 32
+_ID: Final = np.dtype("<u4")
+_WHAT: Final = "a sealed grant"
+
+
+@dataclass(frozen=True, slots=True)
+class SealBinding:
+    """The one use that a seal is for: a ticket of one producer, for the first `tokens` tokens of a prompt."""
+
+    address: Address
+    ticket: bytes
+    tokens: int
+    content: PromptContent
+
+    def encoded(self) -> bytes:
+        """Return what the encryption authenticates besides the grant. The ticket is part of its key."""
+        return msgspec.msgpack.encode((PROTOCOL, *self.address, self.tokens, *astuple(self.content)))
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """The encrypted part of a seal. `lengths` are in blocks; `blocks` are packed by `_pack`."""
+
+    incarnation: HalfWord
+    slot: Count
+    generation: HalfWord
+    lengths: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]], msgspec.Meta(max_length=MAX_GROUPS)
+    ]
+    blocks: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(_Sealed)
+
+
+class Sealer:
+    """Seals and opens grants with the key of the engines. Thread-safe."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._key = blake2b(keys.secret, digest_size=_KEY_BYTES, person=b"kvferry-seal").digest()
+
+    def seal(self, incarnation: int, grant: Grant, binding: SealBinding) -> str:
+        """Return the grant of an engine's run as text; empty if it would be longer than `MAX_SEAL`."""
+        lengths = [len(table) // _ID.itemsize for table in grant.tables]
+        if sum(lengths) > _MAX_SEALED_BLOCKS:
+            return ""
+        inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, _pack(grant.tables))
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sealed = nonce + self._cipher(binding).encrypt(nonce, encode(inner), binding.encoded())
+        text = base64.urlsafe_b64encode(sealed).decode()
+        return text if len(text) <= MAX_SEAL else ""
+
+    def open(self, sealed: str, binding: SealBinding) -> Redeemed:
+        """Return the grant in a seal, as the reply to its ticket.
+
+        Raises:
+            ProtocolError: the seal is not of this use, or was not made with this key.
+        """
+        if len(sealed) > MAX_SEAL:
+            raise ProtocolError(f"a sealed grant of {len(sealed)} characters, at most {MAX_SEAL}")
+        try:
+            data = base64.b64decode(sealed, altchars=b"-_", validate=True)
+            inner = self._cipher(binding).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], binding.encoded())
+        except (InvalidTag, binascii.Error, ValueError) as error:
+            raise ProtocolError(
+                "a sealed grant does not open: it was changed on its way, or sealed with another key or for "
+                "another ticket, address or prompt"
+            ) from error
+        with as_protocol_error(_WHAT):
+            found = _decoder.decode(inner)
+            grant = Grant(found.slot, found.generation, _unpack(found.lengths, found.blocks))
+        return Redeemed(0, found.incarnation, grant, binding.tokens)
+
+    def _cipher(self, binding: SealBinding) -> AESGCM:
+        # A key per ticket: random nonces of 96 bits under one key would repeat some day.
+        return AESGCM(blake2b(binding.ticket, key=self._key, digest_size=_KEY_BYTES).digest())
+
+
+def _pack(tables: list[bytes]) -> bytes:
+    """Compress block tables, as differences of neighbouring ids, which are equal in runs of blocks."""
+    steps = np.diff(np.frombuffer(b"".join(tables), _ID), prepend=_ID.type(0))
+    return zlib.compress(steps.tobytes(), 1)
+
+
+def _unpack(lengths: list[int], blocks: bytes) -> list[bytes]:
+    """Return the block tables of `_pack`. Raise ValueError if they do not have these lengths."""
+    count = sum(lengths)
+    if count > _MAX_SEALED_BLOCKS:
+        raise ValueError(f"{count} sealed blocks, at most {_MAX_SEALED_BLOCKS}")
+    size, unpacking = count * _ID.itemsize, zlib.decompressobj()
+    try:
+        data = unpacking.decompress(blocks, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"its block tables cannot be unpacked: {error}") from error
+    if len(data) != size:
+        raise ValueError(f"block tables of {len(data)} bytes or more, expected {size}")
+    ids = np.cumsum(np.frombuffer(data, _ID), dtype=_ID)  # modulo 2³², as the differences
+    ends = np.cumsum([0, *lengths])
+    return [ids[begin:end].tobytes() for begin, end in pairwise(ends)]

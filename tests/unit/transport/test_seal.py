@@ -1,0 +1,159 @@
+"""A sealed grant opens for the one use that it was made for, and for no other."""
+
+from __future__ import annotations
+
+import base64
+import random
+import zlib
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+from msgspec import structs
+
+from kvferry.common.errors import ProtocolError
+from kvferry.transport import seal as module
+from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from kvferry.transport.seal import MAX_SEAL, SealBinding, Sealer
+from support.examples import examples
+from support.keys import KEYS, OTHER_KEYS
+from transport.cards import ticket
+
+RUN, TOKENS = 5, 40
+CONTENT = PromptContent("tokens", "items", "adapter", "salt")
+USE = SealBinding(("10.0.0.1", 5600), ticket("a"), TOKENS, CONTENT)
+GRANT = Grant.of(3, 7, [[4, 5, 6], [9]])
+NO_USE = "a sealed grant does not open: it was changed on its way, or sealed with another key or for another"
+
+
+@pytest.fixture(scope="module")
+def sealer() -> Sealer:
+    return Sealer(KEYS)
+
+
+@pytest.fixture(scope="module")
+def sealed(sealer: Sealer) -> str:
+    return sealer.seal(RUN, GRANT, USE)
+
+
+def refusal(sealer: Sealer, text: str, use: SealBinding = USE) -> str:
+    with pytest.raises(ProtocolError) as error:
+        sealer.open(text, use)
+    return str(error.value)
+
+
+def test_a_seal_opens_as_the_answer_to_its_ticket(sealer, sealed):
+    assert sealer.open(sealed, USE) == Redeemed(0, RUN, GRANT, TOKENS)
+    assert Sealer(KEYS).open(sealed, USE).grant.tables == GRANT.tables
+
+
+def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealer, sealed):
+    again = sealer.seal(RUN, GRANT, USE)
+    assert len(again) == len(sealed)
+    assert again != sealed
+    data = base64.urlsafe_b64decode(sealed)
+    assert not any(part in data for part in (b"tokens", b"salt", GRANT.tables[0], ticket("a")))
+
+
+@given(st.lists(st.lists(st.integers(0, (1 << 32) - 1), max_size=40), max_size=9), st.booleans())
+@examples(60)
+def test_any_block_tables_come_back_as_they_were(tables, runs):
+    if runs:
+        tables = [list(range(first, first + 300)) for first in range(len(tables))]
+    grant = Grant.of(1, 2, tables)
+    assert Sealer(KEYS).open(Sealer(KEYS).seal(RUN, grant, USE), USE).grant == grant
+
+
+def test_a_seal_with_any_bit_changed_does_not_open(sealer, sealed):
+    data = base64.urlsafe_b64decode(sealed)
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert refusal(sealer, base64.urlsafe_b64encode(changed).decode()).startswith(NO_USE)
+
+
+def test_a_seal_that_is_cut_or_longer_does_not_open(sealer, sealed):
+    for length in range(len(sealed)):
+        assert refusal(sealer, sealed[:length]).startswith(NO_USE)
+    for more in ("AAAA", "\x00", "é", "\ud800"):
+        assert refusal(sealer, sealed + more).startswith(NO_USE)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        replace(USE, ticket=ticket("b")),
+        replace(USE, address=("10.0.0.2", 5600)),
+        replace(USE, address=("10.0.0.1", 5601)),
+        replace(USE, tokens=TOKENS - 1),
+        *(
+            replace(USE, content=structs.replace(CONTENT, **{field: "other"}))
+            for field in ("tokens", "items", "adapter", "salt")
+        ),
+        replace(USE, content=PromptContent("tokens", "items", "adapter")),
+        # The same characters, cut at another place.
+        replace(USE, content=PromptContent("tokens", "item", "sadapter", "salt")),
+    ],
+)
+def test_a_seal_opens_for_no_other_ticket_address_or_prompt(sealer, sealed, use):
+    assert refusal(sealer, sealed, use).startswith(NO_USE)
+
+
+def test_a_seal_opens_with_no_other_key_and_under_no_other_protocol(sealer, sealed, monkeypatch):
+    assert refusal(Sealer(OTHER_KEYS), sealed).startswith(NO_USE)
+    monkeypatch.setattr(module, "PROTOCOL", module.PROTOCOL + 1)
+    assert refusal(sealer, sealed).startswith(NO_USE)
+
+
+def test_a_seal_that_is_too_long_is_refused_unread(sealer):
+    assert refusal(sealer, "A" * (MAX_SEAL + 1)) == "a sealed grant of 4097 characters, at most 4096"
+    assert refusal(sealer, "A" * MAX_SEAL).startswith(NO_USE)
+
+
+def test_block_tables_that_do_not_fit_are_not_sealed(sealer):
+    scattered = random.Random(1).sample(range(1, 1 << 20), 8192)
+    assert sealer.seal(RUN, Grant.of(1, 2, [scattered]), USE) == ""
+    assert 0 < len(sealer.seal(RUN, Grant.of(1, 2, [scattered[:700]]), USE)) <= MAX_SEAL
+    whole = range(1, 8193)
+    assert 0 < len(sealer.seal(RUN, Grant.of(1, 2, [whole]), USE)) < 400
+    assert sealer.seal(RUN, Grant.of(1, 2, [[1] * (1 << 16), [1]]), USE) == ""
+
+
+def forged(sealer: Sealer, *inner) -> str:
+    """Return what an engine with the key can write."""
+    data = sealer._cipher(USE).encrypt(b"n" * 12, msgspec.msgpack.encode(inner), USE.encoded())
+    return base64.urlsafe_b64encode(b"n" * 12 + data).decode()
+
+
+PACKED = zlib.compress(bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ((RUN, 3, 7), "Expected `array` of at least length 5"),
+        ((RUN, -1, 7, [2], PACKED), "Expected `int` >= 0"),
+        ((RUN, 3, 7, [-2], PACKED), "Expected `int` >= 0"),
+        ((RUN, 3, 7, [0] * 1025, PACKED), "length <= 1024"),
+        ((RUN, 3, 7, [1 << 17], PACKED), "131072 sealed blocks, at most 65536"),
+        ((RUN, 3, 7, [3], PACKED), "block tables of 8 bytes or more, expected 12"),
+        ((RUN, 3, 7, [1], PACKED), "block tables of 5 bytes or more, expected 4"),
+        ((RUN, 3, 7, [2], zlib.compress(bytes(1 << 21))), "block tables of 9 bytes or more, expected 8"),
+        ((RUN, 3, 7, [2], PACKED[:-9]), "block tables of"),
+        ((RUN, 3, 7, [2], b"no stream"), "cannot be unpacked"),
+    ],
+)
+def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(sealer, inner, says):
+    assert sealer.open(forged(sealer, RUN, 3, 7, [2], PACKED), USE).grant == Grant.of(3, 7, [[0, 0]])
+    reason = refusal(sealer, forged(sealer, *inner))
+    assert reason.startswith("not a sealed grant: ")
+    assert says in reason
+
+
+@given(
+    st.text(max_size=80) | st.binary(max_size=80).map(lambda data: base64.urlsafe_b64encode(data).decode())
+)
+@examples(200)
+def test_any_text_of_a_client_is_refused_in_one_sentence(text):
+    assert "\n" not in refusal(Sealer(KEYS), text)
