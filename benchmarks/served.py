@@ -227,6 +227,12 @@ class SteppedEngine:
             for cache in self._caches:
                 cache.clear()
 
+    def refresh(self) -> None:
+        """Refresh the storage tiers, as their threads do every two seconds."""
+        for cache in self._caches:
+            for slow in cache.slow_tiers:
+                slow.queue.tier.refresh()
+
     def hits(self) -> Counter[str]:
         """Return the number of chunks that loads have fetched so far, by tier."""
         return sum((cache.counts.fetched for cache in self._caches), Counter[str]())

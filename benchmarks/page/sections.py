@@ -341,13 +341,14 @@ SECTIONS = (
             Reason(
                 against="NixlConnector",
                 label="peers",
-                text="kvferry also moves the KV cache to huge pages, starts a NIXL agent for each lane and a "
-                "process that validates the metadata of peers, and finds out how the engine's pages are "
-                "laid out.",
+                text="kvferry also starts a NIXL agent for each lane and a process that validates the "
+                "metadata of peers, finds out how the engine's pages are laid out, and moves the KV cache to "
+                "huge pages in the background.",
             ),
             Reason(
                 against="NixlConnector",
-                text="kvferry also allocates host memory for the tier and touches all of it.",
+                text="kvferry also finds out how the engine's pages are laid out, and allocates the first "
+                "memory of the host tier.",
             ),
         ),
     ),

@@ -12,8 +12,9 @@ from kvferry.tools.cli.bench import parse_names, progress_line
 
 def scale(
     cases: Annotated[
-        str, typer.Option(help="Cases to measure, separated by commas: chunks, peers, requests, tokens.")
-    ] = "chunks,peers,requests,tokens",
+        str,
+        typer.Option(help="Cases to measure, separated by commas: chunks, peers, requests, steps, tokens."),
+    ] = "chunks,peers,requests,steps,tokens",
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each size.")] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: all rounds, in seconds and bytes per unit.")
@@ -21,8 +22,9 @@ def scale(
 ) -> None:
     """Measure time and memory per unit as numbers grow.
 
-    Chunks in host memory, peers of an engine, requests that a producer retains, and tokens of a prompt, each
-    at four numbers. A figure per unit that stays the same means that the whole grows in proportion.
+    Chunks in host memory, peers of an engine, requests that a producer retains, requests for which a step has
+    nothing to do, and tokens of a prompt, each at four numbers. A figure per unit that stays the same means
+    that the whole grows in proportion.
     """
     from rich.console import Console
 

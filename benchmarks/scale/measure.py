@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from benchmarks.scale import chunks, peers, requests, tokens
+from benchmarks.scale import chunks, peers, requests, steps, tokens
 from benchmarks.scale.case import Case
 from benchmarks.scale.result import MeasuredCase, MeasuredSizes
 
-CASES = {case.name: case for case in (chunks.CASE, peers.CASE, requests.CASE, tokens.CASE)}
+CASES = {case.name: case for case in (chunks.CASE, peers.CASE, requests.CASE, steps.CASE, tokens.CASE)}
 
 
 def measure(cases: Sequence[Case], rounds: int, progress: Callable[[str], None]) -> tuple[MeasuredCase, ...]:

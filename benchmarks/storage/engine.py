@@ -90,6 +90,10 @@ class StorageEngine:
             raise TransferError(f"chunks came from {sorted(came)}, expected {self._tier}: please report this")
         return answer
 
+    def refresh(self) -> None:
+        """Let the file tier bring what it has stored into the page cache, if it has not yet."""
+        self._served.refresh()
+
     def close(self) -> None:
         """Stop the engine."""
         self._served.close()

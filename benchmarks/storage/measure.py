@@ -127,6 +127,7 @@ def _variant(
     if variant == COMPUTE:
         other, _ = engine.call("compute", half)
         return VariantRound(new=new.seconds, shared=other.seconds), (new, other)
+    engine.call("refresh")
     loaded, flushed, cold = engine.call("load", whole), None, None
     if variant == EXAMPLE:
         flushed = stored + stored_files.flush(files)

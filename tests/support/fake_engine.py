@@ -83,7 +83,7 @@ class PartialHalf:
             self.storing.schedule(step, self._started(step))
             orders.stores = self.stores.take()
         if self.admission is not None:
-            self.admission.schedule(step.tokens, orders)
+            self.admission.schedule(step.tokens.keys(), orders)
         if isinstance(self.source, PeerSource):
             self.source.hand_over(orders)
         for feed in list(self.feeds):

@@ -273,7 +273,7 @@ class PlayedConnector(WithoutWorkers):
         meta = SchedulerMeta("e")
         for name in output.num_scheduled_tokens:
             self.admissions[name] = 0
-        self.admission.schedule(output.num_scheduled_tokens, meta.orders)
+        self.admission.schedule(output.num_scheduled_tokens.keys(), meta.orders)
         return meta
 
     def update_connector_output(self, output: Any) -> None:

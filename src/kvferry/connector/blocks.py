@@ -13,7 +13,7 @@ begins only if all loads together, in flight and late, stay below the bound (`ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet, Sized
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -62,7 +62,7 @@ class Transfer:
     holder: str  # who answers for the blocks: for a load, the peer's name or ``tiers``
     blocks: Sequence[Block]  # blocks that it may read or write
     report: Report | None = None  # merged report of the workers that have reported; None before the first
-    late: bool = False  # True if its request no longer waits, while it may still write to its blocks
+    late: bool = False  # True after `TransferBook.mark_late`
     landed: int = 0  # number of workers on which nothing of it is in flight any more
 
 
@@ -81,6 +81,8 @@ class TransferBook(Generic[TransferT]):
         self._transfers: dict[str, TransferT] = {}
         # Counted, because a step may order many stores while hundreds are under way.
         self.pinned = 0
+        self._held: Counter[str] = Counter()  # pinned blocks by holder
+        self._late: Counter[str] = Counter()  # those of late transfers
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -100,13 +102,21 @@ class TransferBook(Generic[TransferT]):
         self._pool.touch(transfer.blocks)
         self._transfers[transfer.key] = transfer
         self.pinned += len(transfer.blocks)
+        self._held[transfer.holder] += len(transfer.blocks)
 
     def add_report(self, key: str, report: Report) -> TransferT | None:
         """Merge a report into that of its transfer. Return the transfer if all workers have reported it."""
         one = self._transfers[key]
         one.report = report if one.report is None else one.report.with_other(report)
-        one.late |= bool(report.late)
+        if report.late:
+            self.mark_late(one)
         return one if one.report.workers == self._workers else None
+
+    def mark_late(self, transfer: TransferT) -> None:
+        """Record that no request waits for a transfer, while it may still write to its blocks."""
+        if not transfer.late:
+            transfer.late = True
+            self._late[transfer.holder] += len(transfer.blocks)
 
     def release(self, reports: StepReports) -> None:
         """Unpin the blocks of transfers that are over. Call this once per message, after `add_report`."""
@@ -127,6 +137,10 @@ class TransferBook(Generic[TransferT]):
             return False
         del self._transfers[key]
         self.pinned -= len(one.blocks)
+        for blocks in (self._held, self._late) if one.late else (self._held,):
+            blocks[one.holder] -= len(one.blocks)
+            if not blocks[one.holder]:
+                del blocks[one.holder]  # names of peers' runs would pile up
         # In reverse, so that the first blocks of a prompt are evicted last.
         self._pool.free_blocks(reversed(one.blocks))
         return True
@@ -134,18 +148,11 @@ class TransferBook(Generic[TransferT]):
     @property
     def held(self) -> Mapping[str, int]:
         """Number of pinned blocks, by holder."""
-        found = Counter[str]()
-        for one in self._transfers.values():
-            found[one.holder] += len(one.blocks)
-        return +found
+        return self._held
 
     def late_blocks(self, holder: str | None = None) -> int:
         """Return the number of blocks that late transfers of one holder pin, or those of all."""
-        blocks = 0
-        for one in self._transfers.values():
-            if one.late and holder in {None, one.holder}:
-                blocks += len(one.blocks)
-        return blocks
+        return self._late.total() if holder is None else self._late[holder]
 
 
 # vLLM begins an asynchronous load if there are enough blocks for it and for the requests whose loads began
@@ -204,11 +211,11 @@ class Headroom:
         if self.groups:
             self._needs[request_id] = self._blocks_to_resume(tokens_after_load, tokens)
 
-    def on_resumed(self, requests: Container[str]) -> None:
+    def on_resumed(self, requests: AbstractSet[str]) -> None:
         """Stop keeping blocks free for requests that the engine has scheduled again."""
-        for name in list(self._needs):
-            if name in requests:
-                del self._needs[name]
+        # Hundreds may wait: an intersection takes the time of the smaller set.
+        for name in self._needs.keys() & requests:
+            del self._needs[name]
 
     def forget(self, request_id: str) -> None:
         """Forget a request that holds no blocks any more."""

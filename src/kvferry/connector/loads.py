@@ -68,6 +68,14 @@ class _Running:
     def has_landed(self) -> bool:
         return not (self.in_flight or self.is_open)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the result of a part is still to come, and the load is not decided yet."""
+        # A peer that computes may grant the next part at any time. The scheduler half waits for chunks that
+        # are read from storage.
+        coming = self.in_flight > 0 or (self.is_open and self.load.bid.growing)
+        return coming and not (self.reported or self.void or self.given_up)
+
 
 class Loads:
     """The loads of one worker that may still write to their blocks. Only the engine's thread calls it.
@@ -88,17 +96,12 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether the result of a part is still to come, of a load that is not reported yet."""
-        # A peer that computes may grant the next part at any time. The scheduler half waits for chunks that
-        # are read from storage.
-        return any(
-            (one.in_flight or (one.is_open and one.load.bid.growing)) and not one.reported
-            for one in self._loads.values()
-        )
+        """Whether the result of a part is still to come, of a load that is not decided yet."""
+        return any(one.is_awaited for one in self._loads.values())
 
     def expected_ends(self) -> Iterator[float]:
-        """Yield the time when each load under way is expected to end."""
-        return (one.expected for one in self._loads.values() if not (one.reported or one.has_landed))
+        """Yield the time when each load whose last part is under way is expected to end."""
+        return (one.expected for one in self._loads.values() if one.whole and one.is_awaited)
 
     def begin(self, load: Load) -> None:
         """Add a load. It has no parts yet, and its timeout begins now."""

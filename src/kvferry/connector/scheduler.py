@@ -254,7 +254,7 @@ class SchedulerHalf:
             )
         if self._tiering is not None:
             self._tiering.poll(idle=idle)  # before loads take what has arrived
-        started = self.admission.schedule(step.tokens, orders)
+        started = self.admission.schedule(step.tokens.keys(), orders)
         if self._tiering is not None:
             self._tiering.schedule(step, started, orders)
         return orders

@@ -98,7 +98,7 @@ class ControlClient:
             handshake_seconds: timeout of a handshake, and of redeeming a ticket.
             meets: peers with which the thread does handshakes before anything is asked of them.
             on_news: called by the thread when such a handshake has ended, or a producer has answered for a
-                ticket.
+                ticket whose grant was not known.
             runs: returns whether the engine still runs steps. If not, no heartbeats are sent, so that the
                 engine does not keep blocks of others without using them.
         """
@@ -398,9 +398,11 @@ class ControlClient:
         if isinstance(answer, Turns):
             self._questions.handle_reply(address, answer)
         elif answer is not None:
+            awaited = self._redemptions.is_awaited(answer.number)
             if (ticket := self._redemptions.handle_reply(address, answer)) is not None:
                 peer.held.add(ticket)  # before this thread can execute its release
-            self._on_news()
+            if awaited:
+                self._on_news()
         elif message := self._handshakes.handle_reply(address, data):
             self._send(address, message)
         elif address in self._meets:

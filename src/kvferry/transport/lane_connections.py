@@ -17,13 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts, join_indices
 from kvferry.planning.select import (
+    Cells,
     needed_cells,
     needed_tokens,
     partly_written_blocks,
@@ -148,7 +147,7 @@ class ConnectedPeer:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
                 left = partly_written_blocks(route, groups[at], span, table)
-                if len(left) and len(left := left[np.isin(left, cells.dst_block)]):
+                if len(left) and len(left := _at_the_ends(left, cells)):
                     clears.append((prepared.clearing, left))
             if indices:
                 direct.append((source, join_indices(indices)))
@@ -190,6 +189,14 @@ class ConnectedPeer:
             )
         if not 0 <= order.lease.slot < self._leases:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
+
+
+def _at_the_ends(partly_written: Int64s, cells: Cells) -> Int64s:
+    """Return the partly written blocks of a request that a share with these cells fills."""
+    # A partly written block is the first or the last of the request, and so of the share that has it.
+    first, last = cells.dst_block[0], cells.dst_block[-1]
+    found: Int64s = partly_written[(partly_written == first) | (partly_written == last)]
+    return found
 
 
 def pause_seconds(failures: int) -> float:

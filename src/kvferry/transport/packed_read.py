@@ -70,7 +70,7 @@ class _Segment:
 
 
 class PackedRead:
-    """A read of cells as images. `rest` are the cells of segments that have not begun, the next one last."""
+    """A read of cells as images."""
 
     def __init__(
         self,
@@ -87,12 +87,14 @@ class PackedRead:
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock
         self._source, self._lease = source, lease
         self._route, self.method = route, method
-        self.rest = method.segments(cells)[::-1]
+        self.cells = cells
+        self._rest = iter(method.segments(cells))
+        self._next = next(self._rest, None)  # cells of the segment to begin next
         self._segments: list[_Segment] = []
 
     @property
     def finished(self) -> bool:
-        return not self._segments and (not self.rest or self.failure is not None)
+        return not self._segments and (self._next is None or self.failure is not None)
 
     @property
     def awaited(self) -> zmq.Socket[Any] | None:
@@ -122,8 +124,9 @@ class PackedRead:
 
     def _ask_ahead(self) -> bool:
         moved = False
-        while self.rest and len(self._segments) < AHEAD and self.failure is None:
-            segment = _Segment(self.rest.pop(), _SegmentState.NEW, self._clock())
+        while self._next is not None and len(self._segments) < AHEAD and self.failure is None:
+            segment = _Segment(self._next, _SegmentState.NEW, self._clock())
+            self._next = next(self._rest, None)
             self._segments.append(segment)
             moved |= self._try_step(segment)
         return moved

@@ -6,7 +6,7 @@ peer connects. A read then supplies only block ids and positions in staging area
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,7 @@ class PreparedMethod:
     def stride(self) -> int:
         return self.method.image.stride if self.method.image else 0
 
-    def segments(self, cells: Cells) -> list[Cells]:
+    def segments(self, cells: Cells) -> Iterator[Cells]:
         """Split cells into segments of equal size, in the same order. The last may be shorter."""
         size, areas = FETCHED_SEGMENT_BYTES, list[int]()
         if self.announced_route >= 0:
@@ -123,7 +123,8 @@ class PreparedMethod:
             areas.append(self.dst.blocks)
         # A quarter of each staging area, so that several segments can be in progress at a time.
         each = max(1, min(size // self.stride, *(room // 4 for room in areas)))
-        return [cells[at : at + each] for at in range(0, len(cells), each)]
+        # One after the other: while the first are read, the lane has time to cut off the others.
+        return (cells[at : at + each] for at in range(0, len(cells), each))
 
     def indices(self, cells: Cells, outgoing: int, landing: int) -> DescriptorIndices:
         """Return the cells' descriptors as indices. `outgoing` and `landing` are the first images there."""

@@ -13,7 +13,10 @@ from kvferry.transport.lease import LeaseWord
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """An order to read the KV blocks of one request from a peer, or the share of one lane in it."""
+    """An order to read the KV blocks of one request from a peer, or the share of one lane in it.
+
+    Reads keep views of the block tables until they have ended, so nothing may change the arrays.
+    """
 
     key: str  # unique name of this order; a retry of the same read gets a new one
     peer: str  # name under which the peer was connected

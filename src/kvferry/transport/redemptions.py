@@ -186,6 +186,11 @@ class Redemptions:
             one.answered.set()
         return None if isinstance(answer, NotRedeemed) else one.message.ticket
 
+    def is_awaited(self, number: int) -> bool:
+        """Return whether a request needs a reply to go on. A sealed grant is only confirmed by it."""
+        one = self._asked.get(number)
+        return one is not None and one.complete is None
+
     def unanswered(self, address: Address) -> list[Redeem]:
         """Return the requests to this peer without a reply, to send them again. Their timeouts begin anew."""
         found = [one for one in list(self._asked.values()) if one.address == address and one.asked]

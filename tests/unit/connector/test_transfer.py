@@ -80,7 +80,7 @@ def test_blocks_of_each_holder_are_counted_until_its_loads_land():
     book = Book()
     for key, holder, blocks in (("a", "P", 2), ("b", "Q", 1), ("c", "P", 1)):
         book.begin(key, holder, blocks)
-    book.book["a"].late = True
+    book.book.mark_late(book.book["a"])
     assert (book.book.held, book.book.late_blocks("P"), book.book.late_blocks("Q")) == (
         {"P": 3, "Q": 1},
         2,

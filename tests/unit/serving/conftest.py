@@ -28,7 +28,12 @@ from support.ports import reserved_port
 from support.scripted_engines import ENGINE, Script
 from support.waiting import wait_for
 
-KV = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]]}
+KV = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_block_ids": [[1, 2]],
+    "remote_sealed_grant": "c2VhbGVk",
+}
 _TICK_SECONDS = 0.01
 TOKENS = ["The", " bytes", " are", " moved", "."]
 

@@ -32,6 +32,7 @@ OFFER = {
     "remote_request_id": "0" * 32,
     "remote_num_tokens": 7,
     "remote_step_tokens": 100,
+    "remote_sealed_grant": "c2VhbGVk",
 }
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
 LONG = list(range(101))
@@ -72,6 +73,7 @@ def test_decode_engine_is_asked_while_the_prefill_engine_computes(pair, backgrou
     (ticket,) = tickets(pair.prefill[0])
     assert re.fullmatch("[0-9a-f]{32}", ticket)
     expected = {**OFFER, "remote_request_id": ticket, "remote_num_tokens": None}
+    del expected["remote_sealed_grant"]  # of another ticket
     assert told["kv_transfer_params"] == expected
     assert (asked["max_tokens"], asked["kv_transfer_params"]["do_remote_decode"]) == (1, True)
     assert (told["n"], told["prompt"]) == (2, LONG)

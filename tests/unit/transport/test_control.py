@@ -671,6 +671,13 @@ def test_a_producers_answer_is_news(ends):
     client = ends.client(on_news=news.set)
     status(client, server.port)
     assert not news.is_set()
+    publish(server, MARK, "mark")
+    binding = SealBinding((HOST, server.port), MARK, 4, CONTENT)
+    sealed = server.sealer.seal(1, GRANT, binding)
+    known = client.redeem((HOST, server.port), MARK, 4, CONTENT, sealed=sealed)
+    wait_for(lambda: known.granted)
+    execute(client, server)
+    assert not news.is_set(), "no request has waited for it"
     claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert isinstance(granted(client, claim), Unusable)
     assert news.wait(10)

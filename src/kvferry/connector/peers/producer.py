@@ -152,6 +152,8 @@ class Producer:
         self._host, self._turn_seconds = config.advertise_host or config.host, config.turn_seconds
         self._stopped = self._sleeps = self._paused = False
         self._prompts: dict[str, _Prompt] = {}  # of requests that have not ended
+        # Those of them with a lease on blocks that the engine may take: the prompt is not complete.
+        self._readable: dict[str, _Prompt] = {}
         self._steps: deque[tuple[int, list[_Computed]]] = deque()  # with their numbers
         self._offered: dict[str, _Prompt] = {}  # of requests that have ended, by lease
         self._granted: dict[str, LeaseGranted] = {}  # by lease
@@ -212,12 +214,12 @@ class Producer:
 
         `scheduled` has the number of tokens that the step computes, by request id.
         """
-        return [
-            one.request
-            for name, one in self._prompts.items()
-            if name in scheduled
-            and 0 < one.request.num_prompt_tokens - one.request.num_computed_tokens <= scheduled[name]
-        ]
+        found = []
+        for name in sorted(self._prompts.keys() & scheduled.keys()):
+            request = self._prompts[name].request
+            if 0 < request.num_prompt_tokens - request.num_computed_tokens <= scheduled[name]:
+                found.append(request)
+        return found
 
     def scheduled(self, number: int, step: Step, block_ids: Callable[[str], BlockIds]) -> None:
         """Remember the tokens that the coming step computes. Call this after `take_events`.
@@ -225,8 +227,9 @@ class Producer:
         `number` is that of the step, ascending in the order of scheduling.
         """
         computed = []
-        for name, one in self._prompts.items():
-            if one.streamed and name in step.tokens and not one.over:
+        # Thousands may wait: an intersection takes the time of the smaller set.
+        for name in sorted(self._prompts.keys() & step.tokens.keys()):
+            if (one := self._prompts[name]).streamed and not one.over:
                 one.preemptions = one.request.num_preemptions
                 one.cached_tokens = one.request.cached_tokens
                 tokens = one.request.num_computed_tokens + step.tokens[name]
@@ -269,6 +272,7 @@ class Producer:
             content = content_of(request, request.num_prompt_tokens, self._adapters)
             # It ends with the request, however long the prompt takes.
             prompt.word = word = self._book.grant(request.request_id, math.inf)
+            self._readable[request.request_id] = prompt
         except (TransferError, Unnameable):
             return  # tried again after the next step
         self._say_granted(request.request_id, request.num_prompt_tokens, self._book.seconds)
@@ -281,11 +285,6 @@ class Producer:
             ready=one.tokens,
             cached_tokens=prompt.cached_tokens,
         )
-
-    def _is_readable(self, lease: str) -> bool:
-        """Return True if a lease covers blocks that the engine may take: its prompt is not complete."""
-        one = self._prompts.get(lease)
-        return one is not None and one.word is not None and not one.over
 
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Offer the KV of a finished request's prompt to another engine, or keep the request as a turn.
@@ -304,10 +303,11 @@ class Producer:
             return False, None
         tokens = request.num_prompt_tokens - self._unsettled
         stopped = self._stopped or self._sleeps
-        if self._is_readable(name) and (stopped or not request.is_complete):
+        if name in self._readable and (stopped or not request.is_complete):
             # Its blocks are free from now on. The workers raise the word before a step writes them.
             self._end(self._book.end([name]), withdrawn=True)
         one = self._prompts.pop(name, None)
+        self._readable.pop(name, None)
         # A response carries the offer of only one sample of a prompt, so leases of the others would keep
         # blocks until they expire. The first sample that ends gets a lease, and the others repeat its offer.
         shared = self._lease_of_sample.get(self._engine.parent_of(name) or "")
@@ -411,14 +411,12 @@ class Producer:
     def _preempted(self) -> list[str]:
         """Return the leases that must end because the blocks of their requests were taken."""
         return [
-            name
-            for name, one in self._prompts.items()
-            if self._is_readable(name) and one.request.num_preemptions != one.preemptions
+            name for name, one in self._readable.items() if one.request.num_preemptions != one.preemptions
         ]
 
     def _given_up(self) -> list[str]:
         """Return the unclaimed leases that must end because the router or a pause wants it."""
-        named = [self._lease_named[name] for name in self._unwanted if name in self._lease_named]
+        named = [self._lease_named[name] for name in self._unwanted.keys() & self._lease_named.keys()]
         found = {lease for lease in named if self._book.is_unclaimed(lease)}
         if self._paused:
             found.update(self._book.unclaimed(_PAUSED_SECONDS))
@@ -449,14 +447,14 @@ class Producer:
         if leases:
             self._tickets.withdraw(leases)
         for name, slot in leases.items():
-            readable = self._is_readable(name)
-            if readable or name in self.turns:
+            readable = self._readable.pop(name, None)
+            if readable is not None or name in self.turns:
                 self._raised[name], self._raising[name] = slot, self._workers
             else:
                 # The engine keeps the blocks of a finished request until the workers report it as sent.
                 self._ended[name] = slot
-            if readable:
-                self._prompts[name].over = True
+            if readable is not None:
+                readable.over = True
             self.turns.ended(name)
             if (one := self._offered.pop(name, None)) is not None:
                 self._leaving[name] = one.blocks

@@ -83,7 +83,6 @@ class _Turn(Transfer):
 
     content: TurnContent
     kept: KeptTurn  # reply to a peer that asks for the content
-    steps: int  # number of engine steps until peers may find the turn; 0 or less if they may find it already
 
 
 class TurnKeeper:
@@ -113,6 +112,12 @@ class TurnKeeper:
         self._seconds, self._most = seconds, int(share * engine.num_blocks)
         self._least_free = int(_FREE * engine.num_blocks)
         self._turns: dict[str, _Turn] = {}
+        self._blocks = 0  # of all turns
+        # Number of the step after which peers may find a turn, by lease, ascending; until they may.
+        self._unpublished: dict[str, int] = {}
+        self._step = 0
+        # Leases of the turns whose last whole chunk has this key.
+        self._by_key: dict[bytes, dict[str, None]] = {}
         self._over: list[str] = []
         self._index, self._pool, self._workers = index, pool, workers
         self._pins = TransferBook[_Turn](workers, pool)
@@ -124,7 +129,7 @@ class TurnKeeper:
     @property
     def busy(self) -> bool:
         """True if the engine must run steps without requests, to publish turns and to free their blocks."""
-        return bool(self._over) or self.holds_blocks or any(turn.steps > 0 for turn in self._turns.values())
+        return bool(self._over) or self.holds_blocks or bool(self._unpublished)
 
     @property
     def holds_blocks(self) -> bool:
@@ -166,38 +171,57 @@ class TurnKeeper:
                 chunks=0,
                 next_tokens=[],
             ),
-            # With steps in flight a request can end before its last forward pass has run.
-            steps=1 + self._engine.steps_in_flight,
         )
         self._pins.begin(turn)
-        self._over += [name for name, one in self._turns.items() if content.begins_with(one.content)]
+        self._over += self._earlier_turns(content)
         self._turns[turn.key] = turn
+        self._blocks += len(blocks)
+        self._by_key.setdefault(content.keys[-1], {})[turn.key] = None
+        # With steps in flight a request can end before its last forward pass has run.
+        self._unpublished[turn.key] = self._step + 1 + self._engine.steps_in_flight
         return tokens
+
+    def _earlier_turns(self, content: TurnContent) -> list[str]:
+        """Return the leases of the turns that a content continues."""
+        return [
+            name
+            for key in content.keys
+            for name in self._by_key.get(key, ())
+            if content.begins_with(self._turns[name].content)
+        ]
 
     def step(self) -> list[str]:
         """Publish the turns to whose blocks no step can write any more. Call this once per engine step.
 
         Return the leases that must end, of turns that are withdrawn, continued, or in the way.
         """
-        for lease, turn in self._turns.items():
-            turn.steps -= 1
-            if turn.steps == 0:
-                self._index.publish(turn.content, turn.kept, lease)
+        self._step += 1
+        while self._unpublished and self._unpublished[lease := next(iter(self._unpublished))] <= self._step:
+            del self._unpublished[lease]
+            turn = self._turns[lease]
+            self._index.publish(turn.content, turn.kept, lease)
         over, self._over = self._over, []
         return over + self._leases_to_end_early(over)
 
     def give_up(self) -> None:
         """Withdraw all turns. Their leases end with the next step."""
         self._over = list(self._turns)
+        self._unpublished.clear()
         for turn in self._turns.values():
-            turn.steps = 0  # so that it is not published later
             self._index.withdraw(turn.kept.ticket)
 
     def ended(self, lease: str) -> None:
         """Withdraw the turn of an ended lease, if any. Its blocks stay pinned until `on_words_raised`."""
-        if (turn := self._turns.pop(lease, None)) is not None:
-            self._index.withdraw(turn.kept.ticket)
-            turn.late = True
+        if (turn := self._turns.pop(lease, None)) is None:
+            return
+        self._unpublished.pop(lease, None)
+        self._blocks -= len(turn.blocks)
+        key = turn.content.keys[-1]
+        del self._by_key[key][lease]
+        if not self._by_key[key]:
+            del self._by_key[key]
+        self._index.withdraw(turn.kept.ticket)
+        self._pins.mark_late(turn)
 
     def on_words_raised(self, lease: str) -> None:
         """Unpin the blocks of an ended turn, because all workers have raised its lease word."""
@@ -209,14 +233,17 @@ class TurnKeeper:
         Turns may pin a share of the pool. They must leave the share `_FREE` of it, and the blocks that the
         largest waiting request needs.
         """
-        held = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in over}
+        leaving = {name: len(self._turns[name].blocks) for name in over if name in self._turns}
+        held = self._blocks - sum(leaving.values())
         if not held:
             return []
-        assert self._pool is not None
         # Blocks of the turns that are leaving, or will, are as good as free.
-        free = self._pool.get_num_free_blocks() + self._pins.pinned - sum(held.values())
-        room = min(self._most - sum(held.values()), free - max(self._least_free, self._wanted.blocks()))
-        return choose_leases_to_end(held, -room)
+        free = self._pool.get_num_free_blocks() + self._pins.pinned - held
+        room = min(self._most - held, free - max(self._least_free, self._wanted.blocks()))
+        if room >= 0:
+            return []
+        rest = {name: len(turn.blocks) for name, turn in self._turns.items() if name not in leaving}
+        return choose_leases_to_end(rest, -room)
 
     def _computed_tokens(self, request: Request) -> int:
         """Return how many tokens a finished request's blocks certainly hold KV of; 0 if that is unknown."""

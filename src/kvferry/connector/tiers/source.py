@@ -61,6 +61,8 @@ class _ChunkFeed:
     excluded_tiers: set[str]
     events: EventStream
     labels: Sequence[str]
+    # Feeds of the source by key of the orders that ranks carry out. Mutated.
+    feed_of: dict[str, _ChunkFeed]
     # Parts that ranks copy, by key of the order.
     copying: dict[str, _CopiedPart] = field(default_factory=dict)
     parts: int = 0
@@ -87,7 +89,7 @@ class _ChunkFeed:
                 pieces.sort(key=lambda piece: (piece.group, piece.number))
                 self.parts += 1
                 key = f"{self.load.key}/{self.parts}"
-                self.copying[key] = _CopiedPart([slot for _, slot in ready])
+                self.copying[key], self.feed_of[key] = _CopiedPart([slot for _, slot in ready]), self
                 parts.append(LoadPart(self.load.key, LoadOrder(key, tuple(pieces), first=self.parts == 1)))
             if self.fetch.over:
                 self.excluded_tiers |= self.fetch.failed
@@ -113,13 +115,13 @@ class _ChunkFeed:
         self.stop("nobody waits for it any more")
 
     def take_report(self, key: str, report: Report, workers: int) -> _CopiedPart | None:
-        """Merge a report into that of its part, if any. Return and forget a part that all have copied."""
-        if (part := self.copying.get(key)) is None:
-            return None
+        """Merge a report into that of its part. Return and forget a part that all have copied."""
+        part = self.copying[key]
         part.report = report if part.report is None else part.report.with_other(report)
         if part.report.workers < workers:
             return None
         self.sizes.update(dict(enumerate(part.report.figures.bytes_by_group)))
+        del self.feed_of[key]
         return self.copying.pop(key)
 
     def moved(self, report: Report) -> tuple[GroupBytes, ...]:
@@ -183,6 +185,7 @@ class TierSource:
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
         self._feeds: list[_ChunkFeed] = []
+        self._feed_of: dict[str, _ChunkFeed] = {}
 
     @property
     def busy(self) -> bool:
@@ -290,6 +293,7 @@ class TierSource:
             excluded_tiers=state.excluded_tiers,
             events=self._events,
             labels=self._labels,
+            feed_of=self._feed_of,
         )
         # Feeds outlive their loads until all ranks have copied what was ordered, so they are removed here.
         self._feeds = [one for one in self._feeds if one.busy] + [feed]
@@ -309,10 +313,11 @@ class TierSource:
     def take_reports(self, reports: StepReports) -> None:
         """Release the host memory of chunks that all ranks have copied to KV blocks."""
         for key, report in reports.reports.items():
-            for feed in self._feeds:
-                if (part := feed.take_report(key, report, self._workers)) is not None:
-                    assert part.report is not None
-                    self._cache.copied(part.slots, part.report.figures.transfer_seconds)
+            if (feed := self._feed_of.get(key)) is None:
+                continue
+            if (part := feed.take_report(key, report, self._workers)) is not None:
+                assert part.report is not None
+                self._cache.copied(part.slots, part.report.figures.transfer_seconds)
 
     def start_anew(self) -> None:
         """Cancel all loads under way, because their chunks were computed before the cache was reset."""

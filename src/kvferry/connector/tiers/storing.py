@@ -84,6 +84,7 @@ class StoreOrders:
         self._cache, self._pool, self._labels, self._events = cache, pool, labels, events
         self._stores = TransferBook[_Store](workers, pool)
         self._orders: list[StoreOrder] = []
+        self._under_way: Counter[str] = Counter()  # stores under way, by request
         self._ended: dict[str, tuple[list[bytes], list[bytes]]] = {}
         self._numbers = count()
         self._log = LimitedLog(logger)
@@ -134,6 +135,7 @@ class StoreOrders:
         self._stores.begin(
             _Store(key=name, holder="stores", blocks=blocks, request_id=request_id, began=began, slots=slots)
         )
+        self._under_way[request_id] += 1
         self._events.emit(began)
         self._orders.append(StoreOrder(name, tuple(pieces), tuple(table_slices), available))
 
@@ -162,6 +164,7 @@ class StoreOrders:
                 self._cache.filled(slot, chunk.tokens, failure, cold=chunk.cold)
             if failure is not None:
                 self._log.say(failure, f"tiers: ranks could not store chunks: {failure}")
+            self._under_way[store.request_id] -= 1
             self._mark_chunks_used(store.request_id)
             self._events.emit(
                 StoreEnded(
@@ -189,7 +192,10 @@ class StoreOrders:
         self._ended.clear()
 
     def _mark_chunks_used(self, request_id: str) -> None:
-        if request_id in self._ended and all(one.request_id != request_id for one in self._stores):
+        if self._under_way[request_id]:
+            return
+        del self._under_way[request_id]
+        if request_id in self._ended:
             # The end of the prompt is to be evicted before its start: the start is useful without the rest,
             # but not the rest without the start.
             self._cache.mark_used(*self._ended.pop(request_id))

@@ -166,7 +166,7 @@ class Tiering:
             snapshot_tokens,
             self._block_events,
         )
-        # Until the ranks are told of the arena.
+        # The description of the arena, until the ranks have it.
         self._cards = [ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)]
         self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
@@ -218,6 +218,7 @@ class Tiering:
             *self._places.agenda,
             *self._stores.agenda,
             *self._cache.agenda,
+            self._cards,
         )
 
     @property
@@ -226,7 +227,7 @@ class Tiering:
         return self._storing.count, self._places.count
 
     def poll(self, *, idle: bool) -> None:
-        """Collect finished reads and writes, and start more. An `idle` engine awaits reads for a moment."""
+        """Collect finished reads and writes, and start more. A step of an `idle` engine waits for reads."""
         if idle:
             self._cache.await_reads()
         self._cache.poll()

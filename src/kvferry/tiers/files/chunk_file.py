@@ -1,8 +1,7 @@
 """Files of a cache directory: open them without trusting names, write and verify chunks, record their use.
 
 A chunk is read in pieces. Each piece is digested at once, while it is still in the CPU cache. Files go past
-the page cache (direct I/O), but for those that are in it or are to stay there (`page_cache`). All functions
-block, and any thread may call them.
+the page cache (direct I/O), unless it has them. All functions block, and any thread may call them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 from kvferry.common.errors import ChunkError
 from kvferry.common.machine import fcntl
-from kvferry.tiers.files.page_cache import finish_writeback, in_page_cache, start_writeback
+from kvferry.tiers.files.page_cache import in_page_cache
 from kvferry.tiers.format.chunk import ALIGNMENT, Buffer, Chunk
 from kvferry.tiers.format.decode import PIECE_BYTES, check_body, is_chunk, make_header, read_header
 
@@ -30,8 +29,6 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 # Disks and network mounts are faster with fewer, larger reads than memory.
 STORAGE_PIECE_BYTES = 4 << 20
-# Bytes after which a file's way to the disk begins, while more is copied to the page cache.
-_WRITEBACK_BYTES = 1 << 20
 
 # A repeated use within this time is not recorded, because on a shared mount each record is a message.
 _USE_SECONDS = 10.0
@@ -140,9 +137,9 @@ def whole_pages(size: int) -> memoryview:
     return spare.data[first : first + size]
 
 
-def write_all(fd: int, pieces: Sequence[Buffer], begin: int = 0, *, direct: bool = True) -> None:
-    """Write buffers one after another, from offset `begin` of a file; with direct I/O if `direct`."""
-    written = _transfer(os.pwritev, fd, pieces, begin, direct=direct)
+def write_all(fd: int, pieces: Sequence[Buffer]) -> None:
+    """Write buffers one after another, from the beginning of a file."""
+    written = _transfer(os.pwritev, fd, pieces, 0, direct=True)
     if written < (size := sum(memoryview(piece).nbytes for piece in pieces)):
         raise OSError(errno.EIO, f"writing stopped after {written} of {size} bytes")
 
@@ -194,34 +191,11 @@ def _transfer(
     return done
 
 
-def write_chunk(fd: int, chunk: Chunk, body: memoryview, keep: bool = False) -> None:
-    """Write the header and the body of a chunk to an empty file, and zero the padding of the body.
-
-    The disk has the bytes when this returns, although maybe not yet durably. With `keep`, the page cache has
-    them too.
-    """
-    if not keep:
-        header = whole_pages(chunk.offsets[0])
-        header[:] = make_header(chunk, body)
-        write_all(fd, (header, body))
-        return
-    written = 0
-
-    def write_up_to(size: int) -> None:
-        nonlocal written
-        while written < size:
-            piece, at = body[written : written + _WRITEBACK_BYTES], chunk.offsets[0] + written
-            write_all(fd, (piece,), at, direct=False)
-            start_writeback(fd, at, len(piece))
-            written += len(piece)
-
-    # The digest pulls the pieces: the disk writes one while the next is copied and digested. The header has
-    # the digests, so it comes last.
-    first = make_header(chunk, body, write_up_to)
-    write_up_to(len(body))
-    write_all(fd, (first,), direct=False)
-    # Errors of the disk are to be errors of this write, as with direct I/O.
-    finish_writeback(fd)
+def write_chunk(fd: int, chunk: Chunk, body: memoryview) -> None:
+    """Write the header and the body of a chunk to an empty file, and zero the padding of the body."""
+    header = whole_pages(chunk.offsets[0])
+    header[:] = make_header(chunk, body)
+    write_all(fd, (header, body))
 
 
 def read_chunk(fd: int, chunk: Chunk, into: memoryview) -> bool:

@@ -44,7 +44,7 @@ from kvferry.tiers.files.opening import (
     open_directory,
     unusable_directory,
 )
-from kvferry.tiers.files.page_cache import KeptFiles
+from kvferry.tiers.files.page_cache import CachedFiles
 from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
@@ -104,7 +104,7 @@ class FileTier(StorageTier):
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
         table: KeyTable | None = None,
-        write: Callable[[int, Chunk, memoryview, bool], None] = write_chunk,
+        write: Callable[[int, Chunk, memoryview], None] = write_chunk,
         read: Callable[[int, Chunk, memoryview], bool] = read_chunk,
         max_listed: int = MAX_LISTED,
     ) -> None:
@@ -123,7 +123,7 @@ class FileTier(StorageTier):
             self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
         )
         open_directory(self._root, self._ledger, self._space, namespace, capacity)
-        self._kept = KeptFiles(self._root, page_cache)
+        self._cached = CachedFiles(self._root, page_cache)
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace)
 
@@ -142,8 +142,9 @@ class FileTier(StorageTier):
         return self._usage.read(empty=not len(self._listed))
 
     def refresh(self) -> int:
-        self._kept.adjust()
-        return self._index.refresh()
+        changed = self._index.refresh()
+        self._cached.refresh()
+        return changed
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         chunk = Chunk(self._namespace, key, (group,))
@@ -193,7 +194,8 @@ class FileTier(StorageTier):
         tries = 0
         while True:
             try:
-                return self._create(chunk, final, body, cold=cold)
+                with self._cached.using_disk():
+                    return self._create(chunk, final, body, cold=cold)
             except OSError as error:
                 tries += 1
                 if not self._space.make_way(error, tries, final, chunk.file_bytes):
@@ -201,10 +203,9 @@ class FileTier(StorageTier):
 
     def _create(self, chunk: Chunk, final: str, body: memoryview, *, cold: bool) -> PutOutcome:
         """Write a chunk to a file, of which nothing is left after an error."""
-        keep = self._kept.fits(chunk.file_bytes)
         fd, temporary = self._reserve(final, chunk.file_bytes)
         try:
-            self._write_chunk(fd, chunk, body, keep)
+            self._write_chunk(fd, chunk, body)
             now = int(self._clock() * 1e9)
             os.utime(fd, ns=(now, now))
             # Before the rename: a name that survives a crash must not lead to a file without content.
@@ -221,8 +222,8 @@ class FileTier(StorageTier):
             os.close(fd)
         if self._durable:
             sync_folder(os.path.dirname(final))
-        if first and keep:
-            self._kept.add(final, chunk.file_bytes)
+        if first:
+            self._cached.add(final, chunk.file_bytes)
         return PutOutcome.STORED if first else PutOutcome.PRESENT
 
     def _reserve(self, final: str, size: int) -> tuple[int, str]:
@@ -248,7 +249,8 @@ class FileTier(StorageTier):
             self._quarantine(os.lstat(path), path)
             return GetOutcome.CORRUPT, str(error)
         try:
-            good, status = self._read_chunk(fd, chunk, into), os.fstat(fd)
+            with self._cached.using_disk():
+                good, status = self._read_chunk(fd, chunk, into), os.fstat(fd)
             if not good or status.st_size != chunk.file_bytes:
                 explain_refusal(fd, chunk, into)
                 return GetOutcome.OTHER_SHAPE, ""
@@ -327,10 +329,10 @@ class FileSettings(StorageSettings, frozen=True):
             ``50GiB``. If None, the current capacity of the directory is kept, and a new directory gets a
             tenth of the free space.
         durable: whether to flush every chunk to the disk before it counts as stored.
-        page_cache: maximum size of the files that this engine has stored last and that stay in the page
-            cache, from which engines of this machine read them as fast as memory: a number of bytes, or a
-            text such as ``50GiB``. If None, a tenth of the available memory. If 0, or on a network mount,
-            files are written past the page cache, which takes less processor time.
+        page_cache: maximum size of the newest files of this engine that are in the page cache, from which
+            engines of this machine read them as fast as memory: a number of bytes, or a text such as
+            ``50GiB``. A file is brought there within seconds after it was stored, while this engine does not
+            use the disk. If None, a tenth of the available memory. On a network mount, none are.
     """
 
     kind: ClassVar[str] = "file"

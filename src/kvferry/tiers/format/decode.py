@@ -56,15 +56,12 @@ def _section_name(section: FormSection) -> str:
     return f"{section.axis or 'all'}.{section.total}{each}"
 
 
-def make_header(chunk: Chunk, body: memoryview, before: Wait = lambda _: None) -> bytes:
-    """Zero the padding after each section of a body, and return the header of its file.
-
-    `before` is called with a number of bytes before that part of the body is digested.
-    """
+def make_header(chunk: Chunk, body: memoryview) -> bytes:
+    """Zero the padding after each section of a body, and return the header of its file."""
     check_size(chunk, body)
     for _, _, padding in _sections(chunk, body):
         padding[:] = bytes(len(padding))
-    return encode_header(chunk, b"".join(_digests(chunk, body, before)))
+    return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
 
 
 def is_chunk(chunk: Chunk, header: Buffer, body: memoryview, wait: Wait = lambda _: None) -> bool:

@@ -465,7 +465,8 @@ def test_groups_of_peers_are_matched_by_their_layers(ours, theirs):
 def test_a_peer_whose_late_reads_hold_too_much_is_refused():
     engine = with_peer()
     one = engine.arrive(offered())
-    engine.loads.begin(Transfer(key="old", holder=PEER, blocks=[1, 2, 3], late=True))
+    engine.loads.begin(old := Transfer(key="old", holder=PEER, blocks=[1, 2, 3]))
+    engine.loads.mark_late(old)
     assert not engine.source.ask(one, 0).bids
     assert refused(engine) == [
         "reads past their deadline still hold 3 blocks, and those of a peer may hold half of 2 (late_blocks)"
@@ -483,7 +484,7 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
     assert [engine.source.has_room(bid, blocks) for blocks in (3, 4)] == [True, False]
     engine.loads.begin(Transfer(key="of another", holder="another peer", blocks=[2, 3, 4, 5]))
     assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
-    engine.loads["one"].late = True
+    engine.loads.mark_late(engine.loads["one"])
     assert [engine.source.has_room(bid, blocks) for blocks in (1, 2)] == [True, False]
     engine.loads.end("one", 1)
     assert [engine.source.has_room(bid, blocks) for blocks in (2, 3)] == [True, False]

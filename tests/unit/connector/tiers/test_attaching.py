@@ -57,7 +57,7 @@ def start(rank: RankGeometry, wake: threading.Event) -> Tiering:
 
 def step(tiering: Tiering) -> ArenaCard | None:
     orders = StepOrders()
-    tiering.schedule(PlainStep(tokens={}, tables={}), (), orders)
+    tiering.schedule(PlainStep(tokens={}, tables={}), [], orders)
     return orders.arena
 
 

@@ -204,6 +204,13 @@ def test_a_load_of_other_weights_fails_in_its_first_step_and_copies_nothing():
     assert set(half.take_reports().reports) == {"a", "part"}, "so that its host memory is released"
 
 
+def test_a_load_that_is_given_up_is_not_waited_for(rank):
+    rank.step({"a": 10.0}, computes=True)
+    rank.half.begin(StepOrders(idle=True, given_up={"a": "another part has failed"}))
+    assert rank.half.ended().failed == {"a"}
+    assert rank.reads.waits == 0
+
+
 def test_a_load_past_its_deadline_is_not_waited_for(rank):
     rank.step({"a": 100.0}, computes=True)
     rank.clock.now = 40.0

@@ -107,11 +107,11 @@ def test_with_all_files_of_a_quota_in_use_the_oldest_chunks_go(tmp_path, clock, 
 
 
 def test_with_all_bytes_of_a_quota_in_use_as_many_go_as_are_needed(tmp_path, clock):
-    def limited(fd, chunk, *args):
+    def limited(fd, chunk, body):
         if total(tmp_path) + chunk.file_bytes > 10 * FILE_BYTES:
             os.write(fd, bytes(4096))
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        write_chunk(fd, chunk, *args)
+        write_chunk(fd, chunk, body)
 
     store = open_store(tmp_path, capacity=CAPACITY, clock=clock, write=limited)
     for number in range(40):

@@ -1,19 +1,18 @@
-"""The newest chunk files stay in the page cache, within a share of the memory, and are read from there."""
+"""The newest chunk files are brought into the page cache, within a share of memory, and read from there."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvferry.tiers.files import chunk_file
-from kvferry.tiers.files.chunk_file import set_direct
-from kvferry.tiers.files.page_cache import KeptFiles, in_page_cache
+from kvferry.tiers.files.chunk_file import read_chunk, set_direct, write_chunk
+from kvferry.tiers.files.page_cache import CachedFiles, in_page_cache
 from kvferry.tiers.names import GetOutcome, PutOutcome
-from support.stores import FILE_BYTES, fetch, file_of, keep, open_store, temporaries
+from support.stores import FILE_BYTES, fetch, file_of, keep, open_store
 
 ROOM = 4 * FILE_BYTES
 
@@ -38,39 +37,43 @@ def cached(path: Path, numbers) -> list[int]:
     return found
 
 
-def test_the_newest_files_stay_in_the_page_cache(tmp_path):
+def test_a_refresh_brings_the_newest_files_into_the_page_cache(tmp_path):
     store = open_store(tmp_path, page_cache=ROOM)
-    for number in range(10):
+    for number in range(6):
         assert keep(store, number) is PutOutcome.STORED
-    assert cached(tmp_path, range(10)) == [6, 7, 8, 9]
+    assert cached(tmp_path, range(6)) == [], "a store goes past it"
+    store.refresh()
+    assert cached(tmp_path, range(6)) == [2, 3, 4, 5]
+    keep(store, 6)
+    store.refresh()
+    assert cached(tmp_path, range(7)) == [3, 4, 5, 6]
 
 
 def test_by_default_files_take_a_tenth_of_the_memory(tmp_path):
     room = [10 * ROOM]
-    kept = KeptFiles(str(tmp_path), memory=lambda: (room[0], "of a test"))
-    assert [kept.fits(size) for size in (ROOM, ROOM + 1)] == [True, False]
     store = open_store(tmp_path, page_cache=0)
+    files = CachedFiles(str(tmp_path), memory=lambda: (room[0], "of a test"))
     for number in range(6):
         keep(store, number)
-        file_of(tmp_path, number).read_bytes()
-        kept.add(str(file_of(tmp_path, number)), FILE_BYTES)
+        files.add(str(file_of(tmp_path, number)), FILE_BYTES)
+    files.refresh()
     assert cached(tmp_path, range(6)) == [2, 3, 4, 5]
     room[0] //= 2
-    kept.adjust()
+    files.refresh()
     assert cached(tmp_path, range(6)) == [4, 5]
-    assert not kept.fits(ROOM)
 
 
 @pytest.mark.parametrize("room", [0, FILE_BYTES - 1])
-def test_a_file_without_room_goes_past_the_page_cache(tmp_path, room):
+def test_a_file_without_room_stays_out_of_the_page_cache(tmp_path, room):
     store = open_store(tmp_path, page_cache=room)
     keep(store, 1)
+    store.refresh()
     assert cached(tmp_path, [1]) == []
     assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert cached(tmp_path, [1]) == [], "a read does not bring it there either"
 
 
-@pytest.mark.parametrize("room", [ROOM, 0], ids=["kept", "past it"])
+@pytest.mark.parametrize("room", [ROOM, 0], ids=["cached", "on disk"])
 def test_a_file_is_read_from_where_it_is(tmp_path, monkeypatch, room):
     store, move, modes = open_store(tmp_path, page_cache=room), os.preadv, []
 
@@ -79,47 +82,54 @@ def test_a_file_is_read_from_where_it_is(tmp_path, monkeypatch, room):
         return move(fd, *args)
 
     keep(store, 1)
+    store.refresh()
     monkeypatch.setattr(os, "preadv", seen)
     assert fetch(store, 1) == (GetOutcome.HIT, True)
     assert set(modes) == {room == 0}
 
 
-def test_a_file_that_was_evicted_meanwhile_is_forgotten(tmp_path):
+def test_no_file_is_brought_in_while_the_tier_uses_the_disk(tmp_path):
+    found = []
+
+    def during(call, *args):
+        if file_of(tmp_path, 1).exists():
+            store.refresh()
+            found.append(cached(tmp_path, [1]))
+        return call(*args)
+
+    store = open_store(
+        tmp_path, page_cache=ROOM, write=partial(during, write_chunk), read=partial(during, read_chunk)
+    )
+    keep(store, 1)
+    keep(store, 2)
+    fetch(store, 2)
+    assert found == [[], []]
+    store.refresh()
+    assert cached(tmp_path, [1, 2]) == [1, 2]
+
+
+def test_a_file_that_was_evicted_meanwhile_is_no_error(tmp_path):
     store = open_store(tmp_path, page_cache=ROOM)
     for number in range(4):
         keep(store, number)
     file_of(tmp_path, 0).unlink()
+    store.refresh()
+    file_of(tmp_path, 1).unlink()
     keep(store, 4)
     keep(store, 5)
-    assert cached(tmp_path, range(1, 6)) == [2, 3, 4, 5]
+    store.refresh()
+    assert cached(tmp_path, range(2, 6)) == [2, 3, 4, 5]
 
 
-def test_a_disk_that_refuses_what_the_page_cache_took_is_an_error_of_the_store(tmp_path, monkeypatch):
-    def broken(fd):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+def test_nothing_is_brought_in_of_a_file_system_without_a_device(monkeypatch, tmp_path):
+    major = os.major
     store = open_store(tmp_path, page_cache=ROOM)
-    with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "finish_writeback", broken)
-        assert keep(store, 1) is PutOutcome.IO_ERROR
-    assert not temporaries(tmp_path)
-    assert not file_of(tmp_path, 1).exists()
-    assert keep(store, 1) is PutOutcome.STORED
-
-
-def test_a_stored_file_is_clean_in_the_page_cache(tmp_path):
-    keep(open_store(tmp_path, page_cache=ROOM), 1)
-    with file_of(tmp_path, 1).open("rb") as file:
-        # The kernel drops clean pages only.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    keep(store, 1)
+    monkeypatch.setattr(os, "major", lambda device: 0 * major(device))
+    files = CachedFiles(str(tmp_path), ROOM)
+    files.add(str(file_of(tmp_path, 1)), FILE_BYTES)
+    files.refresh()
     assert cached(tmp_path, [1]) == []
-
-
-def test_nothing_is_kept_of_a_file_system_without_a_device():
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or os.major(memory.stat().st_dev):
-        pytest.skip("there is no file system without a device")
-    assert not KeptFiles(str(memory), ROOM).fits(1)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000])

@@ -85,8 +85,8 @@ def test_a_directory_that_is_removed_is_not_made_again_and_used_when_it_is_back(
 def test_a_directory_that_is_moved_away_is_whole_there(store, cache):
     away = cache.with_name("away")
 
-    def moved_meanwhile(*args):
-        write_chunk(*args)
+    def moved_meanwhile(fd, chunk, body):
+        write_chunk(fd, chunk, body)
         cache.rename(away)
         cache.mkdir()
 

@@ -50,7 +50,7 @@ def find_mismatch(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) ->
 
 def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     one = {name: value[:1].expand(value.shape) for name, value in _random(s, 0).items()}
-    cells = _written(layer, tensor, s, field, one)
+    cells = _written(layer, tensor, s, scratch.Reader(s), field, one)
     if not torch.equal(cells, cells[:1].expand(cells.shape)):
         return "what is kept of a token depends on where in its block it stands"
     return ""
@@ -58,7 +58,8 @@ def _moves_with_its_token(layer: Any, tensor: torch.Tensor, s: Strides, field: F
 
 def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Field) -> str:
     first, second = _random(s, 1), _random(s, 2)
-    before = _written(layer, tensor, s, field, first)
+    reader = scratch.Reader(s)
+    before = _written(layer, tensor, s, reader, field, first)
     for dim, name in enumerate(("token", "head") if s.v else ("token",)):
         extent = (s.block_tokens, s.heads)[dim]
         # Any two tokens differ in a bit of their indices. So two writes per bit tell all of them apart: one
@@ -68,7 +69,7 @@ def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Fiel
                 index = (torch.arange(extent) >> bit & 1) == side
                 chosen = index.view((-1, 1, 1) if dim == 0 else (1, -1, 1))
                 mixed = {key: torch.where(chosen, second[key], first[key]) for key in first}
-                after = _written(layer, tensor, s, field, mixed)
+                after = _written(layer, tensor, s, reader, field, mixed)
                 changed = (after != before).flatten(2).any(dim=2)
                 if not torch.equal(changed, chosen[..., 0].to(changed.device).expand(changed.shape)):
                     return f"what is kept of a {name} does not lie in its own bytes alone"
@@ -76,9 +77,14 @@ def _keeps_to_its_cell(layer: Any, tensor: torch.Tensor, s: Strides, field: Fiel
 
 
 def _written(
-    layer: Any, tensor: torch.Tensor, s: Strides, field: Field, inputs: scratch.Inputs
+    layer: Any,
+    tensor: torch.Tensor,
+    s: Strides,
+    reader: scratch.Reader,
+    field: Field,
+    inputs: scratch.Inputs,
 ) -> torch.Tensor:
-    return scratch.read(scratch.write(layer, tensor, s, scaled(layer, tensor, inputs)), field, s)
+    return reader.read(scratch.write(layer, tensor, s, scaled(layer, tensor, inputs)), field)
 
 
 def _random(s: Strides, seed: int) -> scratch.Inputs:

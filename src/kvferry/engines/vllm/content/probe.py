@@ -84,6 +84,7 @@ def find_mismatch(
         tensor: cache tensor of the layer; not changed.
         element: element type to decode the cache with.
     """
+    reader = scratch.Reader(s)
     try:
         dynamic = any(one.scale is not None for one in written)
         for axis, digit, anchored in _probe_writes(s, dynamic=dynamic):
@@ -95,7 +96,7 @@ def find_mismatch(
                 # `scaled` multiplies by the layer's scale, and the operation divides by it, unless it
                 # computes scales of its own.
                 factor = torch.ones(1) if one.scaled else 1 / scale_of(layer, one.source)
-                if not _found(memory, one, s, inputs[one.source], element, factor):
+                if not _found(reader, memory, one, inputs[one.source], element, factor):
                     return f"the {axis} axis of {one.field.name!r} is not where its adapter says"
         return unclaimed(layer, tensor, s, fields_of(written))
     except Exception as error:  # noqa: BLE001 - pages that cannot be probed are not proved
@@ -155,17 +156,17 @@ def _probe_writes(s: Strides, *, dynamic: bool) -> Iterator[tuple[str, int, bool
 
 
 def _found(
+    reader: scratch.Reader,
     memory: torch.Tensor,
     written: WrittenField,
-    s: Strides,
     expected: torch.Tensor,
     element: torch.dtype,
     factor: torch.Tensor,
 ) -> bool:
     """Return True if a field decodes to the expected values, of shape (tokens, heads, content)."""
-    value = decode(scratch.read(memory, written.field, s), written.code, element)
+    value = decode(reader.read(memory, written.field), written.code, element)
     if written.scale is not None:
-        raw = scratch.read(memory, written.scale, s)
+        raw = reader.read(memory, written.scale)
         factors = torch.float32 if raw.shape[-1] == 4 else torch.float8_e4m3fn
         scales = decode(raw, Code.ELEMENT, factors)
         value = value * scales.repeat_interleave(value.shape[-1] // scales.shape[-1], dim=-1)

@@ -64,9 +64,21 @@ def offsets(field: Field, device: torch.device) -> torch.Tensor:
     return found.view(shape)
 
 
-def read(memory: torch.Tensor, field: Field, s: Strides) -> torch.Tensor:
-    """Return the bytes of a field in block 1, which `write` fills: (tokens, heads, content, item bytes)."""
-    return memory[_places(memory, field, s, block=1)]
+class Reader:
+    """Reads fields of block 1 of scratch caches, which `write` fills.
+
+    A probe reads a field after each of its writes, and to compute the positions takes as long as to read.
+    """
+
+    def __init__(self, s: Strides) -> None:
+        self._s = s
+        self._places: dict[Field, torch.Tensor] = {}
+
+    def read(self, memory: torch.Tensor, field: Field) -> torch.Tensor:
+        """Return the bytes of a field: uint8 of shape (tokens, heads, content, item bytes)."""
+        if field not in self._places:
+            self._places[field] = _places(memory, field, self._s, block=1)
+        return memory[self._places[field]]
 
 
 def claimed(memory: torch.Tensor, fields: tuple[Field, ...], s: Strides) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -218,12 +218,11 @@ class ChildAdmission:
             self.counts.pending[bid.source] += 1
         return child_index
 
-    def scheduled(self, requests: Container[str]) -> None:
+    def scheduled(self, requests: AbstractSet[str]) -> None:
         """Record which requests the engine's coming step computes. They no longer wait for loads."""
         self.headroom.on_resumed(requests)
-        for name in list(self._loaded):
-            if name in requests:
-                self._loaded.pop(name).on_computed()
+        for name in self._loaded.keys() & requests:
+            self._loaded.pop(name).on_computed()
 
     def take_new(self) -> dict[str, int]:
         """Return the child of each asynchronous load that has started since the last call, by request id."""

@@ -219,7 +219,7 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> MultiMeta:
         self._steps.scheduled(scheduler_output.total_num_scheduled_tokens)
-        self._admission.scheduled(scheduler_output.num_scheduled_tokens)
+        self._admission.scheduled(scheduler_output.num_scheduled_tokens.keys())
         children = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         admission = self._admission
         return MultiMeta(
