@@ -11,6 +11,7 @@ its first message.
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 import signal
 import threading
 import time
@@ -29,7 +30,7 @@ from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Pending
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.redemptions import Redemption
 from kvferry.transport.seal import SealBinding, Sealer
@@ -104,7 +105,10 @@ def measure_seals() -> list[SealSize]:
 
 
 def _seal_size(family: str, tokens: int, pools: Sequence[list[list[int]]]) -> SealSize:
-    sealer, binding = Sealer(random_keys()), SealBinding((_HOST, 1), new_ticket(), tokens, _CONTENT)
+    sealer, binding = (
+        Sealer(secrets.token_bytes(SEAL_KEY_BYTES)),
+        SealBinding((_HOST, 1), new_ticket(), tokens, _CONTENT),
+    )
     lengths, sealing, opening = list[int](), list[float](), list[float]()
     for tables in pools:
         grant = Grant.of(0, 0, tables)
@@ -144,7 +148,7 @@ def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
     tickets, keys = [new_ticket() for _ in range(2 * rounds + new)], random_keys()
     # In another order than one run, which a sealed grant would hold in a few bytes.
     table = [block ^ 63 for block in range(64, 64 - (-tokens // BLOCK_TOKENS))]
-    sealer, grant = Sealer(keys), Grant.of(0, 0, [table])
+    grant = Grant.of(0, 0, [table])
     with _producer(tickets, tokens, keys, busy=name != PRODUCERS[0]) as address:
         handshakes, both = [], []
         for ticket in tickets[2 * rounds :]:
@@ -155,6 +159,8 @@ def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
         with closing(_consumer(keys)) as one:
             _met(one, address, None, tokens)
             known, sealed = [], []
+            peer = one.known(address)
+            sealer = Sealer(b"" if peer is None else peer.seal_key)
             for ticket, other in zip(tickets[: 2 * rounds : 2], tickets[1 : 2 * rounds : 2], strict=True):
                 binding = SealBinding(address, other, tokens, _CONTENT)
                 known.append(_redeemed(one, address, ticket, tokens))

@@ -18,6 +18,7 @@ import zmq
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine import parts
 from support.vllm_engine.pages import negate
@@ -71,7 +72,7 @@ def install(engine: Any) -> None:
     _hook_leases(parts.producer(engine), hooks)
     _hook_control(parts.client(engine), parts.server(engine), hooks)
     _hook_threads(engine, hooks)
-    _hook_seals(parts.client(engine)._sealer, hooks)
+    _hook_seals(hooks)
     _hook_gathering(parts.gatherer(engine), hooks)
 
 
@@ -268,21 +269,21 @@ def _breaking(inner: Any, hooks: Hooks, fault: str, *args: Any) -> Any:
     return inner(*args)
 
 
-def _hook_seals(sealer: Any, hooks: Hooks) -> None:
+def _hook_seals(hooks: Hooks) -> None:
     """Remember what became of sealed grants."""
-    inner = sealer.open
+    inner = Sealer.open
 
-    def opened(sealed: str, binding: Any) -> Any:
+    def opened(sealer: Sealer, sealed: str, binding: SealBinding) -> Any:
         ticket = binding.ticket.hex()
         try:
-            found = inner(sealed, binding)
+            found = inner(sealer, sealed, binding)
         except ProtocolError as error:
             hooks.seals[ticket] = str(error)
             raise
         hooks.seals[ticket] = "opened"
         return found
 
-    sealer.open = opened
+    Sealer.open = opened
 
 
 def _hook_gathering(server: Any, hooks: Hooks) -> None:

@@ -34,13 +34,13 @@ from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.clock import Clock
-from support.keys import KEYS
 from support.models import attention, model
 from support.vllm_cache import BLOCK, STEP
 from support.vllm_scheduler import VllmScheduler, WithoutWorkers
 
 HOST = "127.0.0.1"
 HANDSHAKE_SECONDS = 5.0
+_SEAL_KEY = b"k" * 32
 
 
 class Network:
@@ -75,7 +75,7 @@ class NearServer:
         self.port, self.card = port, card
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
         self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
-        self.sealer = Sealer(KEYS)
+        self.sealer = Sealer(_SEAL_KEY)
         self.keepers: dict[Address, int] = {}
 
     def close(self) -> None: ...
@@ -117,7 +117,7 @@ class NearClient:
     ) -> Any:
         binding, grant = SealBinding(address, ticket, tokens, content), None
         if sealed and address[1] in self._network.servers:
-            grant = Sealer(KEYS).open(sealed, binding)
+            grant = Sealer(_SEAL_KEY).open(sealed, binding)
             self._network.opened += 1
         one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:

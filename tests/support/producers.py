@@ -14,14 +14,13 @@ from kvferry.transport.seal import Sealer
 from kvferry.transport.turns import TurnIndex
 from support.engine_info import FULL_GROUP
 from support.fake_engine import FakeEngine, PartialHalf
-from support.keys import KEYS
 
 LEASE_SECONDS = 30.0
 
 
 def played_channel() -> Any:
     """Return a control server without a socket: what a producer shares with it."""
-    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), sealer=Sealer(KEYS))
+    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), sealer=Sealer(b"k" * 32))
 
 
 def producing(

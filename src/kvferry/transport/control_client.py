@@ -121,7 +121,6 @@ class ControlClient:
         self._poller = SocketPoller[tuple[Address, bool]]()
         self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
         self._log, self._seal_log = LimitedLog(logger), LimitedLog(logger)  # one for each thread
-        self._sealer = Sealer(keys)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
         self._thread.start()
@@ -176,10 +175,10 @@ class ControlClient:
         # The handshake with a new peer takes longer than redeeming the ticket. And a client may keep a seal
         # of an earlier run, which must not cause a handshake.
         peer = self.known(binding.address)
-        if peer is None:
+        if peer is None or not peer.seal_key:
             return None
         try:
-            found = self._sealer.open(sealed, binding)
+            found = Sealer(peer.seal_key).open(sealed, binding)
         except ProtocolError as error:
             self._seal_log.say("seal", f"{error}; the ticket is redeemed")
             return None

@@ -9,11 +9,12 @@ earlier turn. A message that cannot be decoded is counted and dropped without a 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from msgspec import structs
@@ -28,6 +29,7 @@ from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL,
+    SEAL_KEY_BYTES,
     AskTurn,
     Heartbeat,
     Hello,
@@ -135,10 +137,11 @@ class ControlServer:
         self.rejected = 0
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
-        self.sealer = Sealer(keys)
+        key = secrets.token_bytes(SEAL_KEY_BYTES)
+        self.sealer = Sealer(key)
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
-        self._card, self._peers = card, peers
+        self._card, self._peers = replace(card, seal_key=key), peers
         self._listener = Listener(
             "control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers, resolve=resolve
         )
@@ -149,7 +152,8 @@ class ControlServer:
 
     def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
         """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
-        self._card = PeerInfo(structs.replace(self._card.facts, incarnation=incarnation), ranks)
+        facts = structs.replace(self._card.facts, incarnation=incarnation)
+        self._card = replace(self._card, facts=facts, ranks=ranks)
         self.tickets.renew(incarnation)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.common.errors import Incompatible, KVFerryError, ProtocolError
@@ -75,13 +75,16 @@ class PeerInfo:
 
     facts: Facts
     ranks: tuple[RankCard, ...]
+    seal_key: bytes = field(default=b"", repr=False, compare=False)
 
     def answer(self, message: Hello | AskRanks) -> Accepted | Ranks | Refused:
         """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
         # The consumer prints these sentences, so "there" is the producer.
         if found := differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
             return make_refusal(found)
-        return Accepted(self.facts) if isinstance(message, Hello) else Ranks(list(self.ranks))
+        if isinstance(message, Hello):
+            return Accepted(self.facts)
+        return Ranks(list(self.ranks), self.seal_key)
 
 
 def differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
@@ -247,7 +250,8 @@ class Handshakes:
                     "the peer sent its ranks before its facts, or sent none; expected facts, then one rank "
                     "or more"
                 )
-            self._learn(address, PeerInfo(handshake.facts, self._check(address, tuple(reply.ranks))))
+            ranks = self._check(address, tuple(reply.ranks))
+            self._learn(address, PeerInfo(handshake.facts, ranks, reply.seal_key))
         return None
 
     def _learn(self, address: Address, peer: PeerInfo) -> None:

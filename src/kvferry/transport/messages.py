@@ -4,7 +4,7 @@
     Hello(facts)          ──────▶    compares facts
                           ◀──────    Accepted(facts) | Refused(differences)
     AskRanks(facts)       ──────▶    compares facts again, because it keeps no state of peers
-                          ◀──────    Ranks(geometry, transport metadata, lease words of every rank)
+                          ◀──────    Ranks(geometry, transport metadata, lease words of every rank, seal key)
     Redeem(ticket)        ──────▶    compares the prompts    (`transport.redeem`)
                           ◀──────    Redeemed(block tables, lease word, number of tokens)
                                      | Unchanged | NotRedeemed(reason)
@@ -42,6 +42,7 @@ from kvferry.transport.redeem import (
 )
 
 PROTOCOL = 9
+SEAL_KEY_BYTES = 32
 MAX_REQUEST_BYTES = 4 << 20  # maximum size in bytes of a message to a producer
 MAX_REPLY_BYTES = 64 << 20
 # Maximum number of tickets in a message. A consumer with more tickets sends several messages.
@@ -159,9 +160,13 @@ class RankCard(msgspec.Struct, frozen=True):
 
 
 class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
-    """Reply: describes all workers of the producer."""
+    """Reply: describes all workers of the producer.
+
+    `seal_key` opens the grants in its offers (`transport.seal`). It is empty if they carry none.
+    """
 
     ranks: Annotated[list[RankCard], msgspec.Meta(max_length=MAX_RANKS)]
+    seal_key: Annotated[bytes, msgspec.Meta(max_length=SEAL_KEY_BYTES)] = b""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

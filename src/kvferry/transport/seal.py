@@ -2,9 +2,10 @@
 
     producer: grant ─seal─▶ offer ─(clients, routers)─▶ consumer: open ─▶ the same grant
 
-The engines' key encrypts and authenticates the grant. A seal is bound to its ticket, to the producer's
-address and to the content of the prompt. The consumer states these from its own prompt, so a seal that was
-changed, or that came with something else, does not open. Then the ticket is redeemed as without a seal.
+A random key of the producer's run encrypts and authenticates the grant. Handshakes give it to the peers. A
+seal is bound to its ticket, to the producer's address and to the content of the prompt. The consumer states
+these from its own prompt, so a seal that was changed, or that came with something else, does not open. Then
+the ticket is redeemed as without a seal.
 
 A seal says only which blocks held the prompt. The lease word, which is read after the data, tells whether
 they still hold it.
@@ -29,7 +30,7 @@ from msgspec.structs import astuple
 
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.handshake import Address
-from kvferry.transport.messages import PROTOCOL, as_protocol_error, encode
+from kvferry.transport.messages import PROTOCOL, SEAL_KEY_BYTES, as_protocol_error, encode
 from kvferry.transport.redeem import (
     MAX_BLOCKS,
     MAX_GROUPS,
@@ -39,7 +40,6 @@ from kvferry.transport.redeem import (
     PromptContent,
     Redeemed,
 )
-from kvferry.transport.security import Keys
 
 MAX_SEAL: Final = 4096
 """Maximum length of a seal in characters, so that an offer fits into a header of 8 KiB."""
@@ -49,7 +49,7 @@ _MAX_SEALED_BLOCKS: Final = 1 << 16
 # Number of bytes of block tables that are compressed between two looks at the length so far.
 _PACKED_BYTES: Final = 1 << 14
 
-_NONCE_BYTES, _KEY_BYTES = 12, 32
+_NONCE_BYTES = 12
 _ID: Final = np.dtype("<u4")
 _WHAT: Final = "a sealed grant"
 
@@ -84,10 +84,10 @@ _decoder = msgspec.msgpack.Decoder(_Sealed)
 
 
 class Sealer:
-    """Seals and opens grants with the key of the engines. Thread-safe."""
+    """Seals and opens grants with the key of a producer's run, `SEAL_KEY_BYTES` long. Thread-safe."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._key = blake2b(keys.secret, digest_size=_KEY_BYTES, person=b"kvferry-seal").digest()
+    def __init__(self, key: bytes) -> None:
+        self._key = key
 
     def seal(self, incarnation: int, grant: Grant, binding: SealBinding) -> str:
         """Return the grant of an engine's run as text; empty if it would be longer than `MAX_SEAL`."""
@@ -115,8 +115,8 @@ class Sealer:
             inner = self._cipher(binding).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], binding.encoded())
         except (InvalidTag, binascii.Error, ValueError) as error:
             raise ProtocolError(
-                "a sealed grant does not open: it was changed on its way, or sealed with another key or for "
-                "another ticket, address or prompt"
+                "a sealed grant does not open: it was changed on its way, or sealed by another run of the "
+                "engine or for another ticket, address or prompt"
             ) from error
         with as_protocol_error(_WHAT):
             found = _decoder.decode(inner)
@@ -125,7 +125,7 @@ class Sealer:
 
     def _cipher(self, binding: SealBinding) -> AESGCM:
         # A key per ticket: random nonces of 96 bits under one key would repeat some day.
-        return AESGCM(blake2b(binding.ticket, key=self._key, digest_size=_KEY_BYTES).digest())
+        return AESGCM(blake2b(binding.ticket, key=self._key, digest_size=SEAL_KEY_BYTES).digest())
 
 
 def _pack(tables: list[bytes]) -> bytes | None:

@@ -796,13 +796,13 @@ def test_a_read_that_is_over_before_its_claim_is_heard_releases_the_lease(ends):
     assert len(server.tickets) == 0
 
 
-@pytest.mark.parametrize("of", ["another key", "another run", "another server", "nothing", "too much"])
+@pytest.mark.parametrize("of", ["another engine", "another run", "another server", "nothing", "too much"])
 def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
     server, client = ends.server(), ends.client()
     status(client, server.port)
     publish(server, LEASE)
     sealed = {
-        "another key": lambda: sealed_by(server, sealer=Sealer(OTHER_KEYS)),
+        "another engine": lambda: sealed_by(server, sealer=ends.server().sealer),
         "another run": lambda: sealed_by(server, run=2),
         "another server": lambda: sealed_by(ends.server()),
         "nothing": lambda: "",

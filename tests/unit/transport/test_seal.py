@@ -17,19 +17,18 @@ from kvferry.transport import seal as module
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
 from kvferry.transport.seal import MAX_SEAL, SealBinding, Sealer
 from support.examples import examples
-from support.keys import KEYS, OTHER_KEYS
 from transport.cards import ticket
 
-RUN, TOKENS = 5, 40
+RUN, TOKENS, KEY = 5, 40, b"k" * 32
 CONTENT = PromptContent("tokens", "items", "adapter", "salt")
 USE = SealBinding(("10.0.0.1", 5600), ticket("a"), TOKENS, CONTENT)
 GRANT = Grant.of(3, 7, [[4, 5, 6], [9]])
-NO_USE = "a sealed grant does not open: it was changed on its way, or sealed with another key or for another"
+NO_USE = "a sealed grant does not open: it was changed on its way, or sealed by another run of the engine"
 
 
 @pytest.fixture(scope="module")
 def sealer() -> Sealer:
-    return Sealer(KEYS)
+    return Sealer(KEY)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def refusal(sealer: Sealer, text: str, use: SealBinding = USE) -> str:
 
 def test_a_seal_opens_as_the_answer_to_its_ticket(sealer, sealed):
     assert sealer.open(sealed, USE) == Redeemed(0, RUN, GRANT, TOKENS)
-    assert Sealer(KEYS).open(sealed, USE).grant.tables == GRANT.tables
+    assert Sealer(KEY).open(sealed, USE).grant.tables == GRANT.tables
 
 
 def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealer, sealed):
@@ -62,7 +61,7 @@ def test_any_block_tables_come_back_as_they_were(tables, runs):
     if runs:
         tables = [list(range(first, first + 300)) for first in range(len(tables))]
     grant = Grant.of(1, 2, tables)
-    assert Sealer(KEYS).open(Sealer(KEYS).seal(RUN, grant, USE), USE).grant == grant
+    assert Sealer(KEY).open(Sealer(KEY).seal(RUN, grant, USE), USE).grant == grant
 
 
 def test_a_seal_with_any_bit_changed_does_not_open(sealer, sealed):
@@ -101,7 +100,7 @@ def test_a_seal_opens_for_no_other_ticket_address_or_prompt(sealer, sealed, use)
 
 
 def test_a_seal_opens_with_no_other_key_and_under_no_other_protocol(sealer, sealed, monkeypatch):
-    assert refusal(Sealer(OTHER_KEYS), sealed).startswith(NO_USE)
+    assert refusal(Sealer(bytes(32)), sealed).startswith(NO_USE)
     monkeypatch.setattr(module, "PROTOCOL", module.PROTOCOL + 1)
     assert refusal(sealer, sealed).startswith(NO_USE)
 
@@ -173,4 +172,4 @@ def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(sealer, inner,
 )
 @examples(200)
 def test_any_text_of_a_client_is_refused_in_one_sentence(text):
-    assert "\n" not in refusal(Sealer(KEYS), text)
+    assert "\n" not in refusal(Sealer(KEY), text)
