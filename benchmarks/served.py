@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.without_amx import turn_amx_off
@@ -26,6 +27,24 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _IDLE_SECONDS = 1e-3
+
+
+class Rest:
+    """The rest of 1 ms that a served engine's own loop takes after a step that computes nothing.
+
+    Create it before the engine, in whose process its threads can then load. kvferry ends the rest when there
+    is news, as it does in a served engine (`compat.process.find_waker`).
+    """
+
+    def __init__(self) -> None:
+        from kvferry.engines.vllm import scheduler  # noqa: PLC0415 - imports vLLM
+
+        self._news = Event()
+        vars(scheduler)["find_waker"] = lambda: self._news.set
+
+    def take(self) -> None:
+        self._news.wait(_IDLE_SECONDS)
+        self._news.clear()
 
 
 def prepare_process(**environment: str) -> None:
@@ -125,6 +144,7 @@ class SteppedEngine:
             if connector
             else None
         )
+        self._rest = Rest()
         self._engine = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -245,8 +265,7 @@ class SteppedEngine:
         """Run one step, and return the outputs of the requests that got a token."""
         outputs: list[Any] = self._engine.llm_engine.step()
         if not outputs and not self._scheduler.running:
-            # Sleep like an engine's own loop, so that the loading threads can run.
-            time.sleep(_IDLE_SECONDS)
+            self._rest.take()
         return outputs
 
     @property

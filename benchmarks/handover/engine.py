@@ -12,12 +12,11 @@ from typing import Any
 from benchmarks.cpu_layouts import declare_layouts
 from benchmarks.handover.nixl_plus import favour_nixl
 from benchmarks.runners import prepare_runner
-from benchmarks.served import prepare_process
+from benchmarks.served import Rest, prepare_process
 from kvferry.common.errors import TransferError
 from kvferry.connector.events import Event, LoadEnded, LoadOutcome
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 
-_IDLE_SECONDS = 1e-3
 _PATIENCE_SECONDS = 300.0
 _KVFERRY = {
     "kv_connector": "KVFerryConnector",
@@ -128,6 +127,7 @@ class HandoverEngine:
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
 
+        self._rest = Rest()
         self._engine = LLM(
             model=str(setup.model),
             skip_tokenizer_init=True,
@@ -221,10 +221,10 @@ class HandoverEngine:
         return [done[name] for name in names]
 
     def _step(self) -> list[Any]:
-        """Run one step. Sleep after a step without work, as the loop of a served engine does."""
+        """Run one step. Rest after a step without work, as the loop of a served engine does."""
         outputs: list[Any] = self._engine.llm_engine.step()
         if not outputs and not self._core.scheduler.running:
-            time.sleep(_IDLE_SECONDS)
+            self._rest.take()
         return outputs
 
     def _on_event(self, event: Event) -> None:
