@@ -81,10 +81,9 @@ _SPINNING_REASON = Reason(
 )
 _HANDOVER_REASON = Reason(
     against="nixl+",
-    text="kvferry redeems a ticket at the prefill engine before it reads (1.1 ms), because what passes "
-    "through users must not name memory. Then it wakes threads that read, and plan in Python under the "
-    "interpreter's lock (0.8 ms for one request, 7 ms for eight). NixlConnector reads inside the engine's "
-    "step, and requests that are decoded wait for it. The stages are in docs/performance.md.",
+    text="kvferry wakes threads that read, and plan in Python under the interpreter's lock (0.8 ms for one "
+    "request, 7 ms for eight). NixlConnector reads inside the engine's step, and requests that are decoded "
+    "wait for it. The stages are in docs/performance.md.",
 )
 _MIX_REASONS = (
     Reason(
