@@ -83,8 +83,11 @@ def test_an_engine_that_has_slept_hands_over_and_uses_its_tiers_as_before(traine
     unclaimed = engine.call("prefill", [UNCLAIMED])[0]["params"]
     trained.fall_asleep()
     assert distance(trained.beside(UNCLAIMED, unclaimed), trained.beside(UNCLAIMED)) < 1e-4
-    ready = engine.call("other", "loads_of", "peer")["ready"]
-    assert ready == 1, "what a sleeping engine offered is computed, at most after a read in vain"
+    engine.call("other", "new_loads")
+    assert engine.call("other", "loads_of", "peer")["ready"] == 1, "it may be read in vain, with its grant"
+    assert distance(trained.beside(UNCLAIMED, unclaimed), trained.beside(UNCLAIMED)) < 1e-4
+    assert engine.call("other", "new_loads") == [], "what a sleeping engine offered is computed"
+    asleep = engine.call("other", "loads_of", "peer")
 
     engine.call("wake_up")
     trained.loads()
@@ -92,7 +95,7 @@ def test_an_engine_that_has_slept_hands_over_and_uses_its_tiers_as_before(traine
     assert trained.loads() == ["tiers"], "tiers have kept what the KV cache has lost"
     offer = engine.call("prefill", [SLEPT])[0]["params"]
     assert distance(trained.beside(SLEPT, offer), said) < 1e-4
-    assert engine.call("other", "loads_of", "peer")["ready"] == 2, "handed over again"
+    assert engine.call("other", "loads_of", "peer") == {**asleep, "ready": 2}, "handed over again"
     trained.loads()
     offer = engine.call("other", "prefill", [TURNED])[0]["params"]
     assert distance(trained.say(TURNED, offer), trained.beside(TURNED)) < 1e-4
