@@ -220,6 +220,8 @@ class SchedulerHalf:
             (whether the engine must keep the blocks, the ``kv_transfer_params`` of the response if any).
         """
         self.admission.finished(request.request_id)
+        if self._peering is not None:
+            self._peering.client.flush()  # no step may follow
         whole = self.parts.masked_tables(request.request_id, block_ids)
         self.parts.forget(request.request_id)
         if self._tiering is not None:

@@ -72,7 +72,11 @@ class _Peer:
 
 
 class ControlClient:
-    """A thread that talks to the control channels of all peers that an engine reads KV from."""
+    """A thread that talks to the control channels of all peers that an engine reads KV from.
+
+    Attributes:
+        unsent: commands that the thread has not taken yet. Some of them wait for `flush`.
+    """
 
     def __init__(
         self,
@@ -111,7 +115,8 @@ class ControlClient:
         self._questions = TurnQueries(clock)
         self._consumer = facts.incarnation
         self._redemptions = Redemptions(self._consumer, handshake_seconds, clock)
-        self._commands: deque[_Command] = deque()
+        self.unsent: deque[_Command] = deque()
+        self._woken = False  # True from a wake-up of the thread until it takes the commands
         self._unresolved: list[_Command] = []
         self._unnamed: set[Address] = set()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -167,7 +172,8 @@ class ControlClient:
         grant = self._opened(sealed, SealBinding(address, ticket, tokens, content)) if sealed else None
         one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:
-            self._queue_command(address, one.message)
+            # With the grant there is no hurry: the claim only keeps the lease from expiring.
+            self._queue_command(address, one.message, soon=grant is None)
         return one
 
     def _opened(self, sealed: str, binding: SealBinding) -> Redeemed | None:
@@ -197,7 +203,8 @@ class ControlClient:
     def end(self, one: Redemption) -> None:
         """End a request's claim, and release the lease if it was the ticket's last claim."""
         if self._redemptions.end(one):
-            self.release(one.address, one.message.ticket)
+            message = Release(self._consumer, [one.message.ticket])
+            self._queue_command(one.address, message, soon=False)
 
     def hold(self, address: Address, ticket: bytes) -> None:
         """Send heartbeats for the lease on an earlier turn until `release`."""
@@ -232,11 +239,19 @@ class ControlClient:
         self._names.close()
         self._poller.close()
 
-    def _queue_command(self, address: Address, message: Request | None) -> None:
-        self._commands.append((address, message))
-        # The thread takes all commands at once. Each call of `wake` may hand the interpreter to it.
-        if len(self._commands) == 1:
+    def flush(self) -> None:
+        """Send the messages that wait for it. Call this before the engine computes."""
+        if self.unsent and not self._woken:
+            self._woken = True
             self._poller.wake()
+
+    def _queue_command(self, address: Address, message: Request | None, *, soon: bool = True) -> None:
+        """Queue a message to a peer, or a handshake. If not `soon`, `flush` sends it, or else a later one."""
+        self.unsent.append((address, message))
+        # The thread takes all commands at once. Each call of `wake` may hand the interpreter to it, and then
+        # the engine's thread waits until it has sent them.
+        if soon:
+            self.flush()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -249,8 +264,7 @@ class ControlClient:
             soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
             seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
             due = time.monotonic() + seconds
-            # Commands are left only if an error has ended the round before.
-            heard = self._poller.wait(0 if self._commands else seconds)
+            heard = self._poller.wait(0 if self._woken else seconds)
             warn_if_late(self._log, "control channel, asking", due)
             stop = self._stop  # messages queued before `close` are still sent
             try:
@@ -268,8 +282,9 @@ class ControlClient:
         self._unnamed.clear()
         for command in unresolved:
             self._try_execute(*command)
-        while self._commands:
-            self._try_execute(*self._commands.popleft())
+        self._woken = False
+        while self.unsent:
+            self._try_execute(*self.unsent.popleft())
         for question in self._redemptions.due():
             self._try_execute(*question)
         now = self._clock()

@@ -820,6 +820,19 @@ def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
     assert len(said) == (of not in ("another run", "nothing"))
 
 
+def test_claim_of_a_sealed_grant_and_its_release_wait_until_the_engine_computes(ends, monkeypatch):
+    server, client = ends.server(), ends.client()
+    status(client, server.port)
+    publish(server, LEASE)
+    woken = threading.Event()
+    monkeypatch.setattr(client._poller, "wake", woken.set)
+    claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
+    client.end(claim)
+    assert not woken.is_set()
+    client.redeem((HOST, server.port), MARK, 4, CONTENT)
+    assert woken.is_set()
+
+
 def test_a_sealed_grant_of_a_peer_that_is_not_known_waits_for_the_answer(ends):
     server, client = ends.server(), ends.client()
     publish(server, LEASE)
