@@ -221,7 +221,7 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
                 hooks.of_read[part.work.key] = hooks.of_load[part.load]
         begin(meta)
 
-    def submitted(*orders: Any) -> None:
+    def submitted(*orders: Any, idle: bool = False) -> None:
         posted = []
         for order in orders:
             name = hooks.of_read.get(order.key, "")
@@ -229,7 +229,7 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
                 hooks.held[name].append(partial(submit, order))
             else:
                 posted.append(order)
-        submit(*posted)
+        submit(*posted, idle=idle)
 
     worker.begin, transfers.submit = begun, submitted
     for lane in transfers._lanes:

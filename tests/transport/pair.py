@@ -179,7 +179,7 @@ class KeptValidator:
 
 
 class Reader:
-    """One rank of the engine that reads, in this process."""
+    """One rank of the engine that reads, in this process. An `idle` engine reads small orders itself."""
 
     def __init__(
         self,
@@ -196,6 +196,7 @@ class Reader:
         self.thread = Transfers(
             name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight, **options
         )
+        self.idle = False
         self._results: dict[str, ReadResult] = {}
         self._began = time.perf_counter()
 
@@ -220,7 +221,8 @@ class Reader:
         dst: Sequence[np.ndarray],
         lease: LeaseWord = FIRST,
     ) -> None:
-        self.thread.submit(ReadOrder(key, peer, span, tuple(src), tuple(dst), lease))
+        order = ReadOrder(key, peer, span, tuple(src), tuple(dst), lease)
+        self.thread.submit(order, idle=self.idle)
 
     def poll(self, key: str) -> ReadResult | None:
         """Return how an order ended; None if it has not."""

@@ -31,9 +31,11 @@ def well(world, reader, name="well", make=None):
     return producer
 
 
-@pytest.fixture
-def reader(world):
-    return world.reader(large.RANK)
+@pytest.fixture(params=[False, True], ids=["busy", "idle"])
+def reader(world, request):
+    reader = world.reader(large.RANK)
+    reader.idle = request.param
+    return reader
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ class WorkerHalf:
             elif load is not None and part.work is not None:
                 reads.append(part.work)
         if reads and self._transfers is not None:
-            self._transfers.submit(*reads)
+            self._transfers.submit(*reads, idle=self._idle)
 
     def save(self, orders: StepOrders, mark: Callable[[], DeviceEvent | None]) -> None:
         """Copy completed prompts to the host buffer, and start to store the step's chunks.

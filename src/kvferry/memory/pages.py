@@ -22,7 +22,7 @@ from kvferry.geometry import Region
 # MADV_POPULATE_WRITE (Linux 5.14) allocates memory at once, or fails.
 _HUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 23, 25
 _PAGE, _LARGE_PAGE = 4096, 2 << 20
-_COLLAPSE_STEP_BYTES = 32 << 20
+_COLLAPSE_STEP_BYTES, _PAUSE_SECONDS, _LOWEST_PRIORITY = 32 << 20, 0.02, 19
 
 # The kernel waits for all cores once per call of MADV_COLLAPSE. While it allocates, the process can map no
 # other memory.
@@ -59,9 +59,13 @@ class HugePageCollapser:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._regions:
+            # The first requests of an engine come while its cache still moves.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for region in self._regions:
             for first, end in _steps(*_whole_pages(region)):
-                if self._stopped.is_set() or _advise(first, end - first, _COLLAPSE) == errno.EINVAL:
+                # The kernel has the lock of this process's memory meanwhile, which all other threads need.
+                if self._stopped.wait(_PAUSE_SECONDS) or _advise(first, end - first, _COLLAPSE) == errno.EINVAL:
                     return  # EINVAL: this kernel cannot collapse pages; other errors concern only these pages
 
 

@@ -35,7 +35,7 @@ class Transfers:
     def results(self) -> list[Any]:
         return []
 
-    def submit(self, *orders: Any) -> None:
+    def submit(self, *orders: Any, idle: bool = False) -> None:
         self.submitted += orders
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Reads:
             del self.ends[key]
         return [ReadResult(key, None) for key in over]
 
-    def submit(self, *orders: ReadOrder) -> None:
+    def submit(self, *orders: ReadOrder, idle: bool = False) -> None:
         pass
 
     def clear(self) -> None:
