@@ -14,12 +14,13 @@ from types import MappingProxyType
 
 from kvferry.common.errors import ConfigError
 from kvferry.tiers.files.tier import FileSettings
+from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.names import HOST, PEER, Medium, tier_kind
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.storage_tier import StorageSettings
 
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
-    {one.kind: one for one in (FileSettings, ObjectSettings)}
+    {one.kind: one for one in (FleetSettings, FileSettings, ObjectSettings)}
 )
 # In the order of display.
 TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)

@@ -32,6 +32,13 @@ class StoreUsage:
     same_name_namespace: str = ""
 
 
+class KeySearch(Protocol):
+    """A search for chunks, under way in other threads. The keys that it finds are added to the tier's."""
+
+    @property
+    def over(self) -> bool: ...
+
+
 class StorageTier(Protocol):
     """A storage tier with the chunks of one namespace.
 
@@ -43,9 +50,13 @@ class StorageTier(Protocol):
         keys: keys of the chunks that this process believes to be in the tier. `refresh` adds chunks that
             other processes stored, and removes chunks that they evicted. Until then, `get` of an evicted
             chunk misses.
+        read_only: True if nothing is stored in the tier.
+        find_seconds: maximum time that a search of `find` takes.
     """
 
     keys: TierKeys
+    read_only: ClassVar[bool] = False
+    find_seconds: float = 0.0
 
     @property
     def paused(self) -> bool:
@@ -58,6 +69,18 @@ class StorageTier(Protocol):
         It comes from memory, without access to the storage. While the tier is paused, it is all False.
         """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
+
+    def find(self, keys: Sequence[bytes], hints: Sequence[tuple[str, int]]) -> KeySearch | None:
+        """Begin to search for chunks that may be in the tier although `keys` lacks them.
+
+        Args:
+            hints: addresses of engines that a request names, unchecked.
+
+        Returns:
+            None if there is nothing to search.
+        """
+        del keys, hints
+        return None
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         """Store a chunk. The call blocks. The caller may change `body` after it returns.
