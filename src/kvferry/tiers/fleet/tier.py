@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.fleet.arena_reader import ArenaReader
 from kvferry.tiers.fleet.client import Answer, FleetClient
+from kvferry.tiers.fleet.directory import Change, Directory
 from kvferry.tiers.fleet.holder import FleetServer, HeldChunks, ServingRate
 from kvferry.tiers.fleet.holders import KnownHolders, LookUp
 from kvferry.tiers.fleet.messages import (
@@ -66,6 +68,10 @@ ANSWER_SECONDS = 2.0
 
 # The first trial of an engine's metadata may have to wait until the process that tries it has started.
 _FIRST_SECONDS = 6 * TRY_SECONDS
+
+# Maximum number of changes of host memory that wait to be published, seconds of a busy engine. If the server
+# hangs for longer, the oldest are lost: then the directory is stale until all is published again.
+_MOST_CHANGES = 1 << 18
 
 _ADVICE = {
     GetOutcome.CORRUPT: "the bytes that arrived differ from those of the engine that has the chunk: check the "
@@ -113,6 +119,7 @@ class FleetTier(StorageTier):
         self.client = FleetClient(place.keys, place.peers)
         self.server: FleetServer | None = None
         self._reader: ArenaReader | None = None
+        self._directory: Directory | None = None
         self._started = ExitStack()
         self._closing = False
         self.ready = threading.Event()
@@ -129,11 +136,14 @@ class FleetTier(StorageTier):
         asked = [*dict.fromkeys((*hints, *self._settings.addresses))]
         if self._own in asked:
             asked.remove(self._own)
-        if not asked:
+        directory = self._directory
+        if not asked and directory is None:
             return None
         look_up = LookUp(self._place.wake)
         parts = [list(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS)]
-        look_up.begin(len(parts) * len(asked))
+        look_up.begin(len(parts) * len(asked) + (directory is not None))
+        if directory is not None:
+            directory.find(keys, partial(self._on_found, look_up))
         for address in asked:
             for part in parts:
                 request = AskHeld(0, PROTOCOL, self._namespace, part)
@@ -207,6 +217,17 @@ class FleetTier(StorageTier):
                 rate=ServingRate(rate),
             )
             started.callback(self.server.close)
+            if settings.directory is not None:
+                place.host_tier.changes = changes = deque[Change](maxlen=_MOST_CHANGES)
+                self._directory = Directory(
+                    settings.directory,
+                    self._namespace,
+                    (place.advertise_host, self.server.port),
+                    held=place.host_tier.readable_keys,
+                    changes=changes,
+                    find_seconds=settings.find_seconds,
+                )
+                started.callback(self._directory.close)
             self._reader = reader
             self._started = started.pop_all()
         logger.info(
@@ -223,6 +244,11 @@ class FleetTier(StorageTier):
             else:
                 mask = answer.mask(len(keys))
                 self._holders.add([keys[at] for at in np.flatnonzero(mask)], holder)
+        look_up.answered()
+
+    def _on_found(self, look_up: LookUp, found: Mapping[Address, Sequence[bytes]]) -> None:
+        for holder, keys in found.items():
+            self._holders.add(keys, holder)
         look_up.answered()
 
     def _get_from(self, holder: Address, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:

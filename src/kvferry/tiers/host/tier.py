@@ -34,7 +34,7 @@ partial loads of a request have used its chunks in another order.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -79,7 +79,7 @@ class Resident:
 
 
 class HostTier:
-    """The host tier. Not thread-safe: only the engine's thread may use it, except for `peek`.
+    """The host tier. Not thread-safe: only the engine's thread may use it, except for `peek` and `readable_keys`.
 
     Args:
         capacity_bytes: bytes of the arena.
@@ -93,6 +93,8 @@ class HostTier:
         counters: counts since the tier was created.
         capacity_bytes: maximum bytes of all slots; never exceeded.
         keys: keys of the chunks that can be read.
+        changes: gets (key, whether it can be read now) of each chunk that enters or leaves, and None if all
+            leave; None to record nothing.
 
     Raises:
         GeometryError: a chunk size is not a multiple of 4096.
@@ -110,6 +112,7 @@ class HostTier:
         if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.counters = HostCounters()
+        self.changes: deque[tuple[bytes, bool] | None] | None = None
         self._chunk_bytes = tuple(chunk_bytes)
         self._slabs = Slabs(capacity_bytes, chunk_bytes, ready_bytes)
         self.capacity_bytes = self._slabs.capacity_bytes
@@ -150,6 +153,10 @@ class HostTier:
         """
         return self._ready.get(key)
 
+    def readable_keys(self) -> list[bytes]:
+        """Return the keys of all chunks that can be read now. Any thread may call this."""
+        return list(self._ready)
+
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Reserve a slot for a new chunk, and evict other chunks for it; None if that is not possible.
 
@@ -183,6 +190,8 @@ class HostTier:
         self._ready[slot.key] = chunk
         self._policy.admit(slot.key, slot.size, cold=cold)
         self.keys.add(slot.key)
+        if self.changes is not None:
+            self.changes.append((slot.key, True))
         self.counters.stored += 1
         self.counters.stored_bytes += slot.size
         return True
@@ -242,6 +251,8 @@ class HostTier:
             self._free_if_unused(self._ready.pop(key))
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()
+        if self.changes is not None:
+            self.changes.append(None)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         """Return why a chunk cannot be read from this tier, without counting a miss."""
@@ -305,6 +316,8 @@ class HostTier:
         chunk = self._ready.pop(key)
         self._free_if_unused(chunk)
         self.keys.discard(key)
+        if self.changes is not None:
+            self.changes.append((key, False))
         self.counters.evicted += 1
         self.counters.evicted_bytes += chunk.size
         return chunk.size
