@@ -1,4 +1,4 @@
-"""Engines that read each other's host memory: unlike blocks and parallel sizes, spoiled chunks, holders that end."""
+"""Engines that read each other's host memory: unlike blocks, spoiled chunks, holders that end."""
 
 from __future__ import annotations
 

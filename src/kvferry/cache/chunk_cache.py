@@ -109,7 +109,7 @@ class SlowTier:
         return len(self.queued) + len(self.held)
 
     def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
-        """Queue a chunk in host memory for writing, unless the tier has it, is writing it or stores nothing."""
+        """Queue a chunk in host memory for writing, unless the tier has it, writes it or stores nothing."""
         tier = self.queue.tier
         if not tier.read_only and key not in self.held and not tier.contains([key])[0]:
             self.queued[key] = group, cold

@@ -39,12 +39,12 @@ from kvferry.geometry.canonical.derive import (
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.fleet.settings import FleetSettings
+from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable, Tags
-from kvferry.tiers.fleet.settings import FleetSettings
-from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.names import FLEET, HOST, tier_kind, tier_name
 from kvferry.tiers.storage_tier import StorageSettings, StorageTier
 from kvferry.transport.addresses import parse_port_range

@@ -3,12 +3,12 @@
     engine:NAMESPACE:RUN   the address of an engine's fleet channel, for `RUN_SECONDS`; renewed while it runs
     chunk:NAMESPACE:KEY    a set of runs of engines, for `CHUNK_SECONDS` after the newest was added
 
-`RUN` is a random number of each run of an engine, in 8 bytes. `NAMESPACE` and `KEY` are the first bytes of the
-namespace's digest and of the chunk's key, with the key's last byte, the group. So what an ended run has left
-behind names nobody.
+`RUN` is a random number of each run of an engine, in 8 bytes. `NAMESPACE` and `KEY` are the first bytes of
+the namespace's digest and of the chunk's key, with the key's last byte, the group. So what an ended run has
+left behind names nobody.
 
-Nothing here is trusted: a holder is asked before it is read, and the digest decides. If the server is lost, slow
-or lies, only hits are lost. One thread publishes what enters and leaves host memory, and another asks.
+Nothing here is trusted: a holder is asked before it is read, and the digest decides. If the server is lost,
+slow or lies, only hits are lost. One thread publishes what enters and leaves host memory, and another asks.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def without_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def connect(url: str, seconds: float) -> valkey.Valkey:
+def connect(url: str, seconds: float) -> Any:
     """Return a client of a directory, which connects with its first command.
 
     Raises:
         ConfigError: the URL is malformed.
     """
-    # The client knows no other names of the same protocol.
+    # The client knows no other names of the same protocol. Its annotations are those of texts only.
     text = url.replace("redis", "valkey", 1) if url.startswith("redis") else url
     try:
         return valkey.Valkey.from_url(
@@ -263,7 +263,9 @@ class Directory:
         """Have `_runs` say the addresses of runs, all but this engine's own."""
         now = self._clock()
         self._runs = {run: known for run, known in self._runs.items() if now < known[1]}
-        unknown = [run for run in runs if isinstance(run, bytes) and run not in self._runs and run != self.run]
+        unknown = [
+            run for run in runs if isinstance(run, bytes) and run not in self._runs and run != self.run
+        ]
         if unknown:
             for run, text in zip(
                 unknown, self._seeker.mget([self._run_name(run) for run in unknown]), strict=True

@@ -1,8 +1,8 @@
 """The holder's end of the fleet channel: one thread that answers questions about chunks in host memory.
 
-The engine's thread goes on meanwhile, so a chunk may be evicted at any moment. `HeldChunks` looks at the chunk
-before and after it computes a digest: if the host tier has returned the same object both times, the bytes of
-the slot were not changed in between. What happens after the answer, the reader finds out from the digest.
+The engine's thread goes on meanwhile, so a chunk may be evicted at any moment. `HeldChunks` looks at the
+chunk before and after it computes a digest: if the host tier has returned the same object both times, the
+bytes of the slot were not changed in between. A change after the answer shows in the reader's digest.
 """
 
 from __future__ import annotations

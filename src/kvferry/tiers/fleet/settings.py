@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 from urllib.parse import urlsplit
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import parse_size
-from kvferry.keys.namespace import Namespace
-from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import FLEET, Medium
 from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier
 from kvferry.transport.addresses import parse_engine
@@ -20,15 +17,15 @@ _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 
 class FleetSettings(StorageSettings, frozen=True):
-    """Settings of the fleet tier: chunks in the host memory of other engines, which may read those of this one.
+    """Settings of the fleet tier: engines that read chunks in each other's host memory.
 
     Attributes:
         port: port on which this engine answers other engines, to which the engine's data-parallel index is
             added; 0 for a free port of the setting ``ports``, or any.
         engines: engines that are asked for the chunks of each prompt, such as ``10.0.0.1:5700``, with the
             port of their fleet tier.
-        directory: URL of a Valkey or Redis server in which the engines of the fleet publish their chunks, such
-            as ``valkey://10.0.0.9:6379``; None for none.
+        directory: URL of a Valkey or Redis server in which the engines of the fleet publish their chunks,
+            such as ``valkey://10.0.0.9:6379``; None for none.
         find_seconds: maximum time that a request waits for the engines or the directory to answer.
         serve_per_second: maximum bytes per second that other engines read from this one: a number, or a text
             such as ``2GiB``; None for no limit.
@@ -69,8 +66,8 @@ class FleetSettings(StorageSettings, frozen=True):
             url = urlsplit(self.directory)
             if url.scheme not in _SCHEMES or not (url.hostname or url.path):
                 raise ConfigError(
-                    f"{where}: directory is {self.directory!r}; give the URL of a Valkey or Redis server, such "
-                    "as valkey://10.0.0.9:6379"
+                    f"{where}: directory is {self.directory!r}; give the URL of a Valkey or Redis server, "
+                    "such as valkey://10.0.0.9:6379"
                 )
 
     def check_storage(self) -> None:
@@ -85,5 +82,6 @@ class FleetSettings(StorageSettings, frozen=True):
         """Addresses of `engines`."""
         return tuple(found for text in self.engines if (found := parse_engine(text)) is not None)
 
-    def open(self, namespace: Namespace, table: KeyTable, earlier: Sequence[StorageSettings]) -> StorageTier:
+    def open(self, *_: object) -> StorageTier:
+        """Raise ConfigError: an engine opens this tier together with its host memory."""
         raise ConfigError("the fleet tier needs an engine with host memory; it cannot be opened by itself")

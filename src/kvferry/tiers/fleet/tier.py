@@ -6,8 +6,8 @@ whatever its parallel size, block size and memory layout. So one engine's host m
     find ─▶ (the holders of a prompt's chunks are known) ─▶ get: ask a holder where the chunk is
          ─▶ READ into this engine's arena ─▶ compare the digest ─▶ HIT
 
-The tier also serves: other engines may read this engine's host memory. It stores nothing: chunks get into host
-memory, and stay there, as without it.
+The tier also serves: other engines may read this engine's host memory. It stores nothing: chunks get into
+host memory, and stay there, as without it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _FIRST_SECONDS = 6 * TRY_SECONDS
 _MOST_CHANGES = 1 << 18
 
 _ADVICE = {
-    GetOutcome.CORRUPT: "the bytes that arrived differ from those of the engine that has the chunk: check the "
-    "network, and report this to kvferry's authors",
+    GetOutcome.CORRUPT: "the bytes that arrived differ from those of the engine that has the chunk: check "
+    "the network, and report this to kvferry's authors",
     GetOutcome.OTHER_SHAPE: "the namespace is the same, the size is not: report this to kvferry's authors",
     GetOutcome.IO_ERROR: "see whether that engine runs, and whether this machine reaches it",
 }
@@ -252,7 +252,7 @@ class FleetTier(StorageTier):
         look_up.answered()
 
     def _get_from(self, holder: Address, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        """Read a chunk from one holder. Raise TransferError if the holder does not answer or is unreadable."""
+        """Read a chunk from one holder. Raise TransferError if it does not answer, or cannot be read."""
         place = self._ask_chunk(holder, key)
         if isinstance(place, NoChunk):
             return GetOutcome.BUSY if place.busy else GetOutcome.ABSENT

@@ -79,7 +79,7 @@ class Resident:
 
 
 class HostTier:
-    """The host tier. Not thread-safe: only the engine's thread may use it, except for `peek` and `readable_keys`.
+    """The host tier. Only the engine's thread may use it, except for `peek` and `readable_keys`.
 
     Args:
         capacity_bytes: bytes of the arena.
