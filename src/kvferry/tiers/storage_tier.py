@@ -23,13 +23,18 @@ from kvferry.tiers.names import GetOutcome, Medium, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, by all namespaces together."""
+    """The usage of a tier's storage, by all namespaces together, and what others have read in it."""
 
     used: int | None = None  # bytes in use; None if unknown
     capacity: int | None = None  # maximum bytes; None if unknown
     # Digest (hex) of another namespace with the same model name, which may hold chunks stored with other
     # settings. Empty if there is none, or if the tier's own namespace has chunks.
     same_name_namespace: str = ""
+    # Chunks that other engines were told to read in this engine's memory, their bytes, and chunks that they
+    # were told to read elsewhere, because too much was read (`tiers.fleet`).
+    served: int = 0
+    served_bytes: int = 0
+    refused: int = 0
 
 
 class KeySearch(Protocol):

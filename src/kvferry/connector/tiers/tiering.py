@@ -64,14 +64,14 @@ def open_tiers(
     tiers: Sequence[StorageSettings],
     get_namespace: Callable[[], Namespace],
     table: KeyTable,
-    fleet: Callable[[FleetSettings, Namespace], StorageTier],
+    place: FleetPlace | None = None,
 ) -> list[tuple[SlowTier, float]]:
     """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
     Args:
         get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
             it has succeeded.
-        fleet: opens the fleet tier, which needs more of the engine than the others.
+        place: what the fleet tier needs of the engine; None if the engine cannot have one.
 
     Returns:
         (tier, setting ``load_weight``) for each opened tier.
@@ -82,8 +82,8 @@ def open_tiers(
     for number, settings in enumerate(tiers):
         try:
             namespace = namespace or get_namespace()
-            if isinstance(settings, FleetSettings):
-                tier = fleet(settings, namespace)
+            if isinstance(settings, FleetSettings) and place is not None:
+                tier: StorageTier = FleetTier(settings, namespace, place)
             else:
                 tier = settings.open(namespace, table, tiers[:number])
         except (ConfigError, Unnameable) as error:
@@ -134,28 +134,21 @@ class Tiering:
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
         policy = EVICTION_POLICIES[tiers.host.eviction_policy]
         host = HostTier(self._arena.region.length, sizes, policy, table, self._ready_bytes)
-
-        def fleet(settings: FleetSettings, named: Namespace) -> FleetTier:
-            if keys is None:
-                raise ConfigError("fleet tier: it needs keys of the channels between engines")
-            return FleetTier(
-                settings,
-                named,
-                FleetPlace(
-                    host_tier=host,
-                    arena=self._arena,
-                    groups=canonical.groups,
-                    keys=keys,
-                    peers=config.allowed_peers(),
-                    host=config.host,
-                    advertise_host=config.advertise_host or config.host,
-                    ports=parse_port_range(config.ports),
-                    port_offset=engine.port_offset,
-                    wake=wake,
-                ),
+        place = None
+        if keys is not None:
+            place = FleetPlace(
+                host_tier=host,
+                arena=self._arena,
+                groups=canonical.groups,
+                keys=keys,
+                peers=config.allowed_peers(),
+                host=config.host,
+                advertise_host=config.advertise_host or config.host,
+                ports=parse_port_range(config.ports),
+                port_offset=engine.port_offset,
+                wake=wake,
             )
-
-        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, fleet)
+        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)

@@ -74,6 +74,18 @@ def connect(url: str, seconds: float) -> Any:
         raise ConfigError(f"fleet tier: directory {without_password(url)}: {error}") from error
 
 
+def ping(url: str, seconds: float) -> str:
+    """Return why a directory does not answer; empty if it does. Raise ConfigError if the URL is malformed."""
+    client = connect(url, seconds)
+    try:
+        client.ping()
+    except (valkey.ValkeyError, OSError) as error:
+        return str(error)
+    finally:
+        client.close()
+    return ""
+
+
 class _Breaker:
     """Leaves a server alone for a while after a failure, longer each time. Only one thread may use it."""
 

@@ -125,7 +125,7 @@ class FleetServer:
         port: port of the channel.
         incarnation: random number that identifies this run of the engine.
         served: number of chunks whose place was told to a reader, and `served_bytes` their size.
-        turned_away: number of times that a reader was told to read elsewhere, because of the rate.
+        refused: number of times that a reader was told to read elsewhere, because of the rate.
         rejected: number of messages that could not be decoded.
     """
 
@@ -151,7 +151,7 @@ class FleetServer:
             ConfigError: the address cannot be bound.
         """
         self.incarnation = words.incarnation
-        self.served = self.served_bytes = self.turned_away = self.rejected = 0
+        self.served = self.served_bytes = self.refused = self.rejected = 0
         self._chunks, self._rate, self._words = chunks, rate, words  # readers read the words' memory
         self._memory = HostMemory(
             0, words.incarnation, agent.metadata(), arena.address, arena.length, words.address
@@ -201,7 +201,7 @@ class FleetServer:
             return NoChunk(number)
         offset, size, digest = found
         if not self._rate.take(size):
-            self.turned_away += 1
+            self.refused += 1
             return NoChunk(number, busy=True)
         self.served += 1
         self.served_bytes += size

@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 from kvferry.common.errors import ConfigError
 from kvferry.common.units import parse_size
 from kvferry.tiers.names import FLEET, Medium
-from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier
+from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, TrialResult
 from kvferry.transport.addresses import parse_engine
 from kvferry.transport.handshake import Address
 
+_TRIAL_SECONDS = 5.0
 MAX_ASKED = 64  # maximum number of engines that are asked for each prompt
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
@@ -81,6 +82,22 @@ class FleetSettings(StorageSettings, frozen=True):
     def addresses(self) -> tuple[Address, ...]:
         """Addresses of `engines`."""
         return tuple(found for text in self.engines if (found := parse_engine(text)) is not None)
+
+    @property
+    def trial_seconds(self) -> float:
+        return 2 * _TRIAL_SECONDS
+
+    def try_out(self) -> TrialResult:
+        if self.directory is None:
+            return TrialResult("other engines are asked when they run")
+        from kvferry.tiers.fleet.directory import ping, without_password  # noqa: PLC0415 - loads the client
+
+        if failure := ping(self.directory, _TRIAL_SECONDS):
+            return TrialResult(
+                f"the directory {without_password(self.directory)} does not answer: {failure}",
+                "start the server, or correct the URL; until then only the engines that are named are asked",
+            )
+        return TrialResult(f"the directory {without_password(self.directory)} answers")
 
     def open(self, *_: object) -> StorageTier:
         """Raise ConfigError: an engine opens this tier together with its host memory."""

@@ -52,7 +52,7 @@ from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 from kvferry.transport.addresses import AllowedPeers, PortRange
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.handshake import Address
@@ -169,6 +169,12 @@ class FleetTier(StorageTier):
         if self._counter.count_get(outcome) and (advice := _ADVICE.get(outcome)):
             logger.warning("fleet tier: %s of chunk %s (%s); %s", outcome, key.hex(), why or "fetch", advice)
         return outcome
+
+    def usage(self) -> StoreUsage:
+        server = self.server
+        if server is None:
+            return StoreUsage()
+        return StoreUsage(served=server.served, served_bytes=server.served_bytes, refused=server.refused)
 
     def refresh(self) -> int:
         self._holders.expire()
