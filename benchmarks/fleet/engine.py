@@ -126,7 +126,7 @@ class HostMemory:
         return seconds
 
     def read_raw(self, keys: Sequence[bytes]) -> float:
-        """READ the same bytes without asking and without digests, one chunk after the other; return seconds."""
+        """READ the same bytes without asking and digests, one chunk after the other; return the seconds."""
         (holder,) = self._tier._holders.of(keys[0])  # noqa: SLF001 - the same READ, alone
         places = [self._tier._ask_chunk(holder, key) for key in keys]  # noqa: SLF001
         reader = self._tier._reader  # noqa: SLF001

@@ -9,17 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fleet.first_token import FirstTokens
 from benchmarks.fleet.measure import LookUps, Reads
 from kvferry.common.units import format_bytes, format_seconds
 from kvferry.tools.measuring.rounds import Spread
-
-
-def ratios(reads: Reads) -> dict[str, Spread]:
-    """Return the times of a round as multiples of raw READs', round by round."""
-    return {
-        name: Spread.of([getattr(one, name) / one.raw for one in reads.rounds])
-        for name in ("one", "eight", "digest")
-    }
 
 
 def show_reads(found: Sequence[Reads], console: Console) -> None:
@@ -44,6 +37,23 @@ def show_reads(found: Sequence[Reads], console: Console) -> None:
     console.print(table)
 
 
+def show_first_tokens(found: Sequence[FirstTokens], console: Console) -> None:
+    """Print the times to the first token with at most 80 columns."""
+    console.print("first token of a prompt that another vLLM engine has in host memory:")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("tokens", "KV", "computed", "read", "read/computed"):
+        table.add_column(name, justify="right")
+    for one in found:
+        ratio = Spread.of([read / computed for read, computed in zip(one.read, one.computed, strict=True)])
+        table.add_row(
+            f"{one.tokens:,}",
+            format_bytes(one.kv_bytes),
+            *(format_seconds(Spread.of(times).median) for times in (one.computed, one.read)),
+            f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+        )
+    console.print(table)
+
+
 def show_look_ups(found: LookUps, console: Console) -> None:
     """Print the look-ups with at most 80 columns."""
     console.print(
@@ -59,9 +69,12 @@ def show_look_ups(found: LookUps, console: Console) -> None:
     console.print(table)
 
 
-def as_json(reads: Sequence[Reads], look_ups: LookUps | None) -> dict[str, Any]:
+def as_json(
+    reads: Sequence[Reads], tokens: Sequence[FirstTokens], look_ups: LookUps | None
+) -> dict[str, Any]:
     """Return all rounds in seconds as values for JSON."""
     return {
         "reads": [asdict(one) for one in reads],
+        "first_tokens": [asdict(one) for one in tokens],
         "directory": None if look_ups is None else asdict(look_ups),
     }
