@@ -8,6 +8,7 @@ from benchmarks.accuracy.command import accuracy
 from benchmarks.attention.command import attention
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
+from benchmarks.fleet.command import fleet
 from benchmarks.gpu_check.command import gpu_check
 from benchmarks.handover.command import handover
 from benchmarks.layout.command import layout
@@ -49,6 +50,7 @@ for _command in (
     copies,
     offload,
     storage,
+    fleet,
     choice,
     router,
     safety,

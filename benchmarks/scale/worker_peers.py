@@ -22,6 +22,7 @@ from kvferry.tools.plan.side import EngineSide
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
+from kvferry.transport.metadata import MemoryCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.read_plan import ReadOrder, ReadResult
 from kvferry.transport.transfers import Transfers
@@ -35,7 +36,7 @@ _PATIENCE_SECONDS = 60.0
 class _NoValidator:
     """A stand-in for the child process that validates transport metadata. It accepts all."""
 
-    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:  # noqa: ARG002 - its protocol
+    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:  # noqa: ARG002 - its protocol
         """Accept the metadata at once."""
         return ValidationResult("")
 

@@ -286,7 +286,7 @@ def served_engine(
     sizes = {one.group.label: one.file_bytes for one in model.form.groups}
     tiers: list[LRUTier] = []
 
-    def opened(_, namespace, table):
+    def opened(_, namespace, table, place):
         tiers.extend(LRUTier(name, capacity, sizes, table) for name, capacity in slow.items())
         queues = [_Queue(tier, tier.name, refresh_seconds=None, start_threads=_AtOnce) for tier in tiers]
         return [(SlowTier(queue), 1.0) for queue in queues]

@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.connector.config import AdminConfig, ConnectorConfig
 from kvferry.tiers.files.tier import FileSettings
+from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.objects.settings import ObjectSettings
 
@@ -49,6 +50,15 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "admin": {"port": 5700},
     },
     AdminConfig: {"port": 5700, "host": "10.0.0.1"},
+    FleetSettings: {
+        "write": "back",
+        "load_weight": 0.5,
+        "port": 5700,
+        "engines": ["10.0.0.1:5700", "10.0.0.2:5700"],
+        "directory": "valkey://10.0.0.9:6379",
+        "find_seconds": 0.02,
+        "serve_per_second": "2GiB",
+    },
     HostSettings: {"capacity": "64GiB", "eviction_policy": "s3fifo", "load_weight": 0.9},
     FileSettings: {
         "path": "/nvme/kv",

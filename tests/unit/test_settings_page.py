@@ -16,11 +16,12 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import AdminConfig, ConnectorConfig, parse_config
+from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.registry import STORAGE_TIERS
 from support.setting_examples import EXAMPLES
 
-TIERS = {HostSettings.kind: HostSettings, **STORAGE_TIERS}
+TIERS = {one.kind: one for one in (HostSettings, FleetSettings, *STORAGE_TIERS.values())}
 KINDS = (ConnectorConfig, AdminConfig, *TIERS.values())
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"

@@ -35,6 +35,7 @@ from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index import MAX_TIERS, Tags, tags_of
 from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import KeySearch
 
 # Share of host memory in use above which write-back starts to write.
 WRITE_BACK_SHARE = 0.5
@@ -108,8 +109,9 @@ class SlowTier:
         return len(self.queued) + len(self.held)
 
     def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
-        """Queue a chunk in host memory for writing, unless the tier has the chunk or is writing it."""
-        if key not in self.held and not self.queue.tier.contains([key])[0]:
+        """Queue a chunk in host memory for writing, unless the tier has it, writes it or stores nothing."""
+        tier = self.queue.tier
+        if not tier.read_only and key not in self.held and not tier.contains([key])[0]:
             self.queued[key] = group, cold
 
 
@@ -201,6 +203,7 @@ class ChunkCache:
         # ended, or host memory has filled up.
         self._to_write: dict[str, SlowTier] = {}
         self._write_back = [slow for slow in slow_tiers if slow.write_back]
+        self._searched = [queue for queue in self._queues if queue.tier.find_seconds]
 
     @property
     def busy(self) -> bool:
@@ -239,6 +242,17 @@ class ChunkCache:
     def available(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be loaded now, not from the tiers named in `without`."""
         return self.tier_numbers(tags_of(keys), without) < NO_TIER
+
+    def find(self, keys: Sequence[bytes], hints: Sequence[tuple[str, int]]) -> list[KeySearch]:
+        """Begin to search for chunks that no tier is known to have (`StorageTier.find`)."""
+        lacking = [key for key, known in zip(keys, self.available(keys), strict=True) if not known]
+        searches = (queue.tier.find(lacking, hints) for queue in self._searched)
+        return [one for one in searches if one is not None]
+
+    @property
+    def find_seconds(self) -> float:
+        """Maximum time that a search takes; 0 if no tier searches."""
+        return max((queue.tier.find_seconds for queue in self._searched), default=0.0)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)

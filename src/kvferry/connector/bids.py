@@ -65,6 +65,8 @@ class Bid:
     # True if the source is still looking, but the request came with a peer's ticket, which says the numbers
     # in `parts`.
     promised: bool = False
+    # Maximum seconds until the source, which is still looking, answers; 0 if there is no such limit.
+    within_seconds: float = 0.0
     head: Bid | None = None
     tail: Bid | None = None
     # True if the place still computes some of the tokens. The time of the load then tells nothing about the
@@ -79,6 +81,9 @@ class Bid:
             head.parts + tail.parts,
             looking=bool(looking),
             promised=bool(looking) and all(bid.promised for bid in looking),
+            within_seconds=max((bid.within_seconds for bid in looking), default=0.0)
+            if all(bid.within_seconds for bid in looking)
+            else 0.0,
             head=head,
             tail=tail,
         )

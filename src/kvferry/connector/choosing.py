@@ -10,6 +10,7 @@ source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
+- the source answers within milliseconds (`Bid.within_seconds`), and may have more tokens, or
 - the policy estimates times (``cost``), and the answer is expected to save more time than it takes.
 
 Only patience limits the wait for a ticket. Every other wait ends when it has taken as long as what it could
@@ -327,6 +328,9 @@ class BidChooser:
             saved = other - self._seconds(bid, missing_tokens)
             expected = max(map(self.speeds.answer_seconds, bid.unanswered), default=0.0)
             return min(saved, self.patience_seconds) if expected < saved else 0.0
+        if bid.within_seconds and more_tokens > 0:
+            saved = self.speeds.compute_seconds(more_tokens)
+            return min(saved, bid.within_seconds, self.patience_seconds)
         if answered is not None:
             return 0.0
         # Without a measured speed nothing tells what the wait could save.

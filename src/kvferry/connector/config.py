@@ -14,6 +14,7 @@ from kvferry.connector.choosing import PolicyName
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index import MAX_TIERS
+from kvferry.tiers.names import FLEET
 from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_tier import StorageSettings
 from kvferry.transport.addresses import (
@@ -260,6 +261,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def transfers(self) -> bool:
         """True if this engine exchanges KV with other engines."""
         return not self.tiers if self.transfer is None else self.transfer
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """True if this engine has a fleet tier, over which engines read each other's host memory."""
+        tiers = read_tiers(self.tiers)
+        return tiers is not None and any(one.kind == FLEET for one in tiers.slow)
 
     def allowed_peers(self) -> AllowedPeers:
         """Return the machines whose engines may exchange KV with this one, or raise ConfigError."""

@@ -293,6 +293,9 @@ class TierChanged:
     dropped: tuple[tuple[str, int], ...] = ()  # number of chunks that were not stored, by reason
     fetch_seconds: tuple[float, ...] = ()  # of each read, or for host memory of each copy to KV blocks
     store_seconds: tuple[float, ...] = ()  # of each write
+    served: int = 0  # number of chunks that other engines were told to read
+    served_bytes: int = 0
+    refused: int = 0  # number of chunks that they were told to read elsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class SchedulerHalf:
                 adapters=adapters,
                 events=events,
                 namespace=namespace,
+                keys=keys,
                 describe_blocks=describe_blocks,
                 wake=wake,
             )
@@ -394,11 +395,15 @@ def scheduler_keys(config: ConnectorConfig) -> Keys | None:
     Raise ConfigError if the key file cannot be read, or a missing one cannot be created.
     """
     # The token of the admin API derives from the keys too.
-    if not config.transfers and config.admin is None:
+    if not (config.transfers or config.shares_host_memory) and config.admin is None:
         return None
     keys, place = read_keys(config.secret_file), key_location(config.secret_file)
     logger.info("channels between engines use %s (fingerprint %s)", place, keys.fingerprint)
-    if config.transfers and not place.configured and not is_loopback(config.host):
+    if (
+        (config.transfers or config.shares_host_memory)
+        and not place.configured
+        and not is_loopback(config.host)
+    ):
         logger.warning(
             "host is %s and secret_file is not set, so only this user's engines on this machine have "
             "the key: others are refused until they have it too; copy %s to their machines, or make a file "

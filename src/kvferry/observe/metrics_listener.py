@@ -216,6 +216,9 @@ class MetricsListener:
         counted.count("tier_fetched_chunks", tier, by=event.fetched)
         counted.count("tier_stored_chunks", tier, by=event.stored)
         counted.count("tier_stored_bytes", tier, by=event.stored_bytes)
+        counted.count("tier_served_chunks", tier, by=event.served)
+        counted.count("tier_served_bytes", tier, by=event.served_bytes)
+        counted.count("tier_refused_chunks", tier, by=event.refused)
         counted.count("tier_evicted_chunks", tier, by=event.evicted)
         for reason, n in event.missed:
             counted.count("tier_missed_chunks", tier, reason, by=n)

@@ -12,6 +12,7 @@ from threading import Lock
 
 PEER = "peer"  # other engines, as a tier and as a source of KV
 HOST = "host"
+FLEET = "fleet"  # host memory of other engines
 TIERS = "tiers"  # the source that loads from an engine's own tiers
 
 
@@ -66,6 +67,7 @@ class GetOutcome(StrEnum):
     CORRUPT = "corrupt"  # moved to quarantine
     OTHER_SHAPE = "other shape"  # a good chunk, but not of the requested group
     IO_ERROR = "I/O error"
+    BUSY = "busy"  # the tier has it, but refuses to send more for a moment
 
 
 @dataclass(frozen=True, slots=True)

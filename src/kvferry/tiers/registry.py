@@ -14,15 +14,17 @@ from types import MappingProxyType
 
 from kvferry.common.errors import ConfigError
 from kvferry.tiers.files.tier import FileSettings
-from kvferry.tiers.names import HOST, PEER, Medium, tier_kind
+from kvferry.tiers.fleet.settings import FleetSettings
+from kvferry.tiers.names import FLEET, HOST, PEER, Medium, tier_kind
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.storage_tier import StorageSettings
 
 STORAGE_TIERS: Mapping[str, type[StorageSettings]] = MappingProxyType(
     {one.kind: one for one in (FileSettings, ObjectSettings)}
 )
+_SETTINGS: Mapping[str, type[StorageSettings]] = MappingProxyType({FLEET: FleetSettings, **STORAGE_TIERS})
 # In the order of display.
-TIER_KINDS = (PEER, HOST, *STORAGE_TIERS)
+TIER_KINDS = (PEER, HOST, *_SETTINGS)
 ENTRY_POINTS = "kvferry.tiers"
 
 # A dot would be read as the number of a second tier of the kind.
@@ -34,14 +36,14 @@ def storage_kinds() -> tuple[str, ...]:
     """Return the names of all kinds of storage tiers: of this package, then of other packages."""
     added = {one.name for one in entry_points(group=ENTRY_POINTS) if _KIND.fullmatch(one.name)}
     # A name of this package's kinds stays this package's, whatever another package calls its own.
-    return (*STORAGE_TIERS, *sorted(added - {*TIER_KINDS}))
+    return (*_SETTINGS, *sorted(added - {*TIER_KINDS}))
 
 
 @cache
 def settings_class(kind: str) -> type[StorageSettings]:
     """Return the settings class of a kind that `storage_kinds` names, or raise ConfigError."""
-    if kind in STORAGE_TIERS:
-        return STORAGE_TIERS[kind]
+    if kind in _SETTINGS:
+        return _SETTINGS[kind]
     found = list(entry_points(group=ENTRY_POINTS, name=kind))
     if len(found) != 1:
         packages = " and ".join(sorted(map(_package, found))) or "no package"

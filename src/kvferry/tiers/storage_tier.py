@@ -23,13 +23,25 @@ from kvferry.tiers.names import GetOutcome, Medium, PutOutcome, TierStats
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The usage of a tier's storage, by all namespaces together."""
+    """The usage of a tier's storage, by all namespaces together, and what others have read in it."""
 
     used: int | None = None  # bytes in use; None if unknown
     capacity: int | None = None  # maximum bytes; None if unknown
     # Digest (hex) of another namespace with the same model name, which may hold chunks stored with other
     # settings. Empty if there is none, or if the tier's own namespace has chunks.
     same_name_namespace: str = ""
+    # Chunks that other engines were told to read in this engine's memory, their bytes, and chunks that they
+    # were told to read elsewhere, because too much was read (`tiers.fleet`).
+    served: int = 0
+    served_bytes: int = 0
+    refused: int = 0
+
+
+class KeySearch(Protocol):
+    """A search for chunks, under way in other threads. The keys that it finds are added to the tier's."""
+
+    @property
+    def over(self) -> bool: ...
 
 
 class StorageTier(Protocol):
@@ -43,9 +55,13 @@ class StorageTier(Protocol):
         keys: keys of the chunks that this process believes to be in the tier. `refresh` adds chunks that
             other processes stored, and removes chunks that they evicted. Until then, `get` of an evicted
             chunk misses.
+        read_only: True if nothing is stored in the tier.
+        find_seconds: maximum time that a search of `find` takes.
     """
 
     keys: TierKeys
+    read_only: ClassVar[bool] = False
+    find_seconds: float = 0.0
 
     @property
     def paused(self) -> bool:
@@ -58,6 +74,18 @@ class StorageTier(Protocol):
         It comes from memory, without access to the storage. While the tier is paused, it is all False.
         """
         return np.zeros(len(keys), np.bool_) if self.paused else self.keys.contains(tags_of(keys))
+
+    def find(self, keys: Sequence[bytes], hints: Sequence[tuple[str, int]]) -> KeySearch | None:
+        """Begin to search for chunks that may be in the tier although `keys` lacks them.
+
+        Args:
+            hints: addresses of engines that a request names, unchecked.
+
+        Returns:
+            None if there is nothing to search.
+        """
+        del keys, hints
+        return None
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         """Store a chunk. The call blocks. The caller may change `body` after it returns.

@@ -164,9 +164,9 @@ def parse_allowed_peers(entries: Sequence[str] | None, host: str, advertised: st
     networks, names, engines = list[Network](), list[str](), list[tuple[str, int]]()
     for number, text in enumerate(entries):
         entry = text
-        if (found := _ENGINE.fullmatch(text)) is not None and int(found[2]) < 1 << 16:
-            entry = found[1]
-            engines.append((str(parse_host(entry) or entry), int(found[2])))
+        if (engine := parse_engine(text)) is not None:
+            entry = text.rpartition(":")[0]
+            engines.append(engine)
         if entry == "localhost":
             networks += _LOOPBACK
         elif (network := _network(entry, number)) is not None:
@@ -195,6 +195,21 @@ def _network(entry: str, number: int) -> Network | None:
             f"network, or {entry.partition('/')[0]} for the address"
         )
     return network
+
+
+def parse_engine(text: str) -> tuple[str, int] | None:
+    """Parse the address of an engine's channel, a host with a port; None if `text` is something else.
+
+    >>> parse_engine("10.0.0.1:5600"), parse_engine("[::1]:5600"), parse_engine("node7")
+    (('10.0.0.1', 5600), ('::1', 5600), None)
+    """
+    found = _ENGINE.fullmatch(text)
+    if found is None or int(found[2]) >= 1 << 16:
+        return None
+    address = parse_host(found[1])
+    if address is None and not _is_host_name(found[1]):
+        return None
+    return str(address or found[1]), int(found[2])
 
 
 @dataclass(frozen=True, slots=True)

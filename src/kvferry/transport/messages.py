@@ -42,6 +42,7 @@ from kvferry.transport.redeem import (
 )
 
 PROTOCOL = 9
+WORD_BYTES = 8
 SEAL_KEY_BYTES = 32
 MAX_REQUEST_BYTES = 4 << 20  # maximum size in bytes of a message to a producer
 MAX_REPLY_BYTES = 64 << 20
@@ -152,6 +153,13 @@ class RankCard(msgspec.Struct, frozen=True):
     words: _Words  # those of leases come first
     incarnation: _Incarnation  # random number of this run of the worker, the high half of each of its words
     outgoing: Outgoing | None = None  # None if the worker gathers nothing
+
+    @property
+    def claimed(self) -> tuple[Region, ...]:
+        """The memory that the transport metadata must register."""
+        first, there = self.geometry.regions[0], self.outgoing
+        area = () if there is None else (Region(there.address, there.bytes, first.memory, first.device),)
+        return *self.geometry.regions, Region(self.words_address, WORD_BYTES * self.words), *area
 
     @property
     def leases(self) -> int:

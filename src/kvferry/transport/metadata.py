@@ -14,14 +14,14 @@ worker is not parsed. Instead, a child process tries to use it (`transport.metad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Region
-from kvferry.transport.messages import MAX_AGENT_BYTES, RankCard
+from kvferry.transport.messages import MAX_AGENT_BYTES
 
-WORD_BYTES = 8
 MAX_ROWS = 1 << 14
 MAX_NAME_BYTES = 4096
 MAX_ADDRESS_BYTES = 1 << 14
@@ -79,15 +79,27 @@ def parse_metadata(data: bytes) -> Metadata:
     return Metadata(name, regions, bytes(items.sealed))
 
 
-def check_metadata(card: RankCard) -> Metadata:
-    """Parse a worker's metadata. Raise ProtocolError unless it covers all memory in the description."""
+class MemoryCard(Protocol):
+    """The description of an agent's memory, which a peer has sent.
+
+    The word at `words_address` has the incarnation of the agent's process in its high half.
+    """
+
+    @property
+    def agent(self) -> bytes: ...  # transport metadata
+    @property
+    def words_address(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def claimed(self) -> Sequence[Region]: ...  # the memory that the metadata must register
+
+
+def check_metadata(card: MemoryCard) -> Metadata:
+    """Parse an agent's metadata. Raise ProtocolError unless it covers all memory in the description."""
     metadata = parse_metadata(card.agent)
-    claimed = [*card.geometry.regions, Region(card.words_address, card.words * WORD_BYTES)]
-    if (there := card.outgoing) is not None:
-        first = card.geometry.regions[0]
-        claimed.append(Region(there.address, there.bytes, first.memory, first.device))
     registered = set(metadata.regions)
-    for region in claimed:
+    for region in card.claimed:
         if region not in registered:
             raise ProtocolError(
                 f"the handshake names {region.length} bytes of {region.memory} at {region.address:#x}, which "

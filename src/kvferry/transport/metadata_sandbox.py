@@ -30,8 +30,8 @@ from kvferry.common.machine import die_with_parent, resource
 from kvferry.geometry import Region
 from kvferry.transport.addresses import PortRange
 from kvferry.transport.agent import Agent, ReadState, nixl_package, ucx_environment
-from kvferry.transport.messages import RankCard
-from kvferry.transport.metadata import WORD_BYTES, parse_metadata
+from kvferry.transport.messages import WORD_BYTES
+from kvferry.transport.metadata import MemoryCard, parse_metadata
 
 # Timeout for the child to start. It is long, because other processes may use the cores.
 START_SECONDS = 60.0
@@ -112,7 +112,7 @@ class MetadataSandbox:
         )
         return "" if self._ready else late
 
-    def run_trial(self, card: RankCard, seconds: float) -> str:
+    def run_trial(self, card: MemoryCard, seconds: float) -> str:
         """Make the child load a worker's metadata and read its memory; return why it failed, or "".
 
         After a failure, `kill` the child, which may be damaged. If this process did not run for a while, wait
@@ -169,7 +169,7 @@ class MetadataSandbox:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def encode_trial(card: RankCard) -> bytes:
+def encode_trial(card: MemoryCard) -> bytes:
     """Encode the request to try a worker's metadata. It contains all that the result depends on."""
     return msgspec.msgpack.encode(_TrialRequest(card.agent, card.words_address, card.incarnation))
 

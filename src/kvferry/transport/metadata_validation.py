@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.common.errors import ProtocolError
-from kvferry.transport.messages import RankCard
-from kvferry.transport.metadata import check_metadata
+from kvferry.transport.metadata import MemoryCard, check_metadata
 from kvferry.transport.metadata_sandbox import MetadataSandbox, encode_trial
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class ValidationResult:
 class MetadataValidator(Protocol):
     """Decides whether peers' transport metadata may be loaded."""
 
-    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:
         """Start to validate all ranks of a peer in another thread, which calls `wake` at the end."""
 
     def warm_up(self) -> None:
@@ -77,12 +76,12 @@ class SandboxValidator:
         self._refused: dict[bytes, tuple[str, float]] = {}
         # Ranks of a peer (none to start the child), the result to fill in, and a function to call then.
         self._requests: queue.SimpleQueue[
-            tuple[tuple[RankCard, ...], ValidationResult, Callable[[], None]] | None
+            tuple[tuple[MemoryCard, ...], ValidationResult, Callable[[], None]] | None
         ] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
-    def validate(self, cards: Sequence[RankCard], wake: Callable[[], None]) -> ValidationResult:
+    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:
         verdict = ValidationResult()
         self._requests.put((tuple(cards), verdict, wake))
         return verdict
@@ -109,7 +108,7 @@ class SandboxValidator:
         if self._sandbox is not None:
             self._sandbox.kill()
 
-    def _validate_cards(self, cards: Sequence[RankCard]) -> str:
+    def _validate_cards(self, cards: Sequence[MemoryCard]) -> str:
         try:
             for card in cards:
                 check_metadata(card)
@@ -124,7 +123,7 @@ class SandboxValidator:
         deadline = self._clock() + self._try_seconds
         return next(filter(None, (self._validate_card(card, deadline) for card in cards)), "")
 
-    def _validate_card(self, card: RankCard, deadline: float) -> str:
+    def _validate_card(self, card: MemoryCard, deadline: float) -> str:
         """Try a worker's metadata in the child, unless the result is remembered; return why it is refused."""
         digest = _digest(card)
         if digest in self._passed:
@@ -144,7 +143,7 @@ class SandboxValidator:
         self._refused = {key: refused for key, refused in self._refused.items() if now < refused[1]}
         return self._refused[digest][0] if digest in self._refused else ""
 
-    def _run_trial(self, card: RankCard, seconds: float) -> str:
+    def _run_trial(self, card: MemoryCard, seconds: float) -> str:
         assert self._sandbox is not None  # noqa: S101 - it is ready
         reason = self._sandbox.run_trial(card, seconds)
         self._trials += 1
@@ -176,6 +175,6 @@ class SandboxValidator:
             )
 
 
-def _digest(card: RankCard) -> bytes:
+def _digest(card: MemoryCard) -> bytes:
     # Only what the child tries: a peer may change the rest of its card without a new trial.
     return hashlib.blake2b(encode_trial(card), digest_size=32).digest()

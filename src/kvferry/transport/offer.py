@@ -17,12 +17,17 @@ import msgspec
 from msgspec.structs import fields
 
 from kvferry.common.errors import ProtocolError
+from kvferry.common.text import shown
+from kvferry.transport.addresses import parse_engine
+from kvferry.transport.handshake import Address
 from kvferry.transport.messages import Host, Port
 from kvferry.transport.redeem import MAX_TOKENS
 
 _EngineId = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}\Z")]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=MAX_TOKENS)]
+
+MAX_REMOTE_CACHES = 4
 
 MAX_UNWANTED = 256
 """Maximum number of names of unwanted KV in a request."""
@@ -75,6 +80,28 @@ def read_offer(params: Any) -> Offer | None:
             f"kv_transfer_params: {_fault(params, str(error))}; send what the prefill engine has answered, "
             "unchanged, and run the same release of kvferry on both engines"
         ) from error
+
+
+def read_remote_caches(params: Any) -> tuple[Address, ...]:
+    """Return the engines that a request's ``kv_transfer_params`` name in ``remote_caches``.
+
+    Their host memory may have the prompt's KV. Raise ProtocolError unless it is a list of at most
+    `MAX_REMOTE_CACHES` addresses such as ``10.0.0.1:5700``.
+    """
+    texts = params.get("remote_caches") if isinstance(params, dict) else None
+    if texts is None:
+        return ()
+    found = [parse_engine(text) for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
+    if not isinstance(texts, list) or len(found) != len(texts) or None in found:
+        raise ProtocolError(
+            f"kv_transfer_params: remote_caches is {shown(repr(texts), 200)}; send a list of addresses of "
+            "engines' fleet tiers, such as 10.0.0.1:5700, or leave it out"
+        )
+    if len(found) > MAX_REMOTE_CACHES:
+        raise ProtocolError(
+            f"kv_transfer_params: remote_caches names {len(found)} engines, at most {MAX_REMOTE_CACHES}"
+        )
+    return tuple(one for one in found if one is not None)
 
 
 def _fault(params: Any, error: str) -> str:

@@ -38,8 +38,7 @@ from kvferry.planning.strategy import (
 )
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherClient, GatherRoute
-from kvferry.transport.messages import Outgoing, RankCard
-from kvferry.transport.metadata import WORD_BYTES
+from kvferry.transport.messages import WORD_BYTES, Outgoing, RankCard
 from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import LaneResources, SharedArea, StagingArea
 

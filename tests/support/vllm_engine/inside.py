@@ -48,6 +48,7 @@ from support.vllm_engine.sleeping import fall_asleep, pause, wake_up  # noqa: F4
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
     ask_for,
+    fleet_port,
     go_on,
     hang,
     hanging,
@@ -57,6 +58,8 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     slow_copies,
     slow_files,
     slow_prompts,
+    spoil_host_memory,
+    spoil_reads,
     stuck,
     tier_stats,
     wait_for_ledgers,

@@ -9,6 +9,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half, worker_half
 
@@ -216,3 +218,38 @@ def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) ->
         if rng.random() < 1 / 3:
             engine.reset_prefix_cache()
     return answers
+
+
+def fleet_tier(engine: Any) -> Any:
+    return next(queue.tier for queue in parts.queues(engine) if queue.name == "fleet")
+
+
+def fleet_port(engine: Any) -> int:
+    """Wait until the fleet tier serves, and return its port."""
+    tier = fleet_tier(engine)
+    assert tier.ready.wait(60)
+    return int(tier.server.port)
+
+
+def spoil_host_memory(engine: Any) -> None:
+    """Change the signs of what host memory holds, as if the ranks had stored it so."""
+    cache = parts.cache(engine)
+    for chunk in cache.host._ready.values():
+        memory = np.frombuffer(cache._memory_at(chunk.offset, chunk.size), np.uint8)
+        memory[3::4] ^= 0x80
+        chunk.digest = b""
+
+
+def spoil_reads(engine: Any, *, spoiled: bool) -> None:
+    """Change a byte of each READ of another engine's host memory."""
+    tier, cache = fleet_tier(engine), parts.cache(engine)
+    reader = tier._reader
+    read = type(reader).read.__get__(reader)
+
+    def spoil(incarnation: int, offset: int, into: int, size: int) -> None:
+        read(incarnation, offset, into, size)
+        arena = cache._memory_at(0, 1)
+        start = np.frombuffer(arena, np.uint8).ctypes.data
+        cache._memory_at(into - start + 64, 1)[0] ^= 1
+
+    reader.read = spoil if spoiled else read

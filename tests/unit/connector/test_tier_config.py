@@ -45,7 +45,10 @@ def test_chunks_pass_a_small_host_tier_without_a_configured_one():
     ("given", "says"),
     [
         ("host", "tiers is 'host'; it must be \"default\" or a list of objects with a \"type\""),
-        (["host"], "tiers[0] is 'host'; it must be an object whose \"type\" is one of host, file, object"),
+        (
+            ["host"],
+            "tiers[0] is 'host'; it must be an object whose \"type\" is one of host, fleet, file, object",
+        ),
         ([{"type": "disk"}], "tiers[0] is {'type': 'disk'}; it must be an object whose \"type\" is one of"),
         ([{"type": ["host"]}], "tiers[0] is {'type': ['host']}; it must be an object"),
         ([HOST, {**FILE, "pth": "/"}], "tiers[1] (file) has no key 'pth'; did you mean 'path'?"),

@@ -70,7 +70,7 @@ def test_a_configuration_names_the_kind_only_where_the_package_is_installed(inst
     tiers = json.dumps([{"type": "sqlite", "path": f"{tmp_path}/chunks.db"}])
     given = json.loads(run(kvferry("config", "--tiers", tiers), installed))
     assert given["kv_connector_extra_config"]["tiers"] == json.loads(tiers)
-    assert '"type" is one of host, file, object' in run(kvferry("config", "--tiers", tiers), code=2)
+    assert '"type" is one of host, fleet, file, object' in run(kvferry("config", "--tiers", tiers), code=2)
     misspelt = json.dumps([{"type": "sqlite", "pth": "x"}])
     assert "tier" in run(kvferry("config", "--tiers", misspelt), installed, code=2)
 

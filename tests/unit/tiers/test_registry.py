@@ -11,6 +11,8 @@ from kvferry.common.errors import ConfigError
 from kvferry.connector.config import read_tiers
 from kvferry.engines.vllm.compat.scheduler import hit_source
 from kvferry.tiers.files.tier import FileSettings
+from kvferry.tiers.fleet.settings import FleetSettings
+from kvferry.tiers.names import FLEET
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.registry import (
     STORAGE_TIERS,
@@ -51,8 +53,10 @@ class TestObjectTier(OverFiles):
         return ObjectSettings(f"file://{folder}")
 
 
+# It stores nothing, so the contract of storage is not its own.
+FLEET_TIER = FleetSettings(engines=("10.0.0.1:5700",), directory="valkey://10.0.0.9", port=5700)
 CONTRACTS = {one.kind.kind: one for one in OverFiles.__subclasses__()}
-KINDS = pytest.mark.parametrize("kind", STORAGE_TIERS)
+KINDS = pytest.mark.parametrize("kind", [FLEET, *STORAGE_TIERS])
 
 
 def test_every_kind_is_held_to_the_contract():
@@ -62,7 +66,7 @@ def test_every_kind_is_held_to_the_contract():
 
 @KINDS
 def test_the_engines_counters_have_a_label_for_a_kind(kind):
-    assert hit_source(medium_of(f"{kind}.2")) is hit_source(STORAGE_TIERS[kind].medium)
+    assert hit_source(medium_of(f"{kind}.2")) is hit_source(settings_class(kind).medium)
 
 
 @KINDS
@@ -70,13 +74,13 @@ def test_the_settings_of_a_kind_are_documented(kind):
     title = f'**`{{"type": "{kind}"}}`**'
     assert title in DOCS.read_text(), "a section of docs/tiers.md"
     section = re.split(r'\*\*`\{"type"|\n## ', DOCS.read_text().split(title)[1])[0]
-    fields = [field.name for field in msgspec.structs.fields(STORAGE_TIERS[kind])]
+    fields = [field.name for field in msgspec.structs.fields(settings_class(kind))]
     assert [name for name in fields if name not in SHARED and f"| `{name}` |" not in section] == []
 
 
 @KINDS
 def test_the_settings_of_a_kind_are_read_from_a_configuration(kind, tmp_path):
-    settings = CONTRACTS[kind]().settings(tmp_path)
+    settings = FLEET_TIER if kind == FLEET else CONTRACTS[kind]().settings(tmp_path)
     given = {"type": kind, **msgspec.structs.asdict(settings), "write": "back", "load_weight": 0.5}
     expected = msgspec.structs.replace(settings, write="back", load_weight=0.5)
     assert read_tiers([given]).slow == (expected,)
@@ -160,5 +164,5 @@ def test_two_packages_with_one_kind_are_refused_and_named(install):
 @pytest.mark.parametrize("kind", [*TIER_KINDS, "file.2", "No Name"])
 def test_no_package_takes_a_name_of_this_one_or_one_that_names_no_tier(install, tmp_path, kind):
     install("taken", kind, code="1 / 0")
-    assert set(storage_kinds()) == set(STORAGE_TIERS)
+    assert set(storage_kinds()) == {FLEET, *STORAGE_TIERS}
     assert read_tiers([{"type": "file", "path": str(tmp_path)}]).slow == (FileSettings(str(tmp_path)),)

@@ -95,6 +95,9 @@ class TierEvents:
                     dropped=(*dropped.items(), ("left host memory before its turn", slow.lost)),
                     fetch_seconds=tuple(times.reads.get(name, ())),
                     store_seconds=tuple(times.writes.get(name, ())),
+                    served=queue.usage.served,
+                    served_bytes=queue.usage.served_bytes,
+                    refused=queue.usage.refused,
                 )
             )
 
@@ -109,6 +112,9 @@ class TierEvents:
                 stored=now.stored - last.stored,
                 stored_bytes=now.stored_bytes - last.stored_bytes,
                 evicted=now.evicted - last.evicted,
+                served=now.served - last.served,
+                served_bytes=now.served_bytes - last.served_bytes,
+                refused=now.refused - last.refused,
                 missed=tuple((Counter(dict(now.missed)) - Counter(dict(last.missed))).items()),
                 dropped=tuple((Counter(dict(now.dropped)) - Counter(dict(last.dropped))).items()),
             )

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import Request
@@ -28,12 +29,18 @@ from kvferry.planning.coverage import NO_TIER, Coverage, widest_group
 from kvferry.planning.select import windows_survive_load
 from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import Slot
-from kvferry.tiers.names import HOST, TIERS, GetOutcome
+from kvferry.tiers.names import FLEET, HOST, TIERS, GetOutcome
+from kvferry.tiers.storage_tier import KeySearch
+from kvferry.transport.offer import read_remote_caches
 
 _COPIED = "copied"
 """Transfer strategy reported for chunks. Loads from peers report their own strategies."""
 
+_SEARCH = "other engines"
+"""Name of the source of a bid while it is searched for chunks."""
+
 _MISSES = {
+    GetOutcome.BUSY: MissReason.BUSY,
     GetOutcome.ABSENT: MissReason.EVICTED,
     GetOutcome.CORRUPT: MissReason.CHECKSUM,
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
@@ -152,6 +159,10 @@ class _TierRequest:
     excluded_tiers: set[str] = field(default_factory=set)
     # Result of the last look-up of the request's chunks; None before the first.
     coverage: Coverage | None = None
+    # Engines that the request names, which may have its chunks in host memory.
+    hints: Sequence[tuple[str, int]] = ()
+    # Searches for its chunks; None before the first look-up.
+    searches: Sequence[KeySearch] | None = None
 
 
 class TierSource:
@@ -194,8 +205,17 @@ class TierSource:
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
-        self._requests[request.request_id] = _TierRequest()
+        self._requests[request.request_id] = _TierRequest(hints=self._hints(request))
         return True
+
+    def _hints(self, request: Request) -> Sequence[tuple[str, int]]:
+        if not self._cache.find_seconds:
+            return ()
+        try:
+            return read_remote_caches(request.kv_transfer_params)
+        except ProtocolError as error:
+            self._events.refuse(request.request_id, TIERS, str(error))
+            return ()
 
     def declined(self, request: Request) -> SourceMiss | None:
         return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request.request_id))
@@ -205,6 +225,9 @@ class TierSource:
         chunks, state = self._prompts.get(request), self._requests[request.request_id]
         state.coverage = found = None
         if chunks is not None:
+            if state.searches is None:
+                keys = chunks.all_keys(request.num_tokens) if self._cache.find_seconds else ()
+                state.searches = self._cache.find(keys, state.hints)
             state.coverage = found = chunks.look_up(
                 request.num_tokens,
                 local_tokens,
@@ -212,6 +235,8 @@ class TierSource:
                 in_full=windows_survive_load(self._groups, request.num_tokens),
             )
         bids = self._bids(request, found, local_tokens)
+        if state.searches and not all(one.over for one in state.searches):
+            bids = *bids, *self._search_bid(request, bids, local_tokens)
         # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
         # the request is not to wait for the tiers.
         busy = bool(bids) and self._is_busy
@@ -245,6 +270,15 @@ class TierSource:
             if not self._bid_per_tier:
                 break
         return bids
+
+    def _search_bid(self, request: Request, bids: Sequence[Bid], local_tokens: int) -> Sequence[Bid]:
+        """Return a bid for all tokens, while other engines are asked which chunks they have."""
+        known = bids[0] if bids else None
+        most = request.num_tokens - 1 - local_tokens - (0 if known is None else known.tokens)
+        if most <= 0:
+            return ()
+        parts = (*(() if known is None else known.parts), PlaceTokens(FLEET, most))
+        return (Bid(_SEARCH, parts, looking=True, within_seconds=self._cache.find_seconds),)
 
     def _part_bid(self, found: Coverage, first: int, last: int) -> Bid | None:
         return None if first >= last or self._is_busy else self._bid(found, first, last)

@@ -39,12 +39,16 @@ from kvferry.geometry.canonical.derive import (
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.fleet.settings import FleetSettings
+from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable, Tags
-from kvferry.tiers.names import HOST, tier_name
-from kvferry.tiers.storage_tier import StorageSettings
+from kvferry.tiers.names import FLEET, HOST, tier_kind, tier_name
+from kvferry.tiers.storage_tier import StorageSettings, StorageTier
+from kvferry.transport.addresses import parse_port_range
+from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +61,17 @@ NamespaceOf: TypeAlias = Callable[[CanonicalForm], Namespace]
 
 
 def open_tiers(
-    tiers: Sequence[StorageSettings], get_namespace: Callable[[], Namespace], table: KeyTable
+    tiers: Sequence[StorageSettings],
+    get_namespace: Callable[[], Namespace],
+    table: KeyTable,
+    place: FleetPlace | None = None,
 ) -> list[tuple[SlowTier, float]]:
     """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
     Args:
         get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
             it has succeeded.
+        place: what the fleet tier needs of the engine; None if the engine cannot have one.
 
     Returns:
         (tier, setting ``load_weight``) for each opened tier.
@@ -74,7 +82,10 @@ def open_tiers(
     for number, settings in enumerate(tiers):
         try:
             namespace = namespace or get_namespace()
-            tier = settings.open(namespace, table, tiers[:number])
+            if isinstance(settings, FleetSettings) and place is not None:
+                tier: StorageTier = FleetTier(settings, namespace, place)
+            else:
+                tier = settings.open(namespace, table, tiers[:number])
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
             continue
@@ -106,6 +117,7 @@ class Tiering:
         adapters: Adapters,
         events: EventStream,
         namespace: NamespaceOf,
+        keys: Keys | None = None,
         describe_blocks: DescribeBlocks | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -122,12 +134,31 @@ class Tiering:
         sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
         policy = EVICTION_POLICIES[tiers.host.eviction_policy]
         host = HostTier(self._arena.region.length, sizes, policy, table, self._ready_bytes)
-        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table)
+        place = None
+        if keys is not None:
+            place = FleetPlace(
+                host_tier=host,
+                arena=self._arena,
+                groups=canonical.groups,
+                keys=keys,
+                peers=config.allowed_peers(),
+                host=config.host,
+                advertise_host=config.advertise_host or config.host,
+                ports=parse_port_range(config.ports),
+                port_offset=engine.port_offset,
+                wake=wake,
+            )
+        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(host)
-        self._bits = dict(zip(self._cache.bits, self._cache.tiers, strict=True))
+        # Other engines publish the blocks in their host memory themselves.
+        self._bits = {
+            bit: name
+            for bit, name in zip(self._cache.bits, self._cache.tiers, strict=True)
+            if tier_kind(name) != FLEET
+        }
         self._block_events: BlockEvents | None = None
         if describe_blocks is not None:
             blocks = lcm(*(one.block_tokens for one in engine.groups if one.kind is not GroupKind.STATE))

@@ -7,7 +7,7 @@ version of the format. A length in a file is checked before it is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_128
 
@@ -62,6 +62,18 @@ def make_header(chunk: Chunk, body: memoryview) -> bytes:
     for _, _, padding in _sections(chunk, body):
         padding[:] = bytes(len(padding))
     return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
+
+
+def content_digest(namespace: bytes, key: bytes, group: ChunkGroup, body: memoryview) -> bytes:
+    """Return a digest of a chunk, 32 bytes: of its identity and the bytes of its units, without padding.
+
+    It is the digest at the end of the header of the chunk's file, if the file named 0 tokens: their number
+    follows from the key.
+    """
+    chunk = Chunk(namespace, key, (replace(group, tokens=0),))
+    check_size(chunk, body)
+    header = encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
+    return header[chunk.header_bytes - HEADER_DIGEST_BYTES : chunk.header_bytes]
 
 
 def is_chunk(chunk: Chunk, header: Buffer, body: memoryview, wait: Wait = lambda _: None) -> bool:

@@ -34,7 +34,7 @@ partial loads of a request have used its chunks in another order.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -64,18 +64,22 @@ class Slot:
 
 
 @dataclass(slots=True, eq=False)
-class _Resident:
-    """A chunk that occupies a slot: FILLING, READY, or evicted and still held."""
+class Resident:
+    """A chunk that occupies a slot: FILLING, READY, or evicted and still held.
+
+    `digest` is that of its content, once another engine has asked for it (`tiers.fleet`).
+    """
 
     key: bytes
     group: int
     offset: int
     size: int
     holds: int = 0
+    digest: bytes = b""
 
 
 class HostTier:
-    """The host tier. Not thread-safe: only the engine's thread may use it.
+    """The host tier. Only the engine's thread may use it, except for `peek` and `readable_keys`.
 
     Args:
         capacity_bytes: bytes of the arena.
@@ -89,6 +93,8 @@ class HostTier:
         counters: counts since the tier was created.
         capacity_bytes: maximum bytes of all slots; never exceeded.
         keys: keys of the chunks that can be read.
+        changes: gets (key, whether it can be read now) of each chunk that enters or leaves, and None if all
+            leave; None to record nothing.
 
     Raises:
         GeometryError: a chunk size is not a multiple of 4096.
@@ -106,6 +112,7 @@ class HostTier:
         if any(size < 1 or size % _PAGE_BYTES for size in chunk_bytes):
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.counters = HostCounters()
+        self.changes: deque[tuple[bytes, bool] | None] | None = None
         self._chunk_bytes = tuple(chunk_bytes)
         self._slabs = Slabs(capacity_bytes, chunk_bytes, ready_bytes)
         self.capacity_bytes = self._slabs.capacity_bytes
@@ -115,12 +122,12 @@ class HostTier:
         # Enough to empty a slab after evictions of each other size, and no more: a step must not evict
         # everything.
         self._most_evicted = (len(set(chunk_bytes)) + 1) * self._slabs.slab_bytes
-        self._filling: dict[bytes, _Resident] = {}
-        self._ready: dict[bytes, _Resident] = {}
-        self._resident: dict[int, _Resident] = {}  # by offset
+        self._filling: dict[bytes, Resident] = {}
+        self._ready: dict[bytes, Resident] = {}
+        self._resident: dict[int, Resident] = {}  # by offset
         # The chunk of each hold, by its serial number.
-        self._fills: dict[int, _Resident] = {}
-        self._reads: dict[int, _Resident] = {}
+        self._fills: dict[int, Resident] = {}
+        self._reads: dict[int, Resident] = {}
         self._serials = count(1)
 
     def __len__(self) -> int:
@@ -138,6 +145,17 @@ class HostTier:
     def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the keys whose chunks can be read now. This is no use of the chunks."""
         return self.keys.contains(tags_of(keys))
+
+    def peek(self, key: bytes) -> Resident | None:
+        """Return a chunk that can be read now, without a hold. Any thread may call this.
+
+        The bytes of its slot do not change for as long as `peek` returns the same object.
+        """
+        return self._ready.get(key)
+
+    def readable_keys(self) -> list[bytes]:
+        """Return the keys of all chunks that can be read now. Any thread may call this."""
+        return list(self._ready)
 
     def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         """Reserve a slot for a new chunk, and evict other chunks for it; None if that is not possible.
@@ -160,7 +178,7 @@ class HostTier:
         if offset is None:
             self.counters.dropped[HostDropReason.NO_ROOM] += counted
             return None
-        chunk = _Resident(key, group, offset, size)
+        chunk = Resident(key, group, offset, size)
         self._filling[key] = self._resident[offset] = chunk
         return self._hold(chunk, self._fills)
 
@@ -172,6 +190,8 @@ class HostTier:
         self._ready[slot.key] = chunk
         self._policy.admit(slot.key, slot.size, cold=cold)
         self.keys.add(slot.key)
+        if self.changes is not None:
+            self.changes.append((slot.key, True))
         self.counters.stored += 1
         self.counters.stored_bytes += slot.size
         return True
@@ -231,6 +251,8 @@ class HostTier:
             self._free_if_unused(self._ready.pop(key))
         self._policy = self._make_policy(self.capacity_bytes)
         self.keys.clear()
+        if self.changes is not None:
+            self.changes.append(None)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         """Return why a chunk cannot be read from this tier, without counting a miss."""
@@ -274,13 +296,13 @@ class HostTier:
         if taken != self.used_bytes or not (fills | reads).keys() <= self._resident.keys():
             raise AssertionError("slots are taken or held that no chunk is in")
 
-    def _hold(self, chunk: _Resident, holds: dict[int, _Resident]) -> Slot:
+    def _hold(self, chunk: Resident, holds: dict[int, Resident]) -> Slot:
         serial = next(self._serials)
         holds[serial] = chunk
         chunk.holds += 1
         return Slot(chunk.key, chunk.group, chunk.offset, chunk.size, serial)
 
-    def _end_fill(self, slot: Slot) -> _Resident | None:
+    def _end_fill(self, slot: Slot) -> Resident | None:
         """Release the hold of `reserve`. Return the chunk, or free its slot if `clear` has dropped it."""
         chunk = self._fills.pop(slot.serial)
         chunk.holds -= 1
@@ -294,11 +316,13 @@ class HostTier:
         chunk = self._ready.pop(key)
         self._free_if_unused(chunk)
         self.keys.discard(key)
+        if self.changes is not None:
+            self.changes.append((key, False))
         self.counters.evicted += 1
         self.counters.evicted_bytes += chunk.size
         return chunk.size
 
-    def _free_if_unused(self, chunk: _Resident) -> None:
+    def _free_if_unused(self, chunk: Resident) -> None:
         """Free the slot of a chunk that is neither FILLING nor READY, unless it is held."""
         if not chunk.holds:
             del self._resident[chunk.offset]

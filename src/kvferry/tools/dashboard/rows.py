@@ -236,6 +236,20 @@ ROWS: tuple[PanelRow, ...] = (
             rates("kvferry_tier_stored_bytes_total", "tier"),
         ),
         panel(
+            "Read by other engines",
+            "Bytes of chunks in host memory that other engines of the fleet were told to read.",
+            "Bps",
+            rates("kvferry_tier_served_bytes_total", "instance", "tier"),
+        ),
+        panel(
+            "Chunks for other engines",
+            "Chunks that other engines of the fleet were told to read, and those that they were told to read "
+            "elsewhere, because of the limit serve_per_second.",
+            "ops",
+            rates("kvferry_tier_served_chunks_total", "instance", "tier", also="served"),
+            rates("kvferry_tier_refused_chunks_total", "instance", "tier", also="refused"),
+        ),
+        panel(
             "Chunks to be written",
             "Chunks that are not yet written to a tier. If the number grows, the tier falls behind.",
             "short",

@@ -1,0 +1,1 @@
+"""Chunks in the host memory of other engines: how fast they are read, and found in a directory."""

