@@ -1,9 +1,9 @@
-"""One engine twice: simulated, and with the code that serves. Both serve the same requests."""
+"""Engines twice: simulated, and with the code that serves. Both serve the same requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +20,12 @@ from kvferry.tools.plan.blocks import SnapshotSteps
 from kvferry.tools.plan.kept import StoredForm
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
+from kvferry.tools.replay.lookup import SimulatedTier
 from kvferry.tools.replay.settings import BlockGroup, ReplaySettings, ServedModel, TierSetting
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
-from support.served_engine import BLOCKS, ServedEngine, served_engine
+from support.served_engine import BLOCKS, LRUTier, ServedEngine, served_engine
 
 
 def small_model(
@@ -80,31 +81,38 @@ class GivenCache:
 
 
 class Both:
-    """A simulated engine and one that serves, with equal settings."""
+    """Simulated engines and as many that serve, with equal settings."""
 
-    def __init__(self, served: ServedEngine, simulation: Simulation, model: ServedModel, unit: int) -> None:
+    def __init__(
+        self, served: Sequence[ServedEngine], simulation: Simulation, model: ServedModel, unit: int
+    ) -> None:
         self.served, self.simulation, self._model, self._unit = served, simulation, model, unit
-        self._cache = simulation.engines[0].cache = GivenCache(model)
+        self._cache = GivenCache(model)
+        for engine in simulation.engines:
+            engine.cache = self._cache
         self._names: dict[bytes, bytes] = {}  # key in the simulation: key where requests are served
 
-    def serve(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def serve(self, turn: Turn, engine: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Serve a request twice. Return the tokens found in the engine and each tier, simulated and real."""
         hits: list[Hit] = []
         request = self._request(turn)
         self._cache.local = turn.local
         self.simulation._on_hit = lambda _, hit: hits.append(hit)
+        self.simulation._route = lambda *_: engine
         self.simulation.run([request])
-        real = self.served.serve([*turn.prompt], [*turn.answer], turn.local)
+        real = self.served[engine].serve([*turn.prompt], [*turn.answer], turn.local)
         (hit,) = hits
         return (hit.local_tokens, *hit.tier_tokens), (real.local_tokens, *real.tier_tokens)
 
     def held(self) -> list[tuple[set[bytes], set[bytes]]]:
-        """Return the keys of the chunks in each tier, simulated and real."""
-        real = [self.served.host, *(tier.held for tier in self.served.tiers)]
-        return [
-            ({self._names[key] for key in tier.held}, theirs)
-            for (tier,), theirs in zip(self.simulation.tiers, real, strict=True)
-        ]
+        """Return the keys of the chunks in each tier that stores, simulated and real."""
+        found = []
+        for simulated, served in zip(self.simulation.engines, self.served, strict=True):
+            real = [served.host, *(tier.held for tier in served.tiers if isinstance(tier, LRUTier))]
+            storing = [tier for tier in simulated.tiers.tiers if isinstance(tier, SimulatedTier)]
+            for tier, theirs in zip(storing, real, strict=True):
+                found.append(({self._names[key] for key in tier.held}, theirs))
+        return found
 
     def _request(self, turn: Turn) -> TraceRequest:
         """Make the request of a trace, and learn the names of its chunks."""
@@ -148,15 +156,20 @@ def both(
     policy: str = "lru",
     slow: Mapping[str, int],
     unit_tokens: int = 1,
+    engines: int = 1,
 ) -> Iterator[Both]:
-    """Start an engine twice, with tiers of these capacities in bytes."""
+    """Start engines twice, each with tiers of these capacities in bytes."""
     capacities = {"host": host_bytes, **slow}
     tiers = [
         TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
         for kind, capacity in capacities.items()
     ]
-    simulation = Simulation(model, ReplaySettings(tiers=tuple(tiers), policy=policy), unit_tokens)
-    with served_engine(model, rank, host_bytes=host_bytes, policy=policy, slow=slow) as served:
+    settings = ReplaySettings(tiers=tuple(tiers), policy=policy, engines=engines)
+    simulation, served = Simulation(model, settings, unit_tokens), list[ServedEngine]()
+    with ExitStack() as started:
+        for _ in range(engines):
+            one = served_engine(model, rank, host_bytes=host_bytes, policy=policy, slow=slow, fleet=served)
+            served.append(started.enter_context(one))
         yield Both(served, simulation, model, unit_tokens)
 
 

@@ -21,7 +21,7 @@ from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable
-from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tiers.names import FLEET, GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ServedModel
 from kvferry.transport.messages import Facts
@@ -64,6 +64,29 @@ class LRUTier(FakeTier):
     @property
     def held(self) -> set[bytes]:
         return {*self._policy._queue._unpinned, *self._policy._cold._unpinned}
+
+
+class OthersMemory(FakeTier):
+    """The host memory of the engines of a fleet. They answer at once and never change meanwhile."""
+
+    read_only = True
+    find_seconds = 1.0
+
+    def __init__(self, fleet: Sequence[ServedEngine], table: KeyTable) -> None:
+        super().__init__(FLEET, (), table)
+        self._fleet = fleet
+
+    def find(self, keys: Sequence[bytes], hints: Sequence[tuple[str, int]] = ()) -> None:
+        held = set[bytes]().union(*(engine.host for engine in self._fleet))
+        for key in held.intersection(keys):
+            self.keys.add(key)
+
+    def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
+        assert any(key in engine.host for engine in self._fleet)
+        return GetOutcome.HIT
+
+    def mark_used(self, keys: Sequence[bytes]) -> None:
+        pass
 
 
 class _AtOnce:
@@ -137,7 +160,7 @@ class ServedEngine:
         rank: RankGeometry,
         facts: EngineFacts,
         config: ConnectorConfig,
-        tiers: Sequence[LRUTier],
+        tiers: Sequence[LRUTier | OthersMemory],
         events: EventStream | None = None,
         describe_blocks: DescribeBlocks | None = None,
     ) -> None:
@@ -175,6 +198,9 @@ class ServedEngine:
 
     def serve(self, prompt: list[int], answer: list[int], local: LocalPrefix = NO_PREFIX) -> Found:
         """Serve a request of whose prompt the engine has a prefix."""
+        for tier in self.tiers:
+            if isinstance(tier, OthersMemory):
+                tier.keys.clear()  # answers to earlier questions are forgotten after a while
         request = PlainRequest(request_id=f"r{next(self._names)}", prompt_token_ids=prompt)
         self._local = (
             local if self._completes else LocalPrefix(local.resumable_tokens, local.resumable_tokens)
@@ -279,15 +305,22 @@ def served_engine(
     host_bytes: int,
     policy: str = "lru",
     slow: Mapping[str, int],
+    fleet: Sequence[ServedEngine] = (),
     events: EventStream | None = None,
     describe_blocks: DescribeBlocks | None = None,
 ) -> Iterator[ServedEngine]:
-    """Start an engine with host memory and slow tiers of these capacities in bytes."""
+    """Start an engine with host memory and slow tiers of these capacities in bytes.
+
+    The engine reads the host memory of the engines in `fleet` if `slow` names a fleet tier.
+    """
     sizes = {one.group.label: one.file_bytes for one in model.form.groups}
-    tiers: list[LRUTier] = []
+    tiers: list[LRUTier | OthersMemory] = []
 
     def opened(_, namespace, table, place):
-        tiers.extend(LRUTier(name, capacity, sizes, table) for name, capacity in slow.items())
+        tiers.extend(
+            OthersMemory(fleet, table) if name == FLEET else LRUTier(name, capacity, sizes, table)
+            for name, capacity in slow.items()
+        )
         queues = [_Queue(tier, tier.name, refresh_seconds=None, start_threads=_AtOnce) for tier in tiers]
         return [(SlowTier(queue), 1.0) for queue in queues]
 

@@ -32,6 +32,7 @@ from kvferry.tiers.format.decode import chunk_group as chunk_group
 from kvferry.tiers.host.arena import Arena as Arena
 from kvferry.tiers.host.settings import HostSettings as HostSettings, check_available as check_available
 from kvferry.tiers.names import (
+    FLEET as FLEET,
     HOST as HOST,
     PEER as PEER,
     TIERS as TIERS,

@@ -71,6 +71,20 @@ def test_text_has_a_curve_and_files_have_requests_and_a_picture(folder: Path) ->
     assert [sum(one["tier_tokens"]) for one in found] == [0] * 4 + [1024] * 8
 
 
+def test_engines_of_a_fleet_find_what_others_hold(folder: Path) -> None:
+    options = ("--engines", "4", "--route", "least-busy", "--engine-blocks", "0", "--tier", "host=1MiB")
+    alone, found = replay(*options), replay(*options, "--tier", "fleet")
+    assert (alone["hit_rate"], found["hit_rate"]) == (pytest.approx(8 / 12), pytest.approx(8 / 12))
+    uneven = ("--engines", "3", *options[2:])
+    alone, found = replay(*uneven), replay(*uneven, "--tier", "fleet")
+    assert (alone["hit_rate"], found["hit_rate"]) == (0, pytest.approx(8 / 12))
+    fleet = next(tier for tier in found["tiers"] if tier["name"] == "fleet")
+    assert fleet["read_bytes"] == sum(one["read_bytes"] for one in found["by_engine"]) > 0
+    code, output = run("replay", "trace.jsonl", "--model", "config.json", *uneven, "--tier", "fleet")
+    assert code == 0, output
+    assert "others read" in output
+
+
 def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None:
     Path("lengths.csv").write_text("arrival,prompt_tokens,output_tokens\n" + "1,4096,8\n" * 9)
     code, output = run("replay", "lengths.csv", "--model", "config.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from io import StringIO
 
 import numpy as np
@@ -12,62 +11,13 @@ import pytest
 from rich.console import Console
 
 from kvferry.common.errors import ConfigError
-from kvferry.tools.models import read_model
-from kvferry.tools.plan.kept import KeptSettings
-from kvferry.tools.plan.side import EngineSide
 from kvferry.tools.replay.curve import hit_rate_curve
 from kvferry.tools.replay.page import page
-from kvferry.tools.replay.settings import BlockPool, ReplaySettings, ServedModel, parse_tier, served_model
+from kvferry.tools.replay.settings import BlockPool
 from kvferry.tools.replay.show import Outcome, as_json, show
-from kvferry.tools.replay.simulation import Simulation, route_named
-from kvferry.tools.replay.trace.base import TraceRequest
+from kvferry.tools.replay.simulation import route_named
 from kvferry.tools.report import Report
-from support.configs import DENSE
-from support.replayed import chained
-
-UNIT, CHUNK = 512, 256
-RECURRENT = {
-    "model_type": "qwen3_next",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "torch_dtype": "bfloat16",
-}
-
-
-def model(config: dict[str, object] = DENSE, **settings: int | None) -> ServedModel:
-    side = EngineSide(1, 1, "LBNHC" if config is DENSE else "BLHNC", None)
-    return served_model(read_model(config, "auto", name="small"), side, KeptSettings(**settings))
-
-
-def prompt(tokens: int, *units: int, at: float = 0.0, session: str = "") -> TraceRequest:
-    """Return a request whose units have the given content; the last may be incomplete."""
-    assert len(units) == -(-tokens // UNIT)
-    ids = chained(np.array(units))
-    return TraceRequest(
-        arrival=at,
-        prompt_tokens=tokens,
-        output_tokens=1,
-        unit_tokens=UNIT,
-        prefix_ids=ids[: tokens // UNIT],
-        prompt_id=int(ids[-1]),
-        session=session,
-    )
-
-
-def simulation(
-    *tiers: str, of: ServedModel | None = None, on_hit: Callable[..., None] | None = None, **settings: object
-) -> Simulation:
-    parsed = tuple(parse_tier(one) for one in tiers or ("host=unlimited",))
-    return Simulation(of or model(), ReplaySettings(tiers=parsed, **settings), UNIT, on_hit)
+from support.small_replays import RECURRENT, UNIT, model, prompt, simulation
 
 
 def test_a_second_prompt_finds_the_chunks_of_the_prefix_that_it_shares() -> None:
@@ -210,9 +160,11 @@ def test_the_outcome_fits_a_terminal_a_page_and_json() -> None:
         (["file=1TiB"], {}, "begin with one --tier host=SIZE"),
         (["host=1GiB", "host=2GiB"], {}, "begin with one --tier host=SIZE"),
         (["host=1GiB"], {"policy": "fifo"}, "choose one of lru, arc, s3fifo"),
-        (["host=1GiB"], {"route": "round"}, "choose one of prefix, random, session"),
+        (["host=1GiB"], {"route": "round"}, "choose one of prefix, session, least-busy, random"),
         (["host=1GiB"], {"engines": 0}, "--engines is 0; it must be at least 1"),
         (["disk=1GiB"], {}, "is not a tier"),
+        (["host=1GiB", "fleet=1GiB"], {}, "is not a tier"),
+        (["host=1GiB", "fleet", "fleet"], {}, "is given twice"),
         (["host=1GiB:shared"], {}, "is not a tier"),
         (["host=0"], {}, "must be above 0"),
         (["host=many"], {}, "is not a size"),

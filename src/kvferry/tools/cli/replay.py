@@ -51,7 +51,8 @@ class ReplayOptions:
     tier: list[str] | None = option(
         None,
         "KIND=SIZE",
-        "A tier: host=64GiB, file=2TiB, file=2TiB:shared, object=unlimited. Repeatable, fastest first. "
+        "A tier: host=64GiB, fleet (the host memory of the other engines), file=2TiB, file=2TiB:shared, "
+        "object=unlimited. Repeatable, fastest first. "
         "With --target-hit, host memory in front of the disk; by default 1/16 of the disk.",
     )
     engine_blocks: int | None = count(
@@ -68,7 +69,7 @@ class ReplayOptions:
         None, "KIND=GB/S", "Speed of loads from a kind of tier in GB/s, as in file=6. Repeatable."
     )
     engines: int = count(1, "Number of engines.")
-    route: str = option("prefix", "NAME", "Choice of the engine for a request: prefix, random or session.")
+    route: str = option("prefix", "NAME", "Choice of the engine: prefix, session, least-busy or random.")
     tp: int = option(1, "RANKS", "Tensor-parallel ranks of an engine.")
     block_size: int | None = count(None, "Tokens per block; by default vLLM's choice.")
     dtype: str = option("auto", "NAME", DTYPE_HELP)

@@ -207,6 +207,15 @@ class SimulatedEngine:
     queue: deque[Arrived] = field(default_factory=deque)
     # Time in seconds at which the engine would have ended its requests without tiers.
     free_without_tiers: float = 0.0
+    # Sums over the engine's counted requests. `hit_tokens` were not computed.
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+
+    def count(self, running: Running) -> None:
+        self.requests += 1
+        self.prompt_tokens += running.arrived.request.prompt_tokens
+        self.hit_tokens += running.hit.found
 
     def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
         """Compute the keys of requests. The result may also go to another engine with equal settings."""
@@ -215,7 +224,7 @@ class SimulatedEngine:
 
     def admit(self, arrived: Arrived) -> Running:
         """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
-        prompt = arrived.request.prompt_tokens
+        prompt, self.tiers.has_asked = arrived.request.prompt_tokens, False
         local = self.cache.look_up(prompt, arrived.block_keys)
         hit = self._find(prompt, arrived.keys, local)
         completed = self.model.completes_prefixes and any(hit.tier_tokens)
@@ -271,4 +280,5 @@ class SimulatedEngine:
         )
 
     def _look_up(self, prompt: int, keys: RequestKeys, local_tokens: int) -> Found | None:
+        self.tiers.has_asked = True
         return look_up(self.model, self.tiers.tiers, prompt, keys, local_tokens)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,35 @@ class TierCounts:
         return cls(*(sum(getattr(one, name) for one in each) for name in cls.__slots__))
 
 
-class SimulatedTier:
-    """The chunks of a tier. The eviction policy is the one that serves.
+class ReadableTier:
+    """A tier from which an engine loads.
+
+    Attributes:
+        chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
+        held: the chunks that can be loaded, by key. Callers must not change it.
+        is_searched: True if an engine asks for a prompt's chunks that no other tier has.
+    """
+
+    is_searched: ClassVar[bool] = False
+
+    def __init__(self, chunk_bytes: Sequence[int], held: Mapping[bytes, object]) -> None:
+        self.chunk_bytes, self.held = tuple(chunk_bytes), held
+        self.counts = [TierCounts() for _ in chunk_bytes]
+
+    def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
+        held = self.held
+        return [key for key in keys if key not in held]
+
+    def count_reads(self, keys: Sequence[bytes], group: int) -> int:
+        """Count reads of chunks of one group. Return their bytes."""
+        size = len(keys) * self.chunk_bytes[group]
+        self.counts[group].read += len(keys)
+        self.counts[group].read_bytes += size
+        return size
+
+
+class SimulatedTier(ReadableTier):
+    """The chunks of a tier that stores. The eviction policy is the one that serves.
 
     The capacity is counted in bytes of chunks. A real host tier divides its memory into slabs of one chunk
     size each, so with chunks of several sizes it holds slightly less.
@@ -52,31 +79,32 @@ class SimulatedTier:
     Methods take the keys of chunks that are evicted before all others as `cold`.
 
     Attributes:
-        chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
-        held: KV cache group of each chunk that the tier holds, by key. Callers must not change it.
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
     """
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], EvictionPolicy]
     ) -> None:
-        self.chunk_bytes = tuple(chunk_bytes)
+        self._groups: dict[bytes, int] = {}  # KV cache group of each chunk
+        super().__init__(chunk_bytes, self._groups)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
-        self.held: dict[bytes, int] = {}
-        self.counts = [TierCounts() for _ in chunk_bytes]
         self.policy = policy(capacity_bytes)
 
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
         if (missing := self.used_bytes + size - self.capacity_bytes) > 0:
-            evicted = list(map(self.held.pop, self.policy.evict_bytes(missing)))
-            for group in set(evicted):
-                number, counts = evicted.count(group), self.counts[group]
-                size_of_all = number * self.chunk_bytes[group]
-                counts.evicted += number
-                counts.evicted_bytes += size_of_all
-                self.used_bytes -= size_of_all
+            self._forget(self.policy.evict_bytes(missing))
         return self.capacity_bytes - self.used_bytes
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """Count evicted chunks, and free their bytes."""
+        evicted = list(map(self._groups.pop, keys))
+        for group in set(evicted):
+            number, counts = evicted.count(group), self.counts[group]
+            size_of_all = number * self.chunk_bytes[group]
+            counts.evicted += number
+            counts.evicted_bytes += size_of_all
+            self.used_bytes -= size_of_all
 
     def fits_beside(self, size: int, keys: Iterable[Sequence[bytes]]) -> bool:
         """Return True if the tier has room for `size` bytes without the eviction of any of `keys`."""
@@ -117,10 +145,6 @@ class SimulatedTier:
             self.admit(keys, group, cold)
         return stored
 
-    def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
-        held = self.held
-        return [key for key in keys if key not in held]
-
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
         """Write those chunks of one group that are not held, one after the other. Return their keys."""
         new = self.lacks(keys)
@@ -144,18 +168,11 @@ class SimulatedTier:
             self.policy.admit_all([key for key in keys if key not in cold], size)
         else:
             self.policy.admit_all(keys, size)
-        self.held.update(dict.fromkeys(keys, group))
+        self._groups.update(dict.fromkeys(keys, group))
         self.used_bytes += total
         counts.stored += len(keys)
         counts.stored_bytes += total
         counts.most_bytes = max(counts.most_bytes, counts.stored_bytes - counts.evicted_bytes)
-
-    def count_reads(self, chunks: int, group: int) -> int:
-        """Count reads of chunks of one group. Return their bytes."""
-        size = chunks * self.chunk_bytes[group]
-        self.counts[group].read += chunks
-        self.counts[group].read_bytes += size
-        return size
 
 
 class Wanted(NamedTuple):
@@ -179,7 +196,7 @@ class Found(NamedTuple):
 
 
 def look_up(
-    model: ServedModel, tiers: Sequence[SimulatedTier], prompt: int, keys: RequestKeys, local: int
+    model: ServedModel, tiers: Sequence[ReadableTier], prompt: int, keys: RequestKeys, local: int
 ) -> Found | None:
     """Look a prompt up in an engine's tiers, the fastest first; None if they do not hold its first chunk."""
     size = keys.chunk_tokens
@@ -205,7 +222,7 @@ def look_up(
 
 
 def _leading_chunks(
-    tiers: Sequence[SimulatedTier], row: Sequence[bytes], tokens: int, size: int, local: int
+    tiers: Sequence[ReadableTier], row: Sequence[bytes], tokens: int, size: int, local: int
 ) -> Found | None:
     """Do the work of `look_up` for a model with one group, which attends to all tokens."""
     # Such a model needs all chunks from the first one, so the leading chunks that are held are the result of
@@ -252,18 +269,23 @@ def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]
     return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), wanted)
 
 
-def _tier_numbers(tiers: Sequence[SimulatedTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:
-    """Return the number of the fastest tier that holds each chunk, int64 of shape (groups, chunks)."""
+def _tier_numbers(tiers: Sequence[ReadableTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:
+    """Return the number of the tier that each chunk would be loaded from, int64 of shape (groups, chunks)."""
     table = list(rows)
     flat = list(chain.from_iterable(table))
     numbers = np.full(len(flat), NO_TIER, np.int64)
-    for number in reversed(range(len(tiers))):
-        held = tiers[number].held
+    for number, held in reversed(_in_order(tiers)):
         numbers[np.frombuffer(bytes([key in held for key in flat]), np.bool_)] = number
     return numbers.reshape(len(table), -1)
 
 
-def _fastest(tiers: Iterable[SimulatedTier], keys: Iterable[bytes]) -> Iterator[int]:
-    held = [tier.held for tier in tiers]
+def _fastest(tiers: Sequence[ReadableTier], keys: Iterable[bytes]) -> Iterator[int]:
+    order = _in_order(tiers)
     for key in keys:
-        yield next((number for number, each in enumerate(held) if key in each), NO_TIER)
+        yield next((number for number, held in order if key in held), NO_TIER)
+
+
+def _in_order(tiers: Sequence[ReadableTier]) -> list[tuple[int, Mapping[bytes, object]]]:
+    """Return the number of each tier and its chunks, in the order in which an engine looks for a chunk."""
+    numbered = [(number, tier.held) for number, tier in enumerate(tiers) if not tier.is_searched]
+    return numbered + [(number, tier.held) for number, tier in enumerate(tiers) if tier.is_searched]

@@ -16,7 +16,7 @@ from kvferry.common.units import counted, format_bytes, parse_size
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning import attends_to_all, needed_chunks, widest_group
-from kvferry.tiers import EVICTION_POLICIES, HOST
+from kvferry.tiers import EVICTION_POLICIES, FLEET, HOST
 from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.kept import KeptSettings, StoredForm, stored_form
@@ -29,10 +29,12 @@ UNLIMITED = 1 << 62
 ASSUMED_KV_CACHE = "40GiB"
 
 # Names of the ways to choose an engine for a request.
-RouteName: TypeAlias = Literal["prefix", "random", "session"]
+RouteName: TypeAlias = Literal["prefix", "session", "least-busy", "random"]
 
 # Assumed speed of loads from each kind of tier. `kvferry bench` measures it.
-BYTES_PER_SECOND: Mapping[str, float] = MappingProxyType({"host": 20e9, "file": 3e9, "object": 1e9})
+BYTES_PER_SECOND: Mapping[str, float] = MappingProxyType(
+    {"host": 20e9, "fleet": 10e9, "file": 3e9, "object": 1e9}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,10 @@ def block_pool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSetting:
-    """A tier of a replay. `capacity_bytes` limits its chunks, for each engine or for all together."""
+    """A tier of a replay.
+
+    `capacity_bytes` limits its chunks, for each engine or for all together; 0 for a tier that stores nothing.
+    """
 
     kind: str
     capacity_bytes: int
@@ -190,23 +195,28 @@ class TierSetting:
 def parse_tier(text: str) -> TierSetting:
     """Parse a tier, as in ``file=2TiB``, ``object=unlimited`` or ``file=100TiB:shared``.
 
-    An object store is always shared. Host memory never is.
+    An object store is always shared. Host memory never is. ``fleet`` is the host memory of other engines.
 
     >>> tier = parse_tier("file=2TiB:shared")
     >>> tier.kind, tier.capacity_bytes >> 40, tier.shared
     ('file', 2, True)
     """
+    if text == FLEET:
+        return TierSetting(
+            kind=FLEET, capacity_bytes=0, shared=False, bytes_per_second=BYTES_PER_SECOND[FLEET]
+        )
     kind, _, rest = text.partition("=")
     size, _, sharing = rest.partition(":")
     if (
         kind not in BYTES_PER_SECOND
+        or kind == FLEET
         or not size
         or sharing not in ("", "shared")
         or (kind == HOST and sharing)
     ):
         raise ConfigError(
-            f"--tier {text!r} is not a tier; write host=SIZE, file=SIZE, file=SIZE:shared or object=SIZE, "
-            "with a size such as 64GiB or unlimited"
+            f"--tier {text!r} is not a tier; write host=SIZE, fleet, file=SIZE, file=SIZE:shared or "
+            "object=SIZE, with a size such as 64GiB or unlimited"
         )
     capacity = UNLIMITED if size.lower() in ("unlimited", "none") else parse_size(size)
     if capacity <= 0:
@@ -240,6 +250,8 @@ class ReplaySettings:
                 f"the tiers are {', '.join(kinds) or 'none'}; begin with one --tier host=SIZE, because all "
                 "chunks pass through host memory"
             )
+        if kinds.count(FLEET) > 1:
+            raise ConfigError("--tier fleet is given twice; there is one fleet, so give it once")
         if self.policy not in EVICTION_POLICIES:
             known = ", ".join(EVICTION_POLICIES)
             raise ConfigError(f"--policy {self.policy!r} is not known; choose one of {known}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from statistics import median_low
+from typing import Any, TypeVar
 
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
@@ -15,6 +16,8 @@ from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.sizing import Sizing
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 from kvferry.tools.report import Column, Report
+
+_Number = TypeVar("_Number", int, float)
 
 # Length in characters of the bar for a hit rate of 100 %.
 _BAR = 40
@@ -40,6 +43,12 @@ _WAITS = (
     Column("99 %"),
     Column("mean", rank=2),
 )
+_ENGINES = (
+    Column("by engine", left=True),
+    Column("least"),
+    Column("median", rank=1),
+    Column("most"),
+)
 _CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
 _CHOICES = (
     Column("retention", left=True),
@@ -54,7 +63,8 @@ class TierOutcome:
     """The outcome of a replay for one kind of tier, over all engines."""
 
     name: str
-    capacity_bytes: int | None  # capacity of one such tier in bytes; None for no limit
+    # Capacity of one such tier in bytes; None for no limit, 0 if it stores nothing.
+    capacity_bytes: int | None
     tiers: int  # number of such tiers: one per engine, or 1 if all engines share it
     hit_tokens: int
     # Numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
@@ -111,6 +121,8 @@ def show(found: Outcome, report: Report) -> None:
     report.text()
     report.heading("Chunks")
     report.table(_CHUNKS, [_chunks(tier) for tier in found.tiers])
+    if settings.engines > 1:
+        _show_engines(found, report)
     if len(results.waits):
         report.text()
         report.heading("Time to the first token, without decoding")
@@ -152,8 +164,29 @@ def _show_hits(found: Outcome, report: Report) -> None:
     )
 
 
+def _show_engines(found: Outcome, report: Report) -> None:
+    """Print how evenly requests, hits and reads are spread over the engines."""
+    simulation = found.simulation
+    engines, fleet = simulation.engines, simulation.fleet
+    rows = [_spread("requests", [one.requests for one in engines], format_count)]
+    if found.tells_prefixes:
+        rates = [one.hit_tokens / max(one.prompt_tokens, 1) for one in engines]
+        rows.append(_spread("tokens not computed", rates, "{:.1%}".format))
+    if fleet is not None:
+        rows.append(_spread("read from others", fleet.read_bytes, format_bytes))
+        rows.append(_spread("others read", fleet.sent_bytes, format_bytes))
+    report.text()
+    report.table(_ENGINES, rows)
+
+
+def _spread(name: str, each: Sequence[_Number], text: Callable[[_Number], str]) -> tuple[str, ...]:
+    return name, text(min(each)), text(median_low(each)), text(max(each))
+
+
 def _chunks(tier: TierOutcome) -> tuple[str, ...]:
     counts = tier.counts
+    if tier.capacity_bytes == 0:
+        return tier.name, "", "", format_bytes(counts.read_bytes), "", "", ""
     return (
         tier.name if tier.tiers == 1 else f"{tier.name}, {tier.tiers:,} of them",
         "unlimited" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes),
@@ -272,7 +305,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
     """
     simulation = found.simulation
     results, settings = simulation.results, simulation.settings
-    prompt = max(results.prompt_tokens, 1)
+    prompt, fleet = max(results.prompt_tokens, 1), simulation.fleet
     known = found.tells_prefixes
 
     # With lengths alone every prompt looks new, and a hit rate of 0 would be wrong.
@@ -325,6 +358,16 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "groups": [
             {"label": label, "hit_rate": told(tokens / prompt)}
             for label, tokens in zip(labels, results.group_tokens, strict=True)
+        ],
+        "by_engine": [
+            {
+                "requests": one.requests,
+                "prompt_tokens": one.prompt_tokens,
+                "hit_tokens": told(one.hit_tokens),
+                "read_bytes": fleet.read_bytes[number] if fleet else 0,
+                "sent_bytes": fleet.sent_bytes[number] if fleet else 0,
+            }
+            for number, one in enumerate(simulation.engines)
         ],
         "time_to_first_token": waits,
         "curve": curve_as_json(found.curve),

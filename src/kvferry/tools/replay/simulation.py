@@ -17,10 +17,11 @@ from heapq import heappop, heappush
 from math import ceil, exp, log
 from typing import TypeAlias
 
-from kvferry.tiers import EVICTION_POLICIES, HOST
+from kvferry.tiers import EVICTION_POLICIES, FLEET
 from kvferry.tools.replay.content import in_batches
 from kvferry.tools.replay.engine import Arrived, EngineCache, Hit, Running, SimulatedEngine
-from kvferry.tools.replay.lookup import SimulatedTier
+from kvferry.tools.replay.fleet import FleetMemory, OthersMemory, SharedHostMemory
+from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier
 from kvferry.tools.replay.settings import ReplaySettings, RouteName, ServedModel, TierSetting
 from kvferry.tools.replay.tiers import SimulatedTiers
 from kvferry.tools.replay.trace.base import TraceRequest
@@ -48,21 +49,35 @@ def _choose_by_session(request: TraceRequest, queues: Sequence[int]) -> int:
     return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
 
 
-class _PrefixRoute:
+class _LeastBusyRoute:
+    """Chooses the engine with the shortest queue, of several the one that got the fewest tokens so far."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[int] = Counter()
+
+    def __call__(self, request: TraceRequest, queues: Sequence[int]) -> int:
+        engine = self._shortest(queues)
+        self._tokens[engine] += request.prompt_tokens
+        return engine
+
+    def _shortest(self, queues: Sequence[int]) -> int:
+        return min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
+
+
+class _PrefixRoute(_LeastBusyRoute):
     """Chooses the engine that served the longest prefix of the prompt before.
 
-    A prompt of which no engine served at least `_LEAST_SHARE` goes to the engine with the shortest queue, of
-    several to the one that got the fewest tokens so far.
+    A prompt of which no engine served at least `_LEAST_SHARE` goes to the least busy engine.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._owners: dict[int, int] = {}
-        self._tokens: Counter[int] = Counter()
 
     def __call__(self, request: TraceRequest, queues: Sequence[int]) -> int:
         units = request.prompt_tokens // request.unit_tokens
         ids = request.prefix_ids[:units].tolist()
-        shortest = min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
+        shortest = self._shortest(queues)
         least = max(int(units * _LEAST_SHARE), 1)
         owner = next(
             (self._owners[one] for one in reversed(ids[least - 1 :]) if one in self._owners), shortest
@@ -82,6 +97,8 @@ def route_named(name: RouteName, seed: int) -> Route:
     """Return the route with a name. Random choices have a seed."""
     if name == "prefix":
         return _PrefixRoute()
+    if name == "least-busy":
+        return _LeastBusyRoute()
     if name == "session":
         return _choose_by_session
     chance = random.Random(seed)  # noqa: S311 - a simulation
@@ -203,6 +220,7 @@ class Simulation:
 
     Attributes:
         tiers: all tiers of each kind, in the order of `ReplaySettings.tiers`. A shared tier appears once.
+        fleet: host memory of all engines, if they read each other's; else None.
 
     Args:
         on_hit: called with each counted request and what was found for it, when its engine has admitted it.
@@ -217,8 +235,10 @@ class Simulation:
     ) -> None:
         self._on_hit = on_hit
         self.model, self.settings, self.unit_tokens = model, settings, unit_tokens
-        self.tiers: list[list[SimulatedTier]] = [[] for _ in settings.tiers]
-        self.engines = [self._engine() for _ in range(settings.engines)]
+        self.tiers: list[list[ReadableTier]] = [[] for _ in settings.tiers]
+        shares = any(tier.kind == FLEET for tier in settings.tiers)
+        self.fleet = FleetMemory(settings.engines, settings.seed) if shares else None
+        self.engines = [self._engine(number) for number in range(settings.engines)]
         count = len(settings.tiers)
         self.results = Results(
             tier_tokens=[0] * count, tier_bytes=[0] * count, group_tokens=[0] * len(model.groups)
@@ -255,6 +275,7 @@ class Simulation:
         self._seen += 1
         if self._seen > self.settings.skip:
             self.results.add(arrived.request, running.hit)
+            engine.count(running)
             if self._on_hit is not None:
                 self._on_hit(arrived.request, running.hit)
         return running
@@ -286,21 +307,34 @@ class Simulation:
             if engine.queue:
                 self._begin(engine, at)
 
-    def _engine(self) -> SimulatedEngine:
-        tiers = [self._tier(number, one) for number, one in enumerate(self.settings.tiers)]
+    def _engine(self, number: int) -> SimulatedEngine:
+        host, *slow = self.settings.tiers
+        memory = self._host(number, host)
+        self.tiers[0].append(memory)
+        tiers = SimulatedTiers(memory, [self._slow_tier(at, one) for at, one in enumerate(slow, 1)])
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
-        return SimulatedEngine(self.model, SimulatedTiers(tiers), cache)
+        return SimulatedEngine(self.model, tiers, cache)
 
-    def _tier(self, number: int, setting: TierSetting) -> SimulatedTier:
+    def _host(self, number: int, setting: TierSetting) -> SimulatedTier:
+        sizes, policy = self._chunk_bytes, EVICTION_POLICIES[self.settings.policy]
+        if self.fleet is None:
+            return SimulatedTier(setting.capacity_bytes, sizes, policy)
+        return SharedHostMemory(self.fleet, number, setting.capacity_bytes, sizes, policy)
+
+    def _slow_tier(self, number: int, setting: TierSetting) -> ReadableTier:
         known = self.tiers[number]
         if setting.shared and known:
             return known[0]
-        if setting.kind == HOST:
-            sizes = [group.chunk_bytes for group in self.model.groups]
+        if setting.kind == FLEET:
+            assert self.fleet is not None  # noqa: S101 - created for such a tier
+            known.append(OthersMemory(self.fleet, len(known), self._chunk_bytes))
         else:
             # A file has a header and padding besides the chunk.
             sizes = [group.file_bytes for group in self.model.form.groups]
-        # Storage evicts the least recently used chunks, whatever the policy of host memory is.
-        policy = EVICTION_POLICIES[self.settings.policy if setting.kind == HOST else "lru"]
-        known.append(SimulatedTier(setting.capacity_bytes, sizes, policy))
+            # Storage evicts the least recently used chunks, whatever the policy of host memory is.
+            known.append(SimulatedTier(setting.capacity_bytes, sizes, EVICTION_POLICIES["lru"]))
         return known[-1]
+
+    @property
+    def _chunk_bytes(self) -> list[int]:
+        return [group.chunk_bytes for group in self.model.groups]

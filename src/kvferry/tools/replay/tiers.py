@@ -2,7 +2,7 @@
 
 The rules are those of the serving code (`cache.chunk_cache`): every chunk passes through host memory, new
 chunks are written to all slow tiers, and a chunk that was read from one slow tier is written to the faster
-ones.
+ones. Nothing is written to the host memory of other engines.
 
 Copies, reads and writes end within the step that begins them. In an engine they may end later, and then a
 request does not yet find a chunk, or a held chunk is ranked as the latest used at another time. The order of
@@ -30,7 +30,7 @@ from kvferry.planning import (
     needed_chunks,
 )
 from kvferry.tools.replay.content import RequestKeys
-from kvferry.tools.replay.lookup import SimulatedTier, Wanted
+from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier, Wanted
 from kvferry.tools.replay.settings import ServedModel
 
 
@@ -49,11 +49,15 @@ class SimulatedTiers:
 
     Attributes:
         tiers: host memory, then the slow tiers, the fastest first. Engines may share slow tiers.
+        has_asked: True if the engine has asked other engines for the chunks of the running request.
     """
 
-    def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
-        self.tiers = tuple(tiers)
-        self._host, self._slow = self.tiers[0], self.tiers[1:]
+    def __init__(self, host: SimulatedTier, slow: Sequence[ReadableTier]) -> None:
+        self.tiers: tuple[ReadableTier, ...] = (host, *slow)
+        self._host, self.has_asked = host, False
+        # Tiers that store chunks, by number.
+        self._storing = {n: tier for n, tier in enumerate(self.tiers) if isinstance(tier, SimulatedTier)}
+        self._slow = {n: tier for n, tier in self._storing.items() if n}
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Count the reads of a prefix, and copy chunks of slow tiers into host memory."""
@@ -62,7 +66,9 @@ class SimulatedTiers:
         self._host.policy.touch_all(here[::-1])
         sizes, sources = [0] * len(self.tiers), list(zip(groups, tiers, strict=True))
         for group, tier in set(sources):
-            sizes[tier] += self.tiers[tier].count_reads(sources.count((group, tier)), group)
+            one = (group, tier)
+            each = [key for key, source in zip(keys, sources, strict=True) if source == one]
+            sizes[tier] += self.tiers[tier].count_reads(each, group)
         if len(here) < len(keys):
             self._fetch(here[::-1], [one for one in zip(keys, groups, tiers, strict=True) if one[2]])
         return tuple(sizes)
@@ -89,8 +95,9 @@ class SimulatedTiers:
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
                 host.policy.pin_all(names)
-                for faster in self.tiers[1:tier]:
-                    written += faster.write(names, group)
+                for number, faster in self._slow.items():
+                    if number < tier:
+                        written += faster.write(names, group)
             host.policy.unpin_all([key for key, _, _ in reversed(arriving)])
             host.policy.unpin_all(here)
             host.policy.make_newest(written)
@@ -98,7 +105,7 @@ class SimulatedTiers:
 
     def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
         stored = self._host.store(self._pieces(runs), cold)
-        for tier in self._slow:
+        for tier in self._slow.values():
             for group, keys in stored:
                 written = tier.write(keys, group, cold)
                 # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
@@ -114,7 +121,7 @@ class SimulatedTiers:
         # store. The order of stores makes no difference, because the caller calls `mark_used` next.
         new, kept = list(map(self._new, runs)), [run.keys for run in runs]
         stores = []
-        for tier in self.tiers:
+        for tier in self._storing.values():
             lacking = new if tier is self._host else list(map(tier.lacks, new))
             size = sum(
                 [tier.chunk_bytes[run.group] * len(keys) for run, keys in zip(runs, lacking, strict=True)]
@@ -131,11 +138,12 @@ class SimulatedTiers:
     def _new(self, run: Run) -> list[bytes]:
         """Return the keys of a run that must be stored in host memory."""
         new = self._host.lacks(run.keys)
-        if not self._slow or not new:
+        if len(self.tiers) == 1 or not new:
             return new
         unchanged: Sequence[bytes] = run.keys[: run.unchanged]
         for tier in self.tiers:
-            unchanged = tier.lacks(unchanged)
+            if self.has_asked or not tier.is_searched:
+                unchanged = tier.lacks(unchanged)
         return [*unchanged, *self._host.lacks(run.keys[run.unchanged :])]
 
     def _pieces(self, runs: Iterable[Run]) -> Iterator[tuple[int, Sequence[bytes]]]:
@@ -148,7 +156,7 @@ class SimulatedTiers:
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
         last_first = keys[::-1]
-        for tier in self.tiers:
+        for tier in self._storing.values():
             tier.policy.make_newest(last_first)
         if cold:
             self._host.policy.make_cold(cold)

@@ -1,0 +1,61 @@
+"""Replays of small traces whose outcome can be counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvferry.tools.models import read_model
+from kvferry.tools.plan.kept import KeptSettings
+from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.settings import ReplaySettings, ServedModel, parse_tier, served_model
+from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.trace.base import TraceRequest
+from support.configs import DENSE
+from support.replayed import chained
+
+UNIT = 512
+"""Tokens of a unit of the small traces."""
+RECURRENT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def model(config: dict[str, object] = DENSE, **settings: int | None) -> ServedModel:
+    side = EngineSide(1, 1, "LBNHC" if config is DENSE else "BLHNC", None)
+    return served_model(read_model(config, "auto", name="small"), side, KeptSettings(**settings))
+
+
+def prompt(tokens: int, *units: int, at: float = 0.0, session: str = "") -> TraceRequest:
+    """Return a request whose units have the given content; the last may be incomplete."""
+    assert len(units) == -(-tokens // UNIT)
+    ids = chained(np.array(units))
+    return TraceRequest(
+        arrival=at,
+        prompt_tokens=tokens,
+        output_tokens=1,
+        unit_tokens=UNIT,
+        prefix_ids=ids[: tokens // UNIT],
+        prompt_id=int(ids[-1]),
+        session=session,
+    )
+
+
+def simulation(
+    *tiers: str, of: ServedModel | None = None, on_hit: Callable[..., None] | None = None, **settings: object
+) -> Simulation:
+    parsed = tuple(parse_tier(one) for one in tiers or ("host=unlimited",))
+    return Simulation(of or model(), ReplaySettings(tiers=parsed, **settings), UNIT, on_hit)
