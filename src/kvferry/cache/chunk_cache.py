@@ -203,7 +203,6 @@ class ChunkCache:
         # ended, or host memory has filled up.
         self._to_write: dict[str, SlowTier] = {}
         self._write_back = [slow for slow in slow_tiers if slow.write_back]
-        self._searched = [queue for queue in self._queues if queue.tier.find_seconds]
 
     @property
     def busy(self) -> bool:
@@ -244,15 +243,21 @@ class ChunkCache:
         return self.tier_numbers(tags_of(keys), without) < NO_TIER
 
     def find(self, keys: Sequence[bytes], hints: Sequence[tuple[str, int]]) -> list[KeySearch]:
-        """Begin to search for chunks that no tier is known to have (`StorageTier.find`)."""
-        lacking = [key for key, known in zip(keys, self.available(keys), strict=True) if not known]
-        searches = (queue.tier.find(lacking, hints) for queue in self._searched)
-        return [one for one in searches if one is not None]
+        """Begin to search for chunks in tiers (`StorageTier.find`), each for those that no faster one has."""
+        found = []
+        numbers = self.tier_numbers(tags_of(keys)) if keys else ()
+        for number, queue in enumerate(self._queues, 1):
+            if not queue.tier.find_seconds:
+                continue
+            lacking = [key for key, fastest in zip(keys, numbers, strict=True) if fastest > number]
+            if (search := queue.tier.find(lacking, hints)) is not None:
+                found.append(search)
+        return found
 
     @property
     def find_seconds(self) -> float:
         """Maximum time that a search takes; 0 if no tier searches."""
-        return max((queue.tier.find_seconds for queue in self._searched), default=0.0)
+        return max((queue.tier.find_seconds for queue in self._queues), default=0.0)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)

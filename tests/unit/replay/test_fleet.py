@@ -181,13 +181,12 @@ def test_a_fleet_of_one_engine_is_an_engine_alone(of: ServedModel, chunks: int) 
     assert all(tier["hit_tokens"] > 0 for tier in outcomes[0]["tiers"])
 
 
-def test_other_engines_are_not_asked_for_what_a_shared_store_has() -> None:
+def test_other_engines_come_before_a_slower_store_and_after_a_faster_one() -> None:
     made = [((1, 2), 0), ((1, 2), 1)]
     _, (_, hit) = replayed(made, "host=unlimited", "fleet", "object=unlimited")
-    assert hit.tier_tokens == (0, 0, 1024)
-    chunk = model().groups[0].chunk_bytes
-    _, (_, hit) = replayed(made, "host=unlimited", "fleet", f"object={2 * chunk}B")
-    assert hit.tier_tokens[1] > 0, "the store has room for less than two chunks"
+    assert hit.tier_tokens == (0, 1024, 0)
+    _, (_, hit) = replayed(made, "host=unlimited", "object=unlimited", "fleet")
+    assert hit.tier_tokens == (0, 1024, 0), "of the store"
 
 
 def test_chunks_of_other_engines_take_the_time_of_their_tier() -> None:

@@ -164,12 +164,12 @@ def test_engines_read_the_same_chunks_of_each_others_host_memory_in_both(
         check(pair, turns, engines)
 
 
-def test_no_engine_asks_others_for_what_its_own_file_tier_has():
+def test_engine_asks_others_for_what_only_a_slower_tier_of_its_own_has():
     model, rank = of_blocks("full", {"step_tokens": 1000})
     first, other = Turn(tuple(range(24))), Turn(tuple(range(100, 124)))
     slow = {"fleet": 0, "file": 1 << 40}
     with both(model, rank, host_bytes=3 * PAGE, slow=slow, engines=2) as pair:
         check(pair, [first, other, first], [1, 1, 0])
         # Engine 1 has it in a file, and engine 0 in host memory.
-        assert pair.serve(first, 1) == ((0, 0, 0, 24), (0, 0, 0, 24))
+        assert pair.serve(first, 1) == ((0, 0, 24, 0), (0, 0, 24, 0))
         assert pair.serve(first, 0) == ((0, 24, 0, 0), (0, 24, 0, 0))

@@ -49,7 +49,7 @@ class ReadableTier:
     Attributes:
         chunk_bytes: bytes of a chunk of each KV cache group, as the tier keeps it.
         held: the chunks that can be loaded, by key. Callers must not change it.
-        is_searched: True if an engine asks for a prompt's chunks that no other tier has.
+        is_searched: True if an engine asks for a prompt's chunks that no faster tier has.
     """
 
     is_searched: ClassVar[bool] = False
@@ -287,5 +287,4 @@ def _fastest(tiers: Sequence[ReadableTier], keys: Iterable[bytes]) -> Iterator[i
 
 def _in_order(tiers: Sequence[ReadableTier]) -> list[tuple[int, Mapping[bytes, object]]]:
     """Return the number of each tier and its chunks, in the order in which an engine looks for a chunk."""
-    numbered = [(number, tier.held) for number, tier in enumerate(tiers) if not tier.is_searched]
-    return numbered + [(number, tier.held) for number, tier in enumerate(tiers) if tier.is_searched]
+    return [(number, tier.held) for number, tier in enumerate(tiers)]
