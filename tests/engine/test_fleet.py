@@ -57,7 +57,7 @@ class Fleet:
         self.family, self._checkpoints, self._folder = family, checkpoints, folder
         self.holder = self._start("holder", {"type": "fleet"}, family.options)
         self.port = self.holder.engine.call("fleet_port")
-        named = {"type": "fleet", "engines": [f"127.0.0.1:{self.port}"], "find_seconds": 2}
+        named = {"type": "fleet", "engines": [f"127.0.0.1:{self.port}"], "find_seconds": 8}
         try:
             self.reader = self._start("reader", named, {**family.options, **family.other})
             self.reader.engine.call("fleet_port")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256, shake_128
 
 import pytest
@@ -240,9 +241,7 @@ def test_holder_that_dies_is_forgotten_and_its_successor_is_read(caplog):
         assert reader.find(key(3)) == [False]
         with Engine(port=port) as successor:
             successor.store(key(3))
-            deadline = time.monotonic() + 10
-            while reader.find(key(3)) == [False]:
-                assert time.monotonic() < deadline
+            until(lambda: reader.find(key(3)) == [True], pause=0.05)
             assert reader.get(key(3)) == (GetOutcome.HIT, True)
             assert len(reader.tier._reader._arenas) == 1
 
@@ -274,11 +273,11 @@ def url_of(server):
     return f"valkey://127.0.0.1:{server.port}"
 
 
-def until(done, seconds=10):
+def until(done, seconds=10, pause=0.01):
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 def test_chunk_is_found_in_the_directory(directory):
@@ -339,3 +338,26 @@ def test_engine_that_resets_its_host_memory_is_not_named_any_more(directory):
         until(lambda: reader.find(key(2)) == [True])
         assert directory.client().exists(holder.tier._directory._run_name(run)) == 0
     assert not directory.client().keys("kvferry:engine:*")
+
+
+def test_no_request_waits_twice_for_an_engine_that_does_not_answer():
+    with Engine() as holder, Engine(engines=[holder], find_seconds=0.2) as reader:
+        holder.store(key(1))
+        with stopped(holder.tier.server):
+            assert reader.find(key(1)) == [False]
+            assert reader.tier.find([key(1)], ()) is None
+            time.sleep(0.4)
+        until(lambda: reader.find(key(1)) == [True])
+        assert reader.tier.find([key(2)], ()) is not None
+
+
+@contextmanager
+def stopped(server):
+    """A holder whose thread is held up."""
+    gate, answer = threading.Event(), server.answer
+    server.answer = lambda message: gate.wait() and answer(message)
+    try:
+        yield
+    finally:
+        server.answer = answer
+        gate.set()

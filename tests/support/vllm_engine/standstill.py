@@ -14,22 +14,24 @@ PEERS, FILES = "peers", "files"
 
 
 def declare() -> None:
-    """Hold up posts of READs to peers, and reads of chunk files, where a test wants it."""
+    """Keep READs from peers in flight, and hold up reads of chunk files, where a test wants it.
+
+    UCX starts a READ without waiting for the peer, so a READ that stalls is one that does not end.
+    """
     from kvferry.tiers.files import chunk_file
-    from kvferry.transport.agent import Agent
+    from kvferry.transport.agent import Agent, ReadState
 
     folder = Path(os.environ[FOLDER])
-    post, read = Agent.post, chunk_file.read_all
+    state, read = Agent.state, chunk_file.read_all
 
-    def held_post(self: Agent, handle: Any) -> Any:
-        _wait_for(folder / PEERS)
-        return post(self, handle)
+    def held_state(self: Agent, handle: Any) -> Any:
+        return ReadState.IN_FLIGHT if (folder / PEERS).exists() else state(self, handle)
 
     def held_read(*args: Any) -> int:
         _wait_for(folder / FILES)
         return read(*args)
 
-    Agent.post, chunk_file.read_all = held_post, held_read
+    Agent.state, chunk_file.read_all = held_state, held_read
 
 
 def _wait_for(file: Path) -> None:

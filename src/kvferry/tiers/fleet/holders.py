@@ -53,7 +53,7 @@ class LookUp:
         """Wait for so many more answers, and for those that `answered` has not counted yet."""
         with self._lock:
             self._open += count - 1
-            ended = not self._open
+            ended = count > 0 and not self._open
         if ended:
             self._on_over()
 

@@ -115,6 +115,7 @@ class FleetTier(StorageTier):
         self.keys = TierKeys(place.host_tier.keys.table)
         self._holders = KnownHolders(self.keys)
         self._own: Address | None = None  # this engine, if its own settings name it
+        self._silent: set[Address] = set()  # engines that did not answer the last question
         self._runs: dict[Address, int] = {}  # incarnation of each holder whose arena was loaded last
         self.client = FleetClient(place.keys, place.peers)
         self.server: FleetServer | None = None
@@ -136,20 +137,20 @@ class FleetTier(StorageTier):
         asked = [*dict.fromkeys((*hints, *self._settings.addresses))]
         if self._own in asked:
             asked.remove(self._own)
-        directory = self._directory
-        if not asked and directory is None:
-            return None
-        look_up = LookUp(self._place.wake)
+        directory, look_up = self._directory, LookUp(self._place.wake)
         parts = [list(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS)]
-        look_up.begin(len(parts) * len(asked) + (directory is not None))
+        # No request waits for an engine that did not answer the last question.
+        awaited = [address for address in asked if address not in self._silent]
+        look_up.begin(len(parts) * len(awaited) + (directory is not None))
         if directory is not None:
             directory.find(keys, partial(self._on_found, look_up))
         for address in asked:
             for part in parts:
                 request = AskHeld(0, PROTOCOL, self._namespace, part)
                 future = self.client.ask(address, request, self._settings.find_seconds)
-                future.add_done_callback(partial(self._on_held, look_up, address, part))
-        return look_up
+                waiting = look_up if address in awaited else None
+                future.add_done_callback(partial(self._on_held, waiting, address, part))
+        return None if look_up.over else look_up
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         raise NotImplementedError("the fleet tier stores nothing")
@@ -241,16 +242,20 @@ class FleetTier(StorageTier):
         )
 
     def _on_held(
-        self, look_up: LookUp, holder: Address, keys: Sequence[bytes], future: Future[Answer]
+        self, look_up: LookUp | None, holder: Address, keys: Sequence[bytes], future: Future[Answer]
     ) -> None:
         answer = future.result()
+        if answer is None:
+            self._silent.add(holder)
         if isinstance(answer, Held):
+            self._silent.discard(holder)
             if self.server is not None and answer.incarnation == self.server.incarnation:
                 self._own = holder
             else:
                 mask = answer.mask(len(keys))
                 self._holders.add([keys[at] for at in np.flatnonzero(mask)], holder)
-        look_up.answered()
+        if look_up is not None:
+            look_up.answered()
 
     def _on_found(self, look_up: LookUp, found: Mapping[Address, Sequence[bytes]]) -> None:
         for holder, keys in found.items():
