@@ -20,6 +20,7 @@ from kvferry.tools.serving.router.bodies import (
     CHAT,
     COMPLETIONS,
     DECODE_ONLY,
+    DETOKENIZE,
     MalformedBody,
     parse_body,
     without_kv_params,
@@ -50,7 +51,7 @@ _PASSED_THROUGH = {
     "/version": "GET",
     "/tokenizer_info": "GET",
     "/tokenize": "POST",
-    "/detokenize": "POST",
+    DETOKENIZE: "POST",
 }
 
 _ONE_ENGINE = "it describes or changes a single engine; send it to the engine itself"

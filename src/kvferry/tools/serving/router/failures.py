@@ -60,6 +60,7 @@ class Failures:
         self.answered = False
         self._earlier = earlier
         self._own: list[tuple[Backend, str]] = []
+        self._reason = ""
 
     def __len__(self) -> int:
         return len(self._earlier) + len(self._own)
@@ -69,7 +70,13 @@ class Failures:
         """True if the request must not be sent to a further engine."""
         return len(self) >= _MAX_FAILURES
 
+    @property
+    def latest(self) -> str:
+        """Why the engine failed that was the last to fail; empty if none has."""
+        return self._reason
+
     def add(self, backend: Backend, reason: str) -> None:
+        self._reason = reason
         self._own.append((backend, f"{backend.role} engine {backend.url}: {reason}"))
 
     def deaths(self) -> dict[tuple[str, int], str]:

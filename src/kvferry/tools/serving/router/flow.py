@@ -10,6 +10,8 @@ If a long prompt finds an idle prefill engine that can hand over KV while it com
 at once (`streaming`). If the prefill engine then fails before the client got any data, the decode engine's
 request is cancelled, and the next prefill engine is asked as above.
 
+If a decode engine fails while the client gets its stream, another one continues it (`continuation`).
+
 The request itself may make an engine fail. After a failure it is therefore retried on only one further engine
 (`failures`).
 
@@ -21,8 +23,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -33,18 +37,28 @@ from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource, n
 from kvferry.tools.serving.router.bodies import (
     COMPLETIONS,
     DECODE_ONLY,
+    DETOKENIZE,
     api_of,
     decode_body,
     decodes_alone,
+    encoded,
     kv_params_of,
     prefill_body,
     prefill_headers,
+    text_of,
     wants_stream,
     withdrawal_body,
     withdrawal_headers,
 )
+from kvferry.tools.serving.router.continuation import Transcript, may_continue, whole_characters
 from kvferry.tools.serving.router.endpoint import Call
-from kvferry.tools.serving.router.events import is_events, relay_events
+from kvferry.tools.serving.router.events import (
+    EngineGaveUp,
+    RelayedStream,
+    end_broken,
+    is_events,
+    relay_events,
+)
 from kvferry.tools.serving.router.failures import (
     Failures,
     Refusals,
@@ -64,8 +78,7 @@ from kvferry.tools.serving.router.upstream import (
     LOOP_DETECTED,
     LOOP_REASON,
     NOT_CONNECTED,
-    BrokenBeforeFirst,
-    EngineAnswer,
+    BrokenStream,
     EngineClient,
     describe_error,
     note_unreachable,
@@ -85,6 +98,10 @@ class Completion:
     session: int | None = None  # session of the request, as `session_of` returns it; None if it has none
     # Decode engine that keeps the response which the request continues; None if any may answer.
     keeper: Backend | None = None
+    # The stream that the client gets, if its answer is one.
+    stream: RelayedStream = field(default_factory=RelayedStream)
+    # Body of the request for the rest of the stream; None before an engine has failed in it.
+    rest: dict[str, Any] | None = None
     # Failures of engines during this request, and deaths during equal ones.
     failures: Failures = field(default_factory=Failures)
     # Prefill engines that may hold KV for this request, by the name of that KV.
@@ -97,8 +114,21 @@ class Completion:
         """Reason why prefill engines were asked, but the decode engine computes the prompt."""
         return AloneReason.REFUSED if self.refusals else AloneReason.NO_KV
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Body of the request to engines, without what the router adds."""
+        return self.body if self.rest is None else self.rest
+
     async def reply(self, reply: Reply) -> None:
-        await reply.send(self.send, self.call.reply_headers)
+        """Send the answer to the client. A stream that has begun cannot have another answer, and ends."""
+        if self.stream.begun:
+            await self.end_broken()
+        else:
+            await reply.send(self.send, self.call.reply_headers)
+
+    async def end_broken(self) -> None:
+        self.call.record.broken = True
+        await end_broken(self.send, self.call.path, self.failures.latest)
 
     def failure(self) -> Reply:
         return self.failures.reply(self.call.path, self.call.reply_headers)
@@ -153,6 +183,8 @@ class CompletionFlow:
         await asyncio.gather(*self._withdrawals.values(), return_exceptions=True)
 
     async def _complete(self, completion: Completion) -> None:
+        if self._records(completion):
+            completion.stream = Transcript(completion.call.path, completion.body)
         tried, params = list[Backend](), None
         alone = self._goes_alone(completion)
         if alone is None:
@@ -168,6 +200,16 @@ class CompletionFlow:
             alone = completion.without_kv if params is None else None
         completion.call.record.note_decode(alone)
         await self._answer(completion, params)
+
+    def _records(self, completion: Completion) -> bool:
+        """Return whether to keep the token ids of a stream, to continue it if its engine fails."""
+        settings = self._settings
+        return (
+            settings.continue_streams
+            and not settings.trust_kv_params  # those bodies are relayed unchanged
+            and len(self._decode.backends) > 1
+            and may_continue(completion.call.path, completion.body)
+        )
 
     def _goes_alone(self, completion: Completion) -> AloneReason | None:
         """Return why the decode engine should compute the prompt; None if a hand-over is worth its cost."""
@@ -193,6 +235,8 @@ class CompletionFlow:
         if status == 200 and with_kv:
             completion.held.clear()  # a decode engine that has read KV ends the lease itself
         path, body, record = completion.call.path, completion.body, completion.call.record
+        if completion.rest is not None:
+            return  # says nothing about the client's own fields
         if (
             status == 200
             and completion.session is not None
@@ -297,7 +341,7 @@ class CompletionFlow:
         # Known before the request is sent, because the engine may keep KV even if its answer is lost.
         completion.held[name := new_ticket()] = backend
         unwanted = backend.take_unwanted()
-        body = prefill_body(completion.body, ticket, name, unwanted)
+        body = prefill_body(completion.asked, ticket, name, unwanted)
         try:
             with self._prefill.count_request(backend):
                 async with self._client.opened(
@@ -330,47 +374,38 @@ class CompletionFlow:
             return self._decode.next(tried, completion.session, last_resort=True)
         return None if completion.keeper in tried else completion.keeper
 
-    async def _answer(self, completion: Completion, params: dict[str, Any] | None) -> None:
+    async def _answer(
+        self, completion: Completion, params: dict[str, Any] | None, tried: Sequence[Backend] = ()
+    ) -> None:
         """Send a request to a decode engine, and relay its answer to the client.
 
         If the engine is unreachable, is busy, or fails before the client got any data, try another engine.
-        After two failures, send an error to the client instead.
+        If it fails later, another engine continues the stream if that is possible. After two failures, send
+        an error to the client instead.
 
         Args:
             params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
+            tried: engines to skip.
         """
-        call, failures = completion.call, completion.failures
-        tried: list[Backend] = []
+        call, failures, stream = completion.call, completion.failures, completion.stream
+        tried = [*tried]
         last: Reply | None = _no_engine(completion)
         while backend := self._next_decode(tried, completion):
             tried.append(backend)
-            if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
-                body = call.body
-            else:
-                # Encoded anew, so that the engine reads only fields that were checked. A response also gets
-                # an id that names the engine.
-                body = decode_body(with_response_id(call.path, completion.body, backend), params)
             try:
-                with self._decode.count_request(backend):
-                    async with self._client.opened(
-                        "POST", backend, call.path, call.headers, body
-                    ) as response:
-                        self._note_answer(completion, backend, response.status, with_kv=params is not None)
-                        if wants_stream(completion.body) and is_events(response):
-                            await self._relay(completion, backend, response)
-                            return
-                        reply = await read_whole(response)
+                reply = await self._ask(completion, backend, params)
             except NOT_CONNECTED as error:
                 note_unreachable(backend, error)
                 continue
-            except (*BROKEN, BrokenBeforeFirst) as error:
-                note_unreachable(backend, error)
-                failures.add(backend, describe_error(error))
+            except (*BROKEN, BrokenStream) as error:
+                await self._note_failure(completion, backend, error)
                 last = None
             else:
+                if reply is None:
+                    return
                 if not is_busy(reply.status) and not is_failure(reply.status):
                     backend.note_success()
-                    failures.answered = True
+                    failures.answered = not stream.begun
                     await completion.reply(reply)
                     return
                 last = reply
@@ -382,6 +417,9 @@ class CompletionFlow:
                 # the client should not get it.
                 await probe(self._client, backend)
                 last = reply if backend.up else None
+            if stream.begun:
+                await self._continue(completion, tried)
+                return
             # The failed engine may have read the KV, and then the prefill engine has freed it.
             call.record.note_ticket_lost()
             params = None
@@ -390,14 +428,92 @@ class CompletionFlow:
                 break
         await completion.reply(last or completion.failure())
 
-    async def _relay(self, completion: Completion, backend: Backend, response: EngineAnswer) -> None:
-        call = completion.call
-        if fault := await relay_events(response, completion.send, call.reply_headers, call.path):
-            backend.mark_down(fault)
-            completion.failures.add(backend, fault)
-            call.record.broken = True
+    async def _ask(
+        self, completion: Completion, backend: Backend, params: dict[str, Any] | None
+    ) -> Reply | None:
+        """Send a request to a decode engine. Return its answer; None if that was a stream, which is relayed.
+
+        Raises:
+            aiohttp.ClientError: the connection broke.
+            SilentEngine: the engine is silent.
+            BrokenStream: the engine's stream ended before its last event.
+        """
+        call, stream = completion.call, completion.stream
+        if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
+            body = call.body
         else:
-            completion.failures.answered = True
+            # Encoded anew, so that the engine reads only fields that were checked. A response also gets an id
+            # that names the engine.
+            asked = stream.asks(with_response_id(call.path, completion.asked, backend))
+            body = decode_body(asked, params)
+        with self._decode.count_request(backend):
+            async with self._client.opened("POST", backend, call.path, call.headers, body) as response:
+                self._note_answer(completion, backend, response.status, with_kv=params is not None)
+                if not (wants_stream(completion.body) and is_events(response)):
+                    return await read_whole(response)
+                await relay_events(response, completion.send, call.reply_headers, stream)
+        completion.failures.answered = True
+        return None
+
+    async def _note_failure(self, completion: Completion, backend: Backend, error: Exception) -> None:
+        completion.failures.add(backend, describe_error(error))
+        if isinstance(error, EngineGaveUp):
+            backend.back_off()
+            await probe(self._client, backend)
+        else:
+            note_unreachable(backend, error)
+
+    async def _continue(self, completion: Completion, failed: Sequence[Backend]) -> None:
+        """Have another decode engine continue a stream whose engine has failed. Else end it with an error."""
+        call, stream, failures = completion.call, completion.stream, completion.failures
+        if not isinstance(stream, Transcript) or not stream.continuable:
+            await completion.end_broken()
+            return
+        if stream.finished:
+            failures.answered = True
+            await completion.send({"type": "http.response.body", "body": stream.end()})
+            return
+        (prompt, answer), tried, kept = stream.tokens(), [*failed], None
+        if not failures.exhausted:
+            ask = partial(self._text_of, completion, tried)
+            kept = await whole_characters(prompt, answer, stream.max_dropped, ask)
+        if kept is None:
+            await completion.end_broken()
+            return
+        rest = stream.continued(call.path, prompt, kept)
+        completion = replace(completion, stream=rest, rest=rest.body)
+        _log.warning(
+            "request %s goes on at another decode engine, after %d tokens: %s",
+            call.reply_headers[0][1].decode(errors="replace"), len(kept), failures.latest,
+        )  # fmt: skip
+        call.record.continued = True
+        params = None
+        if len(rest.known) >= self._settings.min_prefill_tokens:
+            params = await self._kv_of_prompt(completion, [])
+        if failures.exhausted:
+            await completion.end_broken()
+        else:
+            await self._answer(completion, params, tried)
+
+    async def _text_of(self, completion: Completion, tried: list[Backend], tokens: list[int]) -> str | None:
+        """Ask a decode engine for the text of tokens. Return None if none answers.
+
+        Args:
+            tried: engines not to ask. Those that cannot be reached are added.
+        """
+        body = encoded({"model": completion.body.get("model"), "tokens": tokens})
+        headers = prefill_headers(completion.call.headers)
+        while backend := self._next_decode(tried, completion):
+            try:
+                async with self._client.opened("POST", backend, DETOKENIZE, headers, body) as response:
+                    return text_of((await read_whole(response)).body)
+            except NOT_CONNECTED as error:
+                note_unreachable(backend, error)
+                tried.append(backend)
+            except BROKEN as error:
+                note_unreachable(backend, error)
+                return None
+        return None
 
 
 def _no_engine(completion: Completion) -> Reply:
