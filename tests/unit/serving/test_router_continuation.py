@@ -104,7 +104,7 @@ def test_a_stream_goes_on_without_a_lost_or_repeated_token_wherever_its_engine_d
     assert len(alone[0].encode()) > len(alone[0]), "characters of several tokens"
     for per_event in (1, 3):
         here.first.per_event = per_event
-        for here.first.dies_after in range(1, TOKENS):
+        for here.first.dies_after in range(1, TOKENS, 1 if dies == "break" else 4):
             assert content(here.ask(path, **options)) == alone, here.first.dies_after
     counts = {"prompt_tokens": len(PROMPT), "total_tokens": len(PROMPT) + TOKENS, "completion_tokens": TOKENS}
     assert alone[3] == [counts]
@@ -260,6 +260,15 @@ def test_an_engine_that_begins_anew_is_not_believed(routed):
     assert b"it did not continue the answer" in answer
     text = "".join(re.findall(r'"content":"([^"]*)"', answer.decode()))
     assert len(text.split()) <= 10
+
+
+@pytest.mark.slow
+def test_an_engine_whose_parser_begins_anew_is_not_believed(routed):
+    here = routed()
+    here.second.parses, here.first.dies_after = True, 10
+    answer = here.ask(PATHS[1])
+    assert b"its parser takes the rest" in answer
+    assert b'"reasoning"' not in answer
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@
          └→ next decode engine ── the rest of the events ──→ `Continuation` ── events ──→ client
 
 The router asks engines for the token ids of the prompt and of the answer, keeps them, and removes them from
-the events. If the engine fails, another one gets these ids as its prompt and generates the rest. The idea is
-that of Dynamo's request migration (https://docs.nvidia.com/dynamo). A request is continued only if the rest
-does not depend on anything but these tokens, see `may_continue`.
+the events. If the engine fails, another one gets these ids as its prompt and generates the rest, as in
+Dynamo's request migration (https://docs.nvidia.com/dynamo/dev/kubernetes/fault-tolerance/request-migration).
+A request is continued only if the rest depends on nothing but these tokens, see `may_continue`.
 
 A token may be a part of a character. An engine would then repeat the whole prompt as text, because tokenizers
 decode a prompt only from a whole character on. So the next engine generates such last tokens again: the
@@ -95,16 +95,15 @@ _KNOWN = _UNCHANGED | _OF_THE_PROMPT
 _NOT_SENT_AGAIN = ("suffix", "truncate_prompt_tokens", "truncation_side")
 _LIMITS = ("max_completion_tokens", "max_tokens")
 
-# No quotation mark in a text looks like one of these: JSON has a backslash before it.
-_FIELDS = re.compile(
-    rb'"token_ids": ?\[(?P<tokens>[\d, ]*)\]'
-    rb'|"prompt_token_ids": ?\[(?P<prompt>[\d, ]*)\]'
-    rb'|"finish_reason": ?(?P<reason>null|"\w*")'
-    rb'|(?P<usage>"choices": ?\[\])'
-    rb'|(?P<parsed>"(?:reasoning|tool_calls)": ?(?!null)|"delta": ?\{\})'
-)
-# Events with one of these are looked at one by one.
-_UNUSUAL = re.compile(rb'^data: \{"error"|"finish_reason": ?"abort"|"delta": ?\{\}', re.MULTILINE)
+# No text has one of these: JSON has a backslash before a quotation mark in a text.
+_IDS = b'token_ids":['
+_CHOICE = b'"finish_reason":'
+_REASON = b'"finish_reason":"'
+_NO_CHOICE = b'"choices":[]'
+_ABORTED = b'"finish_reason":"abort"'
+_ERROR = b'data: {"error"'
+_SWALLOWED = b'"delta":{}'
+_PARSED = re.compile(rb'"(?:reasoning|tool_calls)":(?!null)')
 _EVENT_END = b"\n\n"
 _DONE = b"data: [DONE]" + _EVENT_END
 
@@ -209,43 +208,38 @@ class Transcript(RelayedStream):
         return {**body, "return_token_ids": True}
 
     def take(self, events: bytes) -> bytes:
-        if not _UNUSUAL.search(events):
+        if _ABORTED not in events and _ERROR not in events and _SWALLOWED not in events:
             return self._without_ids(events)
         found = b""
         for event in _split(events):
             # Without an event so far, another engine can begin anew.
             if (self.continuable or not self._first) and (reason := _given_up(event)):
                 raise EngineGaveUp(found, reason)
-            # vLLM sends this event only because of the token ids: a parser has taken the text.
-            if b'"delta":{}' in event and b'"finish_reason":null' in event and not self._keeps_ids:
-                self._is_text = False
-            else:
+            self._is_text = self._is_text and _SWALLOWED not in event
+            # vLLM sends this event only because of the token ids.
+            if _SWALLOWED not in event or _REASON in event or self._keeps_ids:
                 found += self._without_ids(event)
         return found
 
     def _without_ids(self, events: bytes) -> bytes:
-        found = _FIELDS.sub(self._noted, events)
+        self._choices += events.count(_CHOICE)
+        self.finished = self.finished or _REASON in events
+        self._has_usage = self._has_usage or _NO_CHOICE in events
+        if self._is_chat and _PARSED.search(events):
+            self._is_text = False
+        found, start = b"", 0
+        while (at := events.find(_IDS, start)) >= 0:
+            first, end = at + len(_IDS), events.index(b"]", at)
+            if events.endswith(b'"prompt_', start, at):
+                self._prompt = events[first:end]
+            else:
+                self._with_tokens += 1
+                self._tokens += b"," * (first < end) + events[first:end]
+            found += events[start : end + 1] if self._keeps_ids else events[start : first - 1] + b"null"
+            start = end + 1
+        found += events[start:]
         self._first = self._first or found
         return found
-
-    def _noted(self, match: re.Match[bytes]) -> bytes:
-        match match.lastgroup:
-            case "tokens":
-                self._with_tokens += 1
-                if match["tokens"]:
-                    self._tokens += b"," + match["tokens"]
-                return match[0] if self._keeps_ids else b'"token_ids":null'
-            case "prompt":
-                self._prompt = match["prompt"]
-                return match[0] if self._keeps_ids else b'"prompt_token_ids":null'
-            case "reason":
-                self._choices += 1
-                self.finished |= match["reason"] != b"null"
-            case "usage":
-                self._has_usage = True
-            case "parsed":
-                self._is_text = False
-        return match[0]
 
     @property
     def continuable(self) -> bool:
@@ -255,7 +249,7 @@ class Transcript(RelayedStream):
 
     def tokens(self) -> tuple[list[int], list[int]]:
         """Return the token ids of the prompt and of the answer so far."""
-        prompt, answer = (json.loads(b"[%b]" % ids) for ids in (self._prompt or b"", self._tokens[1:]))
+        prompt, answer = (json.loads(b"[%b]" % ids) for ids in (self._prompt or b"", bytes(self._tokens[1:])))
         return prompt, answer
 
     @property
@@ -312,24 +306,28 @@ class Continuation(RelayedStream):
     def take(self, events: bytes) -> bytes:
         found = b""
         for event in _split(events):
-            if reason := _given_up(event):
+            chunk = json.loads(event.removeprefix(b"data: ")) if event.startswith(b"data: {") else None
+            if reason := _given_up(event) or (chunk and self._why_other(chunk)):
                 raise EngineGaveUp(found, reason)
-            found += self._rewritten(event)
+            found += event if chunk is None else self._rewritten(chunk)
         return found
 
-    def _rewritten(self, event: bytes) -> bytes:
-        if not event.startswith(b"data: {"):
-            return event
-        chunk = json.loads(event.removeprefix(b"data: "))
+    def _why_other(self, chunk: dict[str, Any]) -> str | None:
+        """Return why an event does not belong to the rest of the answer; None if it does."""
         choices = chunk.get("choices", ())
         if not self._is_certain:
-            places = (chunk, *choices)
-            if self.known not in [place.get("prompt_token_ids") for place in places]:
-                raise EngineGaveUp(b"", "it did not continue the answer")
+            if self.known not in [place.get("prompt_token_ids") for place in (chunk, *choices)]:
+                return "it did not continue the answer"
             self._is_certain = True
-            if any("role" in choice.get("delta", ()) for choice in choices):
-                return b""  # the client has got the role
-        for choice in choices:
+        deltas = [choice.get("delta") or {} for choice in choices]
+        if any(delta.get("reasoning") or delta.get("tool_calls") for delta in deltas):
+            return "its parser takes the rest of the answer for something else than text"
+        return None
+
+    def _rewritten(self, chunk: dict[str, Any]) -> bytes:
+        for choice in chunk.get("choices", ()):
+            if "role" in choice.get("delta", ()):
+                return b""  # the client has got it
             for key in ("prompt_token_ids", *(() if self._keeps_ids else ("token_ids",))):
                 if key in choice:
                     choice[key] = None
@@ -360,7 +358,8 @@ def _continued_body(path: str, body: dict[str, Any], known: Sequence[int], answe
             kept["max_tokens"] = _DEFAULT_LIMIT
     for limit in _LIMITS:
         if kept.get(limit) is not None:
-            kept[limit] -= answered
+            # Of two limits only one counts, and the other may be less than what came.
+            kept[limit] = max(kept[limit] - answered, 1)
     if kept.get("min_tokens"):
         kept["min_tokens"] = max(kept["min_tokens"] - answered, 0)
     return kept
@@ -378,9 +377,9 @@ def _split(events: bytes) -> Iterator[bytes]:
 
 def _given_up(event: bytes) -> str | None:
     """Return why an engine ends an incomplete answer with this event; None if it does not."""
-    if b'"finish_reason":"abort"' in event:
+    if _ABORTED in event:
         return "it aborted the request"  # as vLLM does when it is stopped
-    if not event.startswith(b'data: {"error"'):
+    if not event.startswith(_ERROR):
         return None
     try:
         error = json.loads(event.removeprefix(b"data: "))["error"]

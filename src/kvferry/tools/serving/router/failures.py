@@ -77,7 +77,7 @@ class Failures:
 
     def add(self, backend: Backend, reason: str) -> None:
         self._reason = reason
-        self._own.append((backend, f"{backend.role} engine {backend.url}: {reason}"))
+        self._own.append((backend, f"{backend}: {reason}"))
 
     def deaths(self) -> dict[tuple[str, int], str]:
         """Return descriptions of the engines that failed and are down now, by (URL, times it was lost)."""

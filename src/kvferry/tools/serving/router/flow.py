@@ -27,13 +27,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from starlette.types import Send
 
 from kvferry.common.limited_log import LimitedLog
-from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource, new_ticket
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines, StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import (
     COMPLETIONS,
     DECODE_ONLY,
@@ -134,11 +135,19 @@ class Completion:
         return self.failures.reply(self.call.path, self.call.reply_headers)
 
 
+class Offer(NamedTuple):
+    """The KV of a prompt in a prefill engine, for a decode engine."""
+
+    backend: Backend
+    params: dict[str, Any]  # ``kv_transfer_params``
+
+
 class CompletionFlow:
     """Handler of completion requests."""
 
-    def __init__(self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient) -> None:
-        self._settings, self._prefill, self._decode, self._client = settings, prefill, decode, client
+    def __init__(self, settings: RouterSettings, engines: Engines, client: EngineClient) -> None:
+        self._settings, self._client = settings, client
+        self._prefill, self._decode = engines.prefill, engines.decode
         self._suspects = Suspects(settings.clock)
         self._turns = Turns()
         self._mismatches = LimitedLog(_log)
@@ -185,7 +194,7 @@ class CompletionFlow:
     async def _complete(self, completion: Completion) -> None:
         if self._records(completion):
             completion.stream = Transcript(completion.call.path, completion.body)
-        tried, params = list[Backend](), None
+        tried, offer = list[Backend](), None
         alone = self._goes_alone(completion)
         if alone is None:
             backend = self._prefill.next(tried, completion.session)
@@ -193,13 +202,13 @@ class CompletionFlow:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source):
                     return
-            params = await self._kv_of_prompt(completion, tried)
+            offer = await self._kv_of_prompt(completion, tried)
             if completion.failures.exhausted:
                 await completion.reply(completion.failure())
                 return
-            alone = completion.without_kv if params is None else None
+            alone = completion.without_kv if offer is None else None
         completion.call.record.note_decode(alone)
-        await self._answer(completion, params)
+        await self._answer(completion, offer)
 
     def _records(self, completion: Completion) -> bool:
         """Return whether to keep the token ids of a stream, to continue it if its engine fails."""
@@ -216,11 +225,12 @@ class CompletionFlow:
         path, body, session = completion.call.path, completion.body, completion.session
         if alone := decodes_alone(path, body):
             return alone
-        limit = self._settings.min_prefill_tokens
+        limit, backend = self._settings.min_prefill_tokens, self._decode.next([], session, last_resort=True)
+        if backend is not None and backend.role is Role.BOTH:
+            return AloneReason.BOTH
         if limit and not has_media(body):
             if estimated_tokens(body) < limit:
                 return AloneReason.SHORT
-            backend = self._decode.next([], session, last_resort=True)
             if session is not None and backend is not None:
                 added = self._turns.new_tokens(session, backend, path, body)
                 if added is not None and added < limit:
@@ -292,7 +302,8 @@ class CompletionFlow:
             async with anyio.create_task_group() as group:
                 group.start_soon(prefill)
                 record.note_decode(None)
-                await self._answer(replace(completion, send=send_noted), source.offer(ticket))
+                offer = Offer(backend, source.offer(ticket))
+                await self._answer(replace(completion, send=send_noted), offer)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
@@ -301,8 +312,8 @@ class CompletionFlow:
             await self._answer(completion, None)
         return not failed
 
-    async def _kv_of_prompt(self, completion: Completion, tried: list[Backend]) -> dict[str, Any] | None:
-        """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
+    async def _kv_of_prompt(self, completion: Completion, tried: list[Backend]) -> Offer | None:
+        """Have a prefill engine compute the prompt, and return the offer of its KV.
 
         Return None if no prefill engine offers KV, if one refuses the request, or if too many engines failed.
         In the first two cases the decode engine answers the request.
@@ -320,8 +331,8 @@ class CompletionFlow:
             if reply.status != 200:
                 return None  # the decode engine has the last word, in case that their settings differ
             params = kv_params_of(reply.body)
-            if backend.note_hand_over(params):
-                return params
+            if backend.note_hand_over(params) and params is not None:
+                return Offer(backend, params)
             if params is not None and not params.get("remote_stopped"):
                 return None  # it offers no KV of this prompt, and no other engine will
         return None
@@ -343,7 +354,7 @@ class CompletionFlow:
         unwanted = backend.take_unwanted()
         body = prefill_body(completion.asked, ticket, name, unwanted)
         try:
-            with self._prefill.count_request(backend):
+            with backend.count_request():
                 async with self._client.opened(
                     "POST", backend, call.path, prefill_headers(call.headers), body
                 ) as response:
@@ -375,7 +386,7 @@ class CompletionFlow:
         return None if completion.keeper in tried else completion.keeper
 
     async def _answer(
-        self, completion: Completion, params: dict[str, Any] | None, tried: Sequence[Backend] = ()
+        self, completion: Completion, offer: Offer | None, tried: Sequence[Backend] = ()
     ) -> None:
         """Send a request to a decode engine, and relay its answer to the client.
 
@@ -384,7 +395,7 @@ class CompletionFlow:
         an error to the client instead.
 
         Args:
-            params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
+            offer: the prompt's KV; None if the decode engine computes the prompt.
             tried: engines to skip.
         """
         call, failures, stream = completion.call, completion.failures, completion.stream
@@ -393,7 +404,7 @@ class CompletionFlow:
         while backend := self._next_decode(tried, completion):
             tried.append(backend)
             try:
-                reply = await self._ask(completion, backend, params)
+                reply = await self._ask(completion, backend, offer)
             except NOT_CONNECTED as error:
                 note_unreachable(backend, error)
                 continue
@@ -422,15 +433,13 @@ class CompletionFlow:
                 return
             # The failed engine may have read the KV, and then the prefill engine has freed it.
             call.record.note_ticket_lost()
-            params = None
+            offer = None
             if failures.exhausted:
                 last = None
                 break
         await completion.reply(last or completion.failure())
 
-    async def _ask(
-        self, completion: Completion, backend: Backend, params: dict[str, Any] | None
-    ) -> Reply | None:
+    async def _ask(self, completion: Completion, backend: Backend, offer: Offer | None) -> Reply | None:
         """Send a request to a decode engine. Return its answer; None if that was a stream, which is relayed.
 
         Raises:
@@ -439,6 +448,8 @@ class CompletionFlow:
             BrokenStream: the engine's stream ended before its last event.
         """
         call, stream = completion.call, completion.stream
+        # An engine that has computed the prompt for another one has it in its own cache.
+        params = None if offer is None or offer.backend is backend else offer.params
         if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
             body = call.body
         else:
@@ -446,7 +457,7 @@ class CompletionFlow:
             # that names the engine.
             asked = stream.asks(with_response_id(call.path, completion.asked, backend))
             body = decode_body(asked, params)
-        with self._decode.count_request(backend):
+        with backend.count_request():
             async with self._client.opened("POST", backend, call.path, call.headers, body) as response:
                 self._note_answer(completion, backend, response.status, with_kv=params is not None)
                 if not (wants_stream(completion.body) and is_events(response)):
@@ -487,13 +498,14 @@ class CompletionFlow:
             call.reply_headers[0][1].decode(errors="replace"), len(kept), failures.latest,
         )  # fmt: skip
         call.record.continued = True
-        params = None
-        if len(rest.known) >= self._settings.min_prefill_tokens:
-            params = await self._kv_of_prompt(completion, [])
+        offer, backend = None, self._next_decode(tried, completion)
+        is_short = len(rest.known) < self._settings.min_prefill_tokens
+        if backend is not None and backend.role is not Role.BOTH and not is_short:
+            offer = await self._kv_of_prompt(completion, [*failed])
         if failures.exhausted:
             await completion.end_broken()
         else:
-            await self._answer(completion, params, tried)
+            await self._answer(completion, offer, tried)
 
     async def _text_of(self, completion: Completion, tried: list[Backend], tokens: list[int]) -> str | None:
         """Ask a decode engine for the text of tokens. Return None if none answers.

@@ -35,6 +35,7 @@ class AloneReason(StrEnum):
     """Reason why a completion goes to a decode engine alone, as a value of the label ``reason``."""
 
     ENDPOINT = "endpoint"
+    BOTH = "both"
     KV_PARAMS = "kv_params"
     PROMPTS = "prompts"
     PROMPT_LOGPROBS = "prompt_logprobs"

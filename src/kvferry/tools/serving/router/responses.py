@@ -10,7 +10,8 @@ from urllib.parse import quote
 import xxhash
 from starlette.types import Send
 
-from kvferry.tools.serving.router.backends import Backend, Pool
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines
 from kvferry.tools.serving.router.endpoint import Call
 from kvferry.tools.serving.router.events import RelayedStream, end_broken, is_events, relay_events
 from kvferry.tools.serving.router.failures import is_failure
@@ -55,20 +56,21 @@ def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
 
 
 class Responses:
-    """The responses that decode engines keep, also those that are being removed."""
+    """The responses that decode engines keep, also those that are being removed or now prefill."""
 
-    def __init__(self, decode: Pool, client: EngineClient) -> None:
-        self._decode, self._client = decode, client
+    def __init__(self, engines: Engines, client: EngineClient) -> None:
+        self._engines, self._client = engines, client
 
     async def keeper_of(self, response_id: str, headers: Headers) -> Backend | Reply:
         """Return the decode engine that keeps a response, or the error for the client.
 
         The engine is known if the id names it, or if there is one engine only. It need not have the response.
         """
-        backends = self._decode.known
-        named = [one for one in backends if response_id.endswith(_mark(one))] or backends
-        if len(named) == 1:
-            return named[0]
+        known = self._engines.known
+        backends = [one for one in known if response_id.endswith(_mark(one))]
+        backends = backends or [one for one in known if one.role is not Role.PREFILL]
+        if len(backends) == 1:
+            return backends[0]
         unreachable = []
         for backend in backends:
             try:
