@@ -15,8 +15,9 @@ import pytest
 
 from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend, Engines, StreamSource
+from kvferry.tools.serving.router.completion import Completion
 from kvferry.tools.serving.router.endpoint import Call
-from kvferry.tools.serving.router.flow import Completion, CompletionFlow
+from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import RequestRecord
 from kvferry.tools.serving.router.settings import RouterSettings
 from support.clock import Clock

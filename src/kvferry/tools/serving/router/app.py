@@ -25,10 +25,11 @@ from kvferry.tools.serving.router.bodies import (
     parse_body,
     without_kv_params,
 )
+from kvferry.tools.serving.router.completion import Completion
 from kvferry.tools.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.tools.serving.router.failures import Failures
 from kvferry.tools.serving.router.fleet import Introductions, Prober, watch_engines
-from kvferry.tools.serving.router.flow import Completion, CompletionFlow
+from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.tools.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, RESPONSES, ApiError, Reply
 from kvferry.tools.serving.router.responses import Responses, previous_response
