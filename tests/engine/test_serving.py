@@ -730,13 +730,12 @@ def router(served, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def words(served) -> list[int]:
-    """The tokens of whole ASCII words."""
-    asked = {"model": served.model, "prompt": TEXT * 4, "return_token_strs": True}
-    told = served.client.post(f"{served.url}/tokenize", json=asked).json()
-    return sorted(
-        {token for token, said in zip(told["tokens"], told["token_strs"], strict=True) if said[0] == "\u0120"}
-    )
+def words(model) -> list[int]:
+    """Tokens of whole words."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    return [
+        number for token, number in tokenizer["model"]["vocab"].items() if re.fullmatch("\u0120[a-z]+", token)
+    ]
 
 
 LONG = 60
@@ -752,7 +751,7 @@ def asked(path: str, words: list[int], name: str) -> dict:
 
 
 def whole(lines: list[str]) -> tuple[str, list[str], dict]:
-    """Text, finish reasons and usage of a stream with one id and time of creation."""
+    """Text, finish reasons and numbers of tokens of a stream with one id and time of creation."""
     events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]", events[-1]
     found = [json.loads(event) for event in events[:-1]]
@@ -760,7 +759,8 @@ def whole(lines: list[str]) -> tuple[str, list[str], dict]:
     choices = [choice for one in found for choice in one["choices"]]
     assert not [choice for choice in choices if choice.get("token_ids")]
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
-    return text, [one["finish_reason"] for one in choices if one["finish_reason"]], found[-1]["usage"]
+    counts = {name: found[-1]["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    return text, [one["finish_reason"] for one in choices if one["finish_reason"]], counts
 
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -772,14 +772,17 @@ def test_a_stream_that_is_cut_anywhere_goes_on_at_the_other_engine(served, route
     body = asked(path, words, f"Cut {path}")
     alone = whole([*router.stream(path, **body)])
     assert alone[1] == ["length"]
-    assert alone[2]["completion_tokens"] == LONG
+    assert alone[2]["completion"] == LONG
+    assert len(set(alone[0].split())) > LONG // 4, "hardly a word is repeated"
     length, points, before = router.cutter.passed, random.Random(path), router.continued()
     first = length // 4  # after the token ids of the prompt
     for number in range(1, 6):
         router.use(f"both {served.prefill}", f"decode {router.cutter.url}")
-        router.cutter.after = points.randrange(first, length - 400)
+        # A busy machine has several tokens in an event, and so fewer bytes.
+        router.cutter.after = points.randrange(first, length // 2)
         assert whole([*router.stream(path, **body)]) == alone
-        assert router.continued() == before + number
+        assert router.cutter.after is None, "it was cut"
+        wait_for(lambda: router.continued() == before + number)  # noqa: B023 - it is called at once
     # The rest of another prompt's answer is another text.
     assert whole([*router.stream(path, **asked(path, words, "Other"))])[0] != alone[0]
 
@@ -790,7 +793,8 @@ def test_events_of_a_stream_are_the_engines_own(served, router, words):
     for path in PATHS:
         body = {"model": served.model, "temperature": 0, "stream": True, **asked(path, words, "Events")}
         told = []
-        for url in (router.url, served.decode):
+        for salt, url in (("routed", router.url), ("alone", served.decode)):
+            body["cache_salt"] = salt  # or the usage would tell that it was computed before
             answer = served.client.post(url + path, json=body, headers={"x-request-id": "events"})
             events = re.sub(r'"created":\d+|"(?:text|content)":"[^"]+"', "", answer.text)
             told.append((whole(answer.text.splitlines())[0], {*events.splitlines()}))
@@ -810,7 +814,7 @@ def test_a_stream_of_an_engine_that_aborts_it_goes_on_at_the_other_engine(served
         lines.append(line)
     assert served.client.post(f"{served.decode}/resume").status_code == 200
     assert whole(lines) == alone
-    assert router.continued() == before + 1
+    wait_for(lambda: router.continued() == before + 1)
 
 
 def test_engines_change_their_roles_while_they_serve(served, router):

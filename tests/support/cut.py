@@ -43,15 +43,22 @@ class Cutter:
             while True:
                 client, _ = self._server.accept()
                 engine = socket.create_connection(self._target)
+                answering = threading.Event()  # set while the connection answers such a request
                 for one, other in ((client, engine), (engine, client)):
-                    threading.Thread(target=self._pass, args=(one, other, one is client), daemon=True).start()
+                    of = one, other, answering, one is client
+                    threading.Thread(target=self._pass, args=of, daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket, is_client: bool) -> None:
+    def _pass(
+        self, source: socket.socket, target: socket.socket, answering: threading.Event, is_client: bool
+    ) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 if is_client and data.startswith(_REQUEST):
                     self.passed = 0
-                elif not is_client:
+                    answering.set()
+                elif is_client and data.startswith((b"GET ", b"POST ")):
+                    answering.clear()
+                elif not is_client and answering.is_set():
                     self.passed += len(data)
                     if self.after is not None and self.passed >= self.after:
                         target.sendall(data[: len(data) - (self.passed - self.after)])

@@ -47,7 +47,8 @@ class TokenEngine:
         dies: how: the connection breaks, or the last event says ``abort`` or ``error``, as vLLM's.
         loses: number of the last events of a complete stream that are lost.
         per_event: number of tokens in an event.
-        parses: whether a parser takes the third token of a chat, and calls the fourth reasoning.
+        swallows: whether a parser takes the third token of a chat.
+        reasons: whether a parser calls the fourth token of a chat reasoning.
         keeps_prompt: whether it ignores the token ids in place of a chat's messages, as older releases do.
         bodies: parsed bodies of completions.
         created: time in its events.
@@ -57,7 +58,8 @@ class TokenEngine:
     dies: str = "break"
     loses: int = 0
     per_event: int = 1
-    parses: bool = False
+    swallows: bool = False
+    reasons: bool = False
     keeps_prompt: bool = False
     created: int = 1
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -158,11 +160,11 @@ class TokenEngine:
         found = [{**first, "prompt_token_ids": known if ids else None}]
         for number, (tokens, text, reason) in enumerate(self.generated(body, known)):
             delta: dict[str, Any] = {"content": text}
-            if self.parses and number == 2:
+            if self.swallows and number == 2:
                 delta = {}
                 if not ids:
                     continue
-            elif self.parses and number == 3:
+            elif self.reasons and number == 3:
                 delta = {"reasoning": text}
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
             choice |= {"token_ids": tokens if ids else None, "count": tokens}

@@ -242,9 +242,11 @@ def test_other_prompts_and_endpoints_are_not_continued():
 
 
 @pytest.mark.slow
-def test_a_stream_is_ended_with_an_error_if_a_parser_took_a_part_of_it(routed):
+@pytest.mark.parametrize("parser", ["swallows", "reasons"])
+def test_a_stream_is_ended_with_an_error_if_a_parser_took_a_part_of_it(routed, parser):
     here = routed()
-    here.first.parses, here.first.dies_after = True, 10
+    setattr(here.first, parser, True)
+    here.first.dies_after = 10
     assert b"engine_failed" in here.ask(PATHS[1])
     assert here.second.bodies == []
     assert here.alone(PATHS[1]).count(b'"delta":{}') == 0, (
@@ -265,7 +267,7 @@ def test_an_engine_that_begins_anew_is_not_believed(routed):
 @pytest.mark.slow
 def test_an_engine_whose_parser_begins_anew_is_not_believed(routed):
     here = routed()
-    here.second.parses, here.first.dies_after = True, 10
+    here.second.reasons, here.first.dies_after = True, 10
     answer = here.ask(PATHS[1])
     assert b"its parser takes the rest" in answer
     assert b'"reasoning"' not in answer
@@ -287,12 +289,23 @@ def test_a_stream_whose_second_engine_dies_too_ends_with_an_error(routed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"continue_streams": False}, {"trust_kv_params": True}], ids=str)
-def test_a_stream_ends_with_an_error_if_that_is_wanted(routed, settings):
+def test_a_stream_ends_with_an_error_if_that_is_wanted(routed, kv, settings):
     here = routed(**settings)
+    here.prefill.hands_over = kv
     here.first.dies_after = 10
     answer = here.ask(PATHS[0])
     assert b"engine_failed" in answer
     assert here.second.bodies == []
+    assert "return_token_ids" not in here.first.bodies[0]
+
+
+@pytest.mark.slow
+def test_a_stream_is_not_continued_after_two_failures(routed):
+    here = routed()
+    here.prefill.status, here.first.dies_after = 500, 10
+    assert b"engine_failed" in here.ask(PATHS[0])
+    assert (here.second.bodies, here.second.asked_for_text) == ([], 0)
+    assert "continued_streams_total 0.0" in here.scene.client.get("/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,19 @@ def test_requests_under_way_end_at_an_engine_whose_role_changes_and_new_ones_fol
     before = [len(engine.raw) for engine in (one, other)]
     for _ in range(4):
         assert scene.complete().status_code == 200
-    # Two requests to each. That which does both computes the prompts of both.
+    # Two requests went to each. The engine that does both computed the prompts of all.
     assert [len(engine.raw) - count for engine, count in zip((one, other), before, strict=True)] == [2, 4]
     assert ["kv_transfer_params" in body for body in one.bodies[-2:]] == [True, True]
     assert sorted("kv_transfer_params" in body for body in other.bodies[-4:]) == [False, False, True, True]
     assert 'requests_total{outcome="decode",reason="both"} 2.0' in scene.client.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_an_engine_gets_no_offer_of_its_own(stage, fake, kv):
+    both, busy = fake(hands_over=kv), fake(status=503)
+    scene = stage([both], [busy, both])
+    assert scene.complete().status_code == 200
+    assert busy.bodies[0]["kv_transfer_params"] == kv
+    prefill, decode = both.bodies
+    assert prefill["kv_transfer_params"]["do_remote_decode"]
+    assert "kv_transfer_params" not in decode
