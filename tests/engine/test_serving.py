@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -27,10 +28,12 @@ from kvferry.observe.metrics import COMMON, CONNECTOR, EXPOSED
 from kvferry.tools.serving.router.backends import StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import prefill_body, withdrawal_body
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.cut import Cutter
 from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes
 from support.terminal import Terminal
+from support.token_engine import session_for
 from support.vllm_engine import copied
 from support.vllm_engine.plugins import with_plugins
 from support.waiting import wait_for
@@ -664,16 +667,200 @@ def test_metrics_page_has_every_metric_of_top_and_dashboards(served):
             assert set(re.findall(r'(\w+)="', labels)) - {"le"} == asked, name
 
 
+class Router:
+    """A `kvferry router` over both engines, in any role, and over the decode engine through `cutter` too."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        self._file = folder / "engines"
+        self._client, self.served = served.client, served
+        address = urlsplit(served.decode)
+        self.cutter = Cutter(address.hostname, address.port)
+        self._write(f"prefill {served.prefill}", f"decode {served.decode}")
+        command = [*KVFERRY, "router", "--engines-file", str(self._file), "--port", "0"]
+        command += ["--min-prefill-tokens", "0"]
+        self.log = folder / "log"
+        with self.log.open("wb") as errors:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.url = self._process.stdout.readline().split()[-1].removesuffix("/v1")
+
+    def _write(self, *lines: str) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text("\n".join(lines))
+        new.rename(self._file)
+
+    def use(self, *lines: str) -> None:
+        """Give the router these engines, and wait until they are up. Streams begin at the last one."""
+        self._write(*lines)
+        *others, last = (line.split()[1] for line in lines)
+        self._session = session_for(last, others)
+        wanted = {"prefill": [], "decode": []}
+        for role, url in map(str.split, lines):
+            for task in wanted if role == "both" else [role]:
+                wanted[task].append(url)
+
+        def found() -> dict[str, list[str]]:
+            health = self._client.get(f"{self.url}/health").json()
+            return {task: [one["url"] for one in health[task] if one["up"]] for task in wanted}
+
+        wait_for(lambda: found() == wanted)
+
+    def stream(self, path: str, **body) -> Iterator[str]:
+        """Yield the lines of a stream, as they come."""
+        body = {"model": self.served.model, "temperature": 0, "ignore_eos": True, "stream": True, **body}
+        headers = {"x-session-id": self._session}
+        with self._client.stream("POST", self.url + path, json=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            yield from answer.iter_lines()
+
+    def continued(self) -> float:
+        return self.served.metric(self.url, "kvferry_router_continued_streams_total")
+
+    def close(self) -> None:
+        self._process.terminate()
+        assert self._process.wait(30) == 0
+        self._process.stdout.close()
+        self.cutter.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def router(served, tmp_path_factory):
+    router = Router(served, tmp_path_factory.mktemp("router"))
+    yield router
+    router.close()
+
+
+@pytest.fixture(scope="module")
+def words(model) -> list[int]:
+    """Tokens of whole words."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    return [
+        number for token, number in tokenizer["model"]["vocab"].items() if re.fullmatch("\u0120[a-z]+", token)
+    ]
+
+
+LONG = 60
+
+
+def asked(path: str, words: list[int], name: str) -> dict:
+    text = f"{name} {TEXT * 12}"
+    prompt = (
+        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
+    usage = {"stream_options": {"include_usage": True}}
+    return {**prompt, "max_tokens": LONG, "allowed_token_ids": words, **usage}
+
+
+def whole(lines: list[str]) -> tuple[str, list[str], dict]:
+    """Text, finish reasons and numbers of tokens of a stream with one id and time of creation."""
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]", events[-1]
+    found = [json.loads(event) for event in events[:-1]]
+    assert len({(one["id"], one["created"], one["model"], one["object"]) for one in found}) == 1
+    choices = [choice for one in found for choice in one["choices"]]
+    assert not [choice for choice in choices if choice.get("token_ids")]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    counts = {name: found[-1]["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    return text, [one["finish_reason"] for one in choices if one["finish_reason"]], counts
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_that_is_cut_anywhere_goes_on_at_the_other_engine(served, router, words, path):
+    router.use(f"both {served.prefill}", f"decode {router.cutter.url}")
+    body = asked(path, words, f"Cut {path}")
+    alone = whole([*router.stream(path, **body)])
+    assert alone[1] == ["length"]
+    assert alone[2]["completion"] == LONG
+    assert len(set(alone[0].split())) > LONG // 4, "hardly a word is repeated"
+    length, points, before = router.cutter.passed, random.Random(path), router.continued()
+    first = length // 4  # after the token ids of the prompt
+    for number in range(1, 6):
+        router.use(f"both {served.prefill}", f"decode {router.cutter.url}")
+        # A busy machine has several tokens in an event, and so fewer bytes.
+        router.cutter.after = points.randrange(first, length // 2)
+        assert whole([*router.stream(path, **body)]) == alone
+        assert router.cutter.after is None, "it was cut"
+        wait_for(lambda: router.continued() == before + number)  # noqa: B023 - it is called at once
+    # The rest of another prompt's answer is another text.
+    assert whole([*router.stream(path, **asked(path, words, "Other"))])[0] != alone[0]
+
+
+def test_events_of_a_stream_are_the_engines_own(served, router, words):
+    """How many tokens are in an event is a matter of time."""
+    router.use(f"both {served.prefill}", f"both {served.decode}")
+    for path in PATHS:
+        body = {"model": served.model, "temperature": 0, "stream": True, **asked(path, words, "Events")}
+        told = []
+        for salt, url in (("routed", router.url), ("alone", served.decode)):
+            body["cache_salt"] = salt  # or the usage would tell that it was computed before
+            answer = served.client.post(url + path, json=body, headers={"x-request-id": "events"})
+            events = re.sub(r'"created":\d+|"(?:text|content)":"[^"]+"', "", answer.text)
+            told.append((whole(answer.text.splitlines())[0], {*events.splitlines()}))
+        assert told[0] == told[1]
+
+
+def test_a_stream_of_an_engine_that_aborts_it_goes_on_at_the_other_engine(served, router, words):
+    """As an engine does that is stopped."""
+    path = PATHS[0]
+    router.use(f"both {served.prefill}", f"decode {router.cutter.url}")
+    body, before = asked(path, words, "Stopped") | {"max_tokens": 300}, router.continued()
+    alone = whole([*router.stream(path, **body)])
+    lines = []
+    for line in router.stream(path, **body):
+        if len(lines) == 20:
+            assert served.client.post(f"{served.decode}/pause?mode=abort").status_code == 200
+        lines.append(line)
+    assert served.client.post(f"{served.decode}/resume").status_code == 200
+    assert whole(lines) == alone
+    wait_for(lambda: router.continued() == before + 1)
+
+
+def test_engines_change_their_roles_while_they_serve(served, router):
+    """Both ways: an engine does what the router asks for, whatever role it was started with."""
+    path, hits = "/v1/completions", "vllm:external_prefix_cache_hits_total"
+    engines = served.prefill, served.decode
+    for turn, (prefill, decode) in enumerate([engines, engines[::-1]]):
+        router.use(f"prefill {prefill}", f"decode {decode}")
+        text = f"Turn {turn}: {TEXT * 15}"
+        before = {url: served.metric(url, hits) for url in engines}
+        streaming = router.stream(path, prompt=text, max_tokens=300)
+        lines = [next(streaming)]
+        router.use(f"prefill {decode}", f"decode {prefill}")
+        # A new request follows the new roles, while the one under way goes on as it began.
+        new = served.post(router.url, path, prompt=f"New: {text}").json()["choices"][0]["text"]
+        assert served.metric(decode, "vllm:num_requests_running") == 1
+        lines += streaming
+        said = "".join(
+            json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")
+        )
+        assert lines[-2:] == ["data: [DONE]", ""]
+        for url, prompt, tokens, found in ((decode, text, 300, said), (prefill, f"New: {text}", 12, new)):
+            assert served.metric(url, hits) - before[url] >= 300
+            alone = served.post(url, path, prompt=prompt, max_tokens=tokens, cache_salt="roles").json()
+            assert found == alone["choices"][0]["text"]
+    assert "changes its role from decode to prefill" in router.log.read_text()
+
+
 @pytest.mark.long
-def test_router_serves_without_a_dead_prefill_engine_until_its_restart(served):
+def test_router_serves_without_a_dead_engine_until_its_restart(served, router, words):
     prompt = TEXT * 12
+    router.use(f"both {served.decode}", f"decode {served.prefill}")
     [pid] = [
         pid
         for pid in processes_below(served.process.pid)
         if f"--port\0{urlsplit(served.prefill).port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         and b"kvferry.tools.serving.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    os.kill(pid, signal.SIGKILL)
+    body = asked(PATHS[0], words, "Killed") | {"max_tokens": 300}
+    lines = []
+    for line in router.stream(PATHS[0], **body):
+        if len(lines) == 20:
+            os.kill(pid, signal.SIGKILL)
+        lines.append(line)
+    router.use(f"both {served.decode}", f"decode {router.cutter.url}")
+    assert whole(lines) == whole([*router.stream(PATHS[0], **body)])
     wait_for(lambda: "prefill-0 ended with signal 9" in served.errors.read_text())
     wait_for(lambda: served.client.get(f"{served.url}/health").json()["status"] == "degraded")
     answer = served.post(served.url, "/v1/completions", prompt=prompt).json()

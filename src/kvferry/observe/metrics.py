@@ -211,6 +211,7 @@ EXPOSED: Mapping[str, Metric] = MappingProxyType(
 _ROUTER = (
     _counter("requests", "Requests that have ended.", "outcome", "reason"),
     _gauge("active_requests", "Requests under way."),
+    _counter("continued_streams", "Streams of failed decode engines that another one has gone on with."),
     _gauge("engine_state", "1 for the state of an engine.", "role", "url", "state"),
     _gauge("engine_requests", "Requests that an engine works on.", "role", "url"),
     _histogram("first_byte_seconds", "Time to the first byte of an answer's body."),

@@ -29,6 +29,7 @@ from kvferry.observe.metrics import (
 from kvferry.tools.dashboard import dashboard, rules
 from kvferry.tools.dashboard.alerts import ALERTS
 from kvferry.tools.dashboard.panels import series
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.metrics import RouterMetrics
 
@@ -113,7 +114,7 @@ def test_an_unknown_metric_or_label_is_refused():
 
 
 def test_the_router_shows_the_metrics_that_the_dashboard_queries():
-    backends = [Backend("decode", "http://127.0.0.1:1")]
+    backends = [Backend(Role.DECODE, "http://127.0.0.1:1")]
     shown = {}
     for family in text_string_to_metric_families(RouterMetrics(lambda: backends).page().decode()):
         shown |= {sample.name: family.type for sample in family.samples}

@@ -284,6 +284,14 @@ def test_an_engine_whose_tier_has_no_space_is_bad():
     assert said(section)["tier file"].state is State.BAD
 
 
+def test_an_engine_that_does_both_for_its_router_is_met_once(control):
+    with http(engine(control.port)) as one, http(engine(control.port)) as other:
+        both, decode = ({"url": url, "up": True, "reason": None} for url in (one, other))
+        with http({"/health": {"prefill": [both], "decode": [decode, both]}}) as router:
+            _, seen = examine_engines([parse_target(router)], KEYS)
+    assert [(each.name, each.role) for each in seen] == [(one, Role.BOTH), (other, Role.DECODE)]
+
+
 def test_engines_of_a_router_without_prefill_engines_serve_alone():
     with http(engine(None) | {"/metrics": TIER_METRICS}) as one:
         health = {"prefill": [], "decode": [{"url": one, "up": True, "reason": None}]}

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.connector.events import MissReason
 from kvferry.observe.metrics import CONNECTOR, METRICS, MULTI, PREFIX, ROUTER_PREFIX, MetricKind, exposed_name
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend, BackendState
 from kvferry.tools.serving.router.metrics import AloneReason, Outcome, RequestRecord, RouterMetrics
 
@@ -53,7 +54,7 @@ def test_every_metric_is_listed_with_its_kind_and_labels() -> None:
 
 def router() -> dict[str, tuple[str, set[str]]]:
     """Kind and labels of every metric of a router's page, by its name."""
-    metrics = RouterMetrics(lambda: [Backend("decode", "http://d")])
+    metrics = RouterMetrics(lambda: [Backend(Role.DECODE, "http://d")])
     metrics.begin()
     metrics.end(RequestRecord(first_byte=0.0, prefill_seconds=0.0, status=200, complete=True))
     found = {}

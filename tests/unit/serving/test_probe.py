@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from kvferry.tools.serving.devices import listen, url_of
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.fleet import probe
 from support.waiting import wait_for
@@ -55,7 +56,7 @@ class Failing:
 
 @pytest.mark.parametrize(("number", "up"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
 def test_engine_is_not_down_because_the_router_has_too_many_open_files(number, up):
-    backend = Backend("decode", "http://127.0.0.1:8000")
+    backend = Backend(Role.DECODE, "http://127.0.0.1:8000")
     backend.mark_up()
     anyio.run(probe, Failing(number), backend)
     assert backend.up == up
@@ -63,7 +64,7 @@ def test_engine_is_not_down_because_the_router_has_too_many_open_files(number, u
 
 @pytest.mark.parametrize(("status", "up"), [(200, True), (503, False)])
 def test_probe_reads_only_the_status_of_an_answer(status, up):
-    answer, backend = Answer(status), Backend("decode", "http://127.0.0.1:8000/")
+    answer, backend = Answer(status), Backend(Role.DECODE, "http://127.0.0.1:8000/")
     anyio.run(probe, Client(answer), backend)
     assert (backend.up, answer.taken) == (up, 0)
 

@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from kvferry.common.errors import ConfigError
-from kvferry.tools.serving.router.backends import Pool
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Engines
 from kvferry.tools.serving.router.fleet import read_engines
 from support.waiting import wait_for
 
@@ -15,9 +16,10 @@ from support.waiting import wait_for
 def test_a_file_has_a_role_and_a_url_on_each_line(tmp_path):
     file = tmp_path / "engines"
     file.write_text(
-        "# ours\n\nprefill http://a:1/\n  decode   http://b:1\ndecode http://b:1\ndecode https://c\n"
+        "# ours\n\nprefill http://a:1/\n  decode   http://b:1\ndecode b:1\ndecode https://c\nboth d:1\n"
     )
-    assert read_engines(file) == {"prefill": ("http://a:1",), "decode": ("http://b:1", "https://c")}
+    expected = {"prefill": ("http://a:1", "http://d:1"), "decode": ("http://b:1", "https://c", "http://d:1")}
+    assert read_engines(file) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,19 +51,41 @@ def test_a_file_that_is_missing_is_refused(tmp_path):
 
 
 def test_engines_that_stay_or_return_keep_their_state():
-    pool = Pool("decode", ["http://a:1", "http://b:1"])
+    engines = Engines([], ["http://a:1", "http://b:1"])
+    pool = engines.decode
     first, second = pool.backends
-    with pool.count_request(first):
-        pool.replace(["http://b:1", "http://c:1"])
+    with first.count_request():
+        engines.replace([], ["http://b:1", "http://c:1"])
         assert pool.backends[0] is second
-        assert pool.known == (*pool.backends, first)
-        pool.replace(["http://a:1"])
-        assert pool.known == pool.backends == (first,)
+        assert engines.known == (*pool.backends, first)
+        engines.replace([], ["http://a:1"])
+        assert engines.known == pool.backends == (first,)
         assert not first.draining
-        pool.replace(["http://b:1"])
+        engines.replace([], ["http://b:1"])
         assert pool.backends[0] is not second, "it was removed without requests, and is forgotten"
-        assert pool.known == (*pool.backends, first)
-    assert pool.known == pool.backends
+        assert engines.known == (*pool.backends, first)
+    assert engines.known == pool.backends
+
+
+def test_an_engine_whose_role_changes_stays_the_same(caplog):
+    caplog.set_level(logging.WARNING, "kvferry.router")
+    engines = Engines(["http://a:1"], ["http://b:1", "http://c:1"])
+    first, second, third = engines.known
+    second.mark_up()
+    with second.count_request():
+        engines.replace(["http://a:1", "http://b:1"], ["http://c:1"])
+        assert (engines.prefill.backends, engines.decode.backends) == ((first, second), (third,))
+        assert (second.role, second.up, second.outstanding, second.draining) == (Role.PREFILL, True, 1, False)
+        engines.replace(["http://b:1"], ["http://a:1", "http://b:1"])
+        assert (engines.prefill.backends, engines.decode.backends) == ((second,), (first, second))
+        assert [str(one) for one in (first, second)] == ["decode engine http://a:1", "engine http://b:1"]
+    assert engines.known == (second, first), "each once"
+    assert caplog.messages == [
+        "engine http://b:1 changes its role from decode to prefill",
+        "engine http://b:1 changes its role from prefill to both",
+        "engine http://a:1 changes its role from prefill to decode",
+        "decode engine http://c:1 is removed",
+    ]
 
 
 @pytest.mark.slow
@@ -101,3 +125,58 @@ def test_engines_are_added_and_removed_while_the_router_runs(stage, fake, kv, se
         wait_for(lambda: "keeps its engines" in caplog.text)
         assert decode() == [url]
         assert scene.complete().status_code == 200
+
+
+@pytest.mark.slow
+def test_requests_under_way_end_at_an_engine_whose_role_changes_and_new_ones_follow_the_role(
+    stage, fake, kv, tmp_path
+):
+    file = tmp_path / "engines"
+    one, other = (fake(hands_over=kv) for _ in range(2))
+    scene = stage([one], [other], engines_file=file)
+    health = lambda: scene.client.get("/health").json()  # noqa: E731
+
+    def write(*lines: str) -> None:
+        (tmp_path / "next").write_text("\n".join(lines))
+        (tmp_path / "next").rename(file)
+
+    def roles() -> tuple[list[str], ...]:
+        found = health()
+        return tuple(
+            [engine["url"] for engine in found[task] if engine["up"]] for task in ("prefill", "decode")
+        )
+
+    other.event_seconds = 60
+    with scene.client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        next(events := answer.iter_raw())
+        asked = [body.get("kv_transfer_params") for body in other.bodies]
+        write(f"prefill {other.url}", f"decode {one.url}")
+        wait_for(lambda: roles() == ([other.url], [one.url]))
+        assert scene.complete().status_code == 200
+        assert asked == [kv]
+        assert other.bodies[-1]["kv_transfer_params"]["do_remote_decode"]
+        assert one.bodies[-1]["kv_transfer_params"] == kv
+        other.event_seconds = 0.0
+        assert b"".join(events).endswith(b"data: [DONE]\n\n")
+    write(f"both {other.url}", f"decode {one.url}")
+    wait_for(lambda: roles() == ([other.url], [other.url, one.url]))
+    assert health()["draining"] == []
+    before = [len(engine.raw) for engine in (one, other)]
+    for _ in range(4):
+        assert scene.complete().status_code == 200
+    # Two requests went to each. The engine that does both computed the prompts of all.
+    assert [len(engine.raw) - count for engine, count in zip((one, other), before, strict=True)] == [2, 4]
+    assert ["kv_transfer_params" in body for body in one.bodies[-2:]] == [True, True]
+    assert sorted("kv_transfer_params" in body for body in other.bodies[-4:]) == [False, False, True, True]
+    assert 'requests_total{outcome="decode",reason="both"} 2.0' in scene.client.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_an_engine_gets_no_offer_of_its_own(stage, fake, kv):
+    both, busy = fake(hands_over=kv), fake(status=503)
+    scene = stage([both], [busy, both])
+    assert scene.complete().status_code == 200
+    assert busy.bodies[0]["kv_transfer_params"] == kv
+    prefill, decode = both.bodies
+    assert prefill["kv_transfer_params"]["do_remote_decode"]
+    assert "kv_transfer_params" not in decode

@@ -10,7 +10,14 @@ import anyio
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.tools.serving.router.events import ReceivedEvents, is_events, relay_events
+from kvferry.tools.serving.router.events import (
+    ReceivedEvents,
+    RelayedStream,
+    end_broken,
+    is_events,
+    relay_events,
+)
+from kvferry.tools.serving.router.upstream import BrokenStream
 
 
 class Answer:
@@ -43,7 +50,7 @@ def test_a_burst_of_events_ends_with_its_caller() -> None:
                 scope.cancel()  # what the router does when the caller has left
 
         with anyio.CancelScope() as scope:
-            await relay_events(Burst(), send, (), "/v1/completions")
+            await relay_events(Burst(), send, (), RelayedStream())
 
     anyio.run(relayed)
     assert sent == [b"", b"data: 0\n\n"]
@@ -69,10 +76,17 @@ def relayed(*chunks: bytes, path: str = "/v1/completions") -> tuple[str | None, 
     async def send(message) -> None:
         sent.append(message.get("body", b""))
 
-    async def relay() -> str | None:
-        return await relay_events(Breaking(*chunks), send, (), path)
+    return anyio.run(ended, Breaking(*chunks), send, path), sent[1:]
 
-    return anyio.run(relay), sent[1:]
+
+async def ended(answer: Answer, send, path: str) -> str | None:
+    """Relay a stream, and end it with an error if it breaks."""
+    try:
+        await relay_events(answer, send, (), RelayedStream())
+    except BrokenStream as error:
+        await end_broken(send, path, str(error))
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
@@ -124,7 +138,7 @@ def test_an_event_without_an_end_is_given_up_before_it_fills_the_memory() -> Non
     async def send(message) -> None:
         sent.append(message.get("body", b""))
 
-    fault = anyio.run(relay_events, answer := Endless(), send, (), "/v1/completions")
+    fault = anyio.run(ended, answer := Endless(), send, "/v1/completions")
     assert (fault, answer.taken) == ("it sent an event of more than 16 MiB", 17)
     assert sent[1] == b"data: 1\n\n"
     assert b"engine_failed" in sent[2]

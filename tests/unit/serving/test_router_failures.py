@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.bodies import kv_params_of, prefill_body
 from kvferry.tools.serving.router.endpoint import ActiveRequests, RouterEndpoint
@@ -173,7 +174,7 @@ def test_engine_that_refuses_rests_and_no_engine_is_down(stage, fake, kv, status
 
 def test_rest_doubles_until_the_engine_answers():
     clock = Clock()
-    backend, rests = Backend("prefill", "http://p", clock), []
+    backend, rests = Backend(Role.PREFILL, "http://p", clock), []
     for _ in range(7):
         backend.back_off()
         start = clock.now
@@ -404,7 +405,7 @@ def test_prefill_engine_that_keeps_no_kv_is_told_nothing(stage, fake, kv, answer
 
 
 def test_engine_accepts_as_many_names_as_the_router_keeps():
-    backend = Backend("prefill", "http://p")
+    backend = Backend(Role.PREFILL, "http://p")
     backend.unwanted.extend(f"{number:032x}" for number in range(1000))
     body = json.loads(prefill_body({"prompt": "x"}, None, "0" * 32, backend.take_unwanted()))
     assert len(read_wanted(body["kv_transfer_params"]).remote_unwanted) == MAX_UNWANTED

@@ -38,6 +38,14 @@ def test_each_decode_engine_gets_a_short_prompt_from_each_prefill_engine_once(st
         assert {(str(body["prompt"]), body["max_tokens"]) for body in engine.bodies} == {(str([0] * 8), 1)}
 
 
+def test_an_engine_that_does_both_is_not_introduced_to_itself(stage, fake):
+    both, decode = fake(hands_over=offer("a")), fake()
+    stage([both], [both, decode], **QUICK)
+    wait_for(lambda: offers(decode) == [offer("a")])
+    later(both)
+    assert (both.asked, decode.asked) == (1, 1)
+
+
 @pytest.mark.parametrize("restarted", [0, 1], ids=["prefill", "decode"])
 def test_an_engine_that_comes_back_is_introduced_again(stage, fake, restarted):
     engines = fake(hands_over=offer("a")), fake()

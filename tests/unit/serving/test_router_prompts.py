@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.prompts import PromptPrefix, Turns, estimated_tokens, has_media
 from support.waiting import wait_for
@@ -80,7 +81,7 @@ def test_a_prompt_that_begins_with_an_earlier_one_adds_its_rest(before, after, a
 
 def test_only_the_engine_that_got_the_prompt_and_was_not_down_since_has_it():
     turns, body = Turns(max_sessions=2), {"prompt": "x" * 400}
-    engine, other = Backend("decode", "http://a:1"), Backend("decode", "http://b:1")
+    engine, other = Backend(Role.DECODE, "http://a:1"), Backend(Role.DECODE, "http://b:1")
     for session in (1, 2, 1, 3):
         turns.remember(session, engine, CHAT, body)
     found = [turns.new_tokens(session, engine, CHAT, body) for session in (1, 2, 3)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
+
+from kvferry.tools.serving.router.backends import Engines
+from kvferry.tools.serving.router.responses import Responses, with_response_id
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +28,17 @@ def keeper(scene, name: str):
 
 def asked(engines) -> int:
     return sum(len(engine.about) for engine in engines)
+
+
+def test_a_response_is_asked_for_at_its_engine_though_that_prefills_now():
+    engines = Engines(["http://a:1"], ["http://b:1", "http://c:1"])
+    _, keeper, other = engines.known
+    name = with_response_id(PATH, {}, keeper)["request_id"]
+    engines.replace(["http://b:1"], ["http://a:1", "http://c:1"])
+    responses = Responses(engines, None)  # type: ignore[arg-type]
+    assert anyio.run(responses.keeper_of, name, ()) is keeper
+    engines.replace(["http://a:1", "http://b:1"], ["http://c:1"])
+    assert anyio.run(responses.keeper_of, "chosen by the caller", ()) is other, "the others do not answer"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.tools.serving.router.backends import Pool, session_of
+from kvferry.tools.serving.router.backends import Engines, session_of
 from support.clock import Clock
 from support.waiting import wait_for
 
@@ -15,7 +15,7 @@ NAMES = [f"session-{number}" for number in range(200)]
 
 def chosen(urls: list[str], names: list[str] = NAMES) -> dict[str, str]:
     """URL of the engine of each session."""
-    pool = Pool("decode", urls)
+    pool = Engines([], urls).decode
     for backend in pool.backends:
         backend.mark_up()
     return {name: pool.next([], session_of((), {"user": name})).url for name in names}

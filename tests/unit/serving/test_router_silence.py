@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.tools.serving.devices import listen, url_of
-from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.backends import Backend, Engines
 from kvferry.tools.serving.router.fleet import Prober
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.router.upstream import EngineClient, Hop, read_whole
@@ -172,10 +172,11 @@ def test_engine_that_only_refuses_new_connections_keeps_its_requests():
     async def main() -> bytes:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        backend = Backend("decode", f"http://127.0.0.1:{port}")
+        engines = Engines([], [f"http://127.0.0.1:{port}"])
+        (backend,) = engines.known
         settings = RouterSettings(prefill=(), decode=(backend.url,), **QUICK)
         async with EngineClient(settings, Hop()) as client:
-            prober = Prober(client, lambda: [backend], settings)
+            prober = Prober(client, engines, settings)
             asked = asyncio.create_task(ask(client, backend))
             await taken.wait()
             server.close()

@@ -13,9 +13,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines, StreamSource
+from kvferry.tools.serving.router.completion import Completion
 from kvferry.tools.serving.router.endpoint import Call
-from kvferry.tools.serving.router.flow import Completion, CompletionFlow
+from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import RequestRecord
 from kvferry.tools.serving.router.settings import RouterSettings
 from support.clock import Clock
@@ -242,19 +244,19 @@ def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_ans
         sent.append(message.get("body"))
 
     settings = RouterSettings(prefill=("http://p",), decode=("http://d",))
-    prefill, decode = Pool("prefill", settings.prefill), Pool("decode", settings.decode)
-    for backend in (*prefill.backends, *decode.backends):
+    engines = Engines(settings.prefill, settings.decode)
+    for backend in engines.known:
         backend.mark_up()
     for _ in range(2):
-        prefill.backends[0].note_hand_over(OFFER)
-    flow = CompletionFlow(settings, prefill, decode, Client())  # type: ignore[arg-type]
+        engines.prefill.backends[0].note_hand_over(OFFER)
+    flow = CompletionFlow(settings, engines, Client())  # type: ignore[arg-type]
     call = Call("POST", "/v1/completions", "", (), (), b"", RequestRecord())
     anyio.run(flow.complete, Completion(call, {"prompt": LONG}, send))
     assert [body for body in sent if body] == [b"alone"]
 
 
 def backend_with(*offers: dict[str, Any]) -> Backend:
-    backend = Backend("prefill", "http://p")
+    backend = Backend(Role.PREFILL, "http://p")
     for offer in offers:
         backend.note_hand_over(offer)
     return backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.failures import REMEMBERED_SECONDS, Suspects
 from support.clock import Clock
@@ -61,7 +62,7 @@ def test_a_request_that_another_engine_has_answered_is_not_suspected(stage, fake
 
 
 def test_copies_of_a_request_at_one_engine_have_one_death_in_common():
-    suspects, backend, body = Suspects(Clock()), Backend("decode", "http://d"), {"prompt": "x"}
+    suspects, backend, body = Suspects(Clock()), Backend(Role.DECODE, "http://d"), {"prompt": "x"}
     backend.mark_up()
     copies = [suspects.begin(PATH, body) for _ in range(3)]
     backend.mark_down("it closed the connection")
@@ -80,7 +81,7 @@ def test_copies_of_a_request_at_one_engine_have_one_death_in_common():
 
 def test_what_is_over_is_not_kept():
     clock = Clock()
-    suspects, backend = Suspects(clock), Backend("decode", "http://d")
+    suspects, backend = Suspects(clock), Backend(Role.DECODE, "http://d")
     for prompt in ("x", "y"):
         failures = suspects.begin(PATH, {"prompt": prompt})
         failures.add(backend, "it closed the connection")

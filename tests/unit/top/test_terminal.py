@@ -229,10 +229,15 @@ def test_engines_without_room_are_counted(engine):
 
 def test_the_engines_of_a_router_are_shown_in_its_place(page):
     with shown({"/metrics": page.text}) as decode:
-        health = {"prefill": [{"url": NOBODY, "up": False}], "decode": [{"url": decode, "up": True}]}
+        both = {"url": "http://127.0.0.2:1", "up": False}
+        health = {
+            "prefill": [{"url": NOBODY, "up": False}, both],
+            "decode": [{"url": decode, "up": True}, both],
+        }
         pages = {"/health": json.dumps(health), "/metrics": "kvferry_router_active_requests 0.0\n"}
         with shown(pages) as router, top(router) as terminal:
-            said = terminal.until(lambda text: "engines answering: 1 of 2" in text and "prompts" in text)
+            said = terminal.until(lambda text: "engines answering: 1 of 3" in text and "prompts" in text)
+    assert "127.0.0.2:1 both  no answer since" in said
     assert "127.0.0.1:1 prefill  no answer since" in said
     assert f"{decode.removeprefix('http://')} decode" in said
     assert router.removeprefix("http://") not in said

@@ -189,6 +189,11 @@ class RouterOptions:
     )
     max_body_mib: int = option(64, "MIB", "Largest request body, in MiB.", min=1)
     min_prefill_tokens: int = count(128, "Decode engines compute fewer new tokens themselves; 0 for none.")
+    continue_streams: bool = flag(
+        "--continue-streams/--no-continue-streams",
+        "Continue a stream at another decode engine if its own fails.",
+        default=True,
+    )
     drain_seconds: float = option(25.0, "SECONDS", "Time that running requests have after SIGTERM.", min=0.0)
     api_key_file: Path | None = option(
         None, "FILE", "Keys of which callers must send one; else KVFERRY_ROUTER_API_KEY."
@@ -237,6 +242,7 @@ def router(options: RouterOptions) -> None:
         engine_key=next(iter(engine_keys), None),
         allowed_origins=tuple(options.allow_origin or ()),
         min_prefill_tokens=options.min_prefill_tokens,
+        continue_streams=options.continue_streams,
         introduce=True,
         trust_kv_params=options.trust_kv_transfer_params,
     )

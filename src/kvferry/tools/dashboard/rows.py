@@ -34,6 +34,12 @@ ROWS: tuple[PanelRow, ...] = (
             stacked=True,
         ),
         panel(
+            "Streams continued",
+            "Streams whose decode engine has failed and that another one has gone on with.",
+            "reqps",
+            rates("kvferry_router_continued_streams_total"),
+        ),
+        panel(
             "Engines by state",
             "Number of engines that the router finds up, resting, down or draining.",
             "short",

@@ -137,9 +137,12 @@ def _list_backends(body: dict[str, Any], seen: ExaminedEngine) -> None:
         return
     # Without prefill engines, those that serve alone are listed as decode engines.
     serving = Role.DECODE if health.prefill else Role.BOTH
-    engines = [(one, Role.PREFILL) for one in health.prefill] + [(one, serving) for one in health.decode]
-    seen.backends = tuple((one.url, role) for one, role in engines)
-    down = [one for one, _ in engines if not one.up]
+    roles = dict.fromkeys((one.url for one in health.prefill), Role.PREFILL)
+    for one in health.decode:
+        roles[one.url] = Role.BOTH if one.url in roles else serving
+    seen.backends = tuple(roles.items())
+    engines = {one.url: one for one in (*health.prefill, *health.decode)}
+    down = [one for one in engines.values() if not one.up]
     seen.ok("router", f"{counted(len(engines), 'engine')} behind it, {len(engines) - len(down)} of them up")
     for one in down:
         seen.bad("router", f"{one.url} is down: {one.reason or 'no reason given'}", "read that engine's log")

@@ -200,6 +200,7 @@ class Poller:
 
     def _routed(self, url: str, answer: Health) -> None:
         self._seen[url] = replace(self._seen[url], role="router", silence=None)
+        prefill = {engine.url for engine in answer.prefill}
         for role, engines in (("prefill", answer.prefill), ("decode", answer.decode)):
             for engine in engines:
                 try:
@@ -207,4 +208,5 @@ class Poller:
                 except ConfigError:
                     continue  # the router has an invalid URL
                 known = self._seen.setdefault(engine.url, PolledAddress(engine.url))
-                self._seen[engine.url] = replace(known, role=role)
+                both = role == "decode" and engine.url in prefill
+                self._seen[engine.url] = replace(known, role="both" if both else role)

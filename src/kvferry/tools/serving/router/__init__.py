@@ -2,5 +2,5 @@
 
     app = RouterApp(RouterSettings(prefill=("http://a:8000",), decode=("http://b:8000",)))
 
-`endpoint` handles one HTTP request, and `flow` the prefill, decode and retries of one completion.
+`endpoint` handles one HTTP request, and `flow` one completion, with its halves `prefilling` and `decoding`.
 """

@@ -15,19 +15,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Send
 
-from kvferry.tools.serving.router.backends import Backend, Pool, session_of
+from kvferry.tools.serving.router.backends import Backend, Engines, session_of
 from kvferry.tools.serving.router.bodies import (
     CHAT,
     COMPLETIONS,
     DECODE_ONLY,
+    DETOKENIZE,
     MalformedBody,
     parse_body,
     without_kv_params,
 )
+from kvferry.tools.serving.router.completion import Completion
 from kvferry.tools.serving.router.endpoint import ActiveRequests, Call, RouterEndpoint
 from kvferry.tools.serving.router.failures import Failures
 from kvferry.tools.serving.router.fleet import Introductions, Prober, watch_engines
-from kvferry.tools.serving.router.flow import Completion, CompletionFlow
+from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.tools.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, RESPONSES, ApiError, Reply
 from kvferry.tools.serving.router.responses import Responses, previous_response
@@ -50,7 +52,7 @@ _PASSED_THROUGH = {
     "/version": "GET",
     "/tokenizer_info": "GET",
     "/tokenize": "POST",
-    "/detokenize": "POST",
+    DETOKENIZE: "POST",
 }
 
 _ONE_ENGINE = "it describes or changes a single engine; send it to the engine itself"
@@ -115,10 +117,10 @@ class RouterApp(Starlette):
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._ongoing = ActiveRequests()
-        self._prefill = Pool("prefill", settings.prefill, settings.clock)
-        self._decode = Pool("decode", settings.decode, settings.clock)
+        self._engines = Engines(settings.prefill, settings.decode, settings.clock)
+        self._decode = self._engines.decode
         self._hop = Hop()
-        self._metrics = RouterMetrics(self._engines)
+        self._metrics = RouterMetrics(lambda: self._engines.known)
         self._client: EngineClient
         self._flow: CompletionFlow
         self._responses: Responses
@@ -148,9 +150,6 @@ class RouterApp(Starlette):
             Route("/ping", self._health, methods=["GET", "POST"]),
         ]
 
-    def _engines(self) -> tuple[Backend, ...]:
-        return (*self._prefill.known, *self._decode.known)
-
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and wait until those under way have ended.
 
@@ -167,18 +166,17 @@ class RouterApp(Starlette):
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        settings = self._settings
+        settings, engines = self._settings, self._engines
         async with EngineClient(settings, self._hop) as self._client:
-            self._flow = CompletionFlow(settings, self._prefill, self._decode, self._client)
-            self._responses = Responses(self._decode, self._client)
-            self._prober = Prober(self._client, self._engines, settings)
+            self._flow = CompletionFlow(settings, engines, self._client)
+            self._responses = Responses(engines, self._client)
+            self._prober = Prober(self._client, engines, settings)
             tasks = {asyncio.create_task(self._prober.run())}
             if settings.introduce:
-                introductions = Introductions(settings, self._prefill, self._decode, self._client, self._hop)
+                introductions = Introductions(settings, engines, self._client, self._hop)
                 tasks.add(asyncio.create_task(introductions.run()))
             if (path := settings.engines_file) is not None:
-                pools = {"prefill": self._prefill, "decode": self._decode}
-                tasks.add(asyncio.create_task(watch_engines(path, pools, settings.probe_seconds)))
+                tasks.add(asyncio.create_task(watch_engines(path, engines, settings.probe_seconds)))
             try:
                 yield
             finally:
@@ -193,7 +191,7 @@ class RouterApp(Starlette):
             if not self._settings.trust_kv_params:
                 body = without_kv_params(body)
             completion = Completion(call, body, send, session_of(call.headers, body))
-            for pool in (self._prefill, self._decode):
+            for pool in (self._engines.prefill, self._decode):
                 await self._prober.until_up(pool)
             if (previous := previous_response(call.path, body)) is not None:
                 found = await self._responses.keeper_of(previous, call.headers)
@@ -244,7 +242,7 @@ class RouterApp(Starlette):
         # The probe of a router that has itself for an engine ends here, and finds that engine down.
         if self._hop.has_seen(request.headers.raw):
             return _response(LOOP, request)
-        pools = {"prefill": self._prefill.backends, "decode": self._decode.backends}
+        pools = {"prefill": self._engines.prefill.backends, "decode": self._decode.backends}
         await self._prober.first_probes()
         up = {role: any(one.up for one in backends) for role, backends in pools.items() if backends}
         # Without prefill engines the decode engines compute prompts, so the router still serves.
@@ -259,7 +257,7 @@ class RouterApp(Starlette):
             },
             "draining": [
                 {"role": one.role, "url": one.url, "requests": one.outstanding}
-                for one in self._engines()
+                for one in self._engines.known
                 if one.draining
             ],
         }

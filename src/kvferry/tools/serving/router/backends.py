@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import Any
 
 import xxhash
 
+from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.replies import Headers
 
 _log = logging.getLogger("kvferry.router")
@@ -27,6 +29,8 @@ _FIRST_REST_SECONDS = 0.5
 _LONGEST_REST_SECONDS = 16.0
 # An engine accepts no more names of unwanted KV in one request. Leases of dropped ones expire.
 _MAX_UNWANTED = 256
+# Numbers of requests, in their order.
+_REQUESTS = count(1)
 
 
 def session_of(headers: Headers, body: dict[str, Any]) -> int | None:
@@ -137,6 +141,7 @@ class Backend:
     """An engine to which the router sends requests, and the engine's state as the router knows it.
 
     Attributes:
+        role: what the router uses the engine for. It may change, and requests under way then go on.
         url: base URL without a trailing slash.
         proven: True once the engine has been up.
         probed: True once a probe of the engine has ended.
@@ -144,10 +149,10 @@ class Backend:
             engine takes them along.
         outstanding: number of this router's requests that the engine is working on.
         losses: number of times that the engine was marked as down. What it had in its cache may be lost.
-        last_used: number of the last request to the engine, of those to its pool; 0 if there was none.
+        last_used: number of the last request to the engine, of those to all engines; 0 if there was none.
     """
 
-    def __init__(self, role: str, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, role: Role, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.role = role
         self._clock = clock
         self.url = url
@@ -164,6 +169,9 @@ class Backend:
         self._hands_over = True
         self._source: StreamSource | None = None
         self._same, self._varies = 0, False
+
+    def __str__(self) -> str:
+        return f"engine {self.url}" if self.role is Role.BOTH else f"{self.role} engine {self.url}"
 
     @property
     def up(self) -> bool:
@@ -208,6 +216,16 @@ class Backend:
         self.unwanted.clear()
         return names
 
+    @contextmanager
+    def count_request(self) -> Iterator[None]:
+        """Count a request to the engine as outstanding until the ``with`` block ends."""
+        self.last_used = next(_REQUESTS)
+        self.outstanding += 1
+        try:
+            yield
+        finally:
+            self.outstanding -= 1
+
     def note_success(self) -> None:
         """Record that the engine has answered a request, so that it need not rest."""
         self._rests, self._rests_until = 0, 0.0
@@ -215,7 +233,7 @@ class Backend:
     def mark_down(self, reason: str) -> None:
         """Stop sending requests to the engine until `mark_up` is called."""
         if self._fault is None:
-            _log.warning("%s engine %s is down: %s", self.role, self.url, reason)
+            _log.warning("%s is down: %s", self, reason)
             self.losses += 1
         self._fault = reason
         self._source, self._same, self._varies = None, 0, False  # it may return as another engine
@@ -223,7 +241,7 @@ class Backend:
     def mark_up(self) -> None:
         """Send requests to the engine, which has answered."""
         if self._fault is not None:
-            _log.warning("%s engine %s is up%s", self.role, self.url, " again" if self.proven else "")
+            _log.warning("%s is up%s", self, " again" if self.proven else "")
         self.proven, self._fault = True, None
         self.waits.note_alive()
 
@@ -257,35 +275,14 @@ class Backend:
 
 
 class Pool:
-    """The engines of one role, from which the router chooses one for each request."""
+    """The engines that do one thing, prefill or decode, from which the router chooses one for each request.
 
-    def __init__(self, role: str, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._role, self._clock = role, clock
-        self.backends = tuple(Backend(role, url, clock) for url in urls)
-        self._removed: tuple[Backend, ...] = ()
-        self._requests = 0
+    Attributes:
+        backends: these engines, also those that do both.
+    """
 
-    @property
-    def known(self) -> tuple[Backend, ...]:
-        """The engines, also removed ones that still work on requests."""
-        return (*self.backends, *(backend for backend in self._removed if backend.outstanding))
-
-    def replace(self, urls: Sequence[str]) -> None:
-        """Replace the engines. Engines that stay keep their state, and removed ones end their requests."""
-        known = {backend.url: backend for backend in self.known}
-        before, self.backends = (
-            self.backends,
-            tuple(known.get(url) or Backend(self._role, url, self._clock) for url in urls),
-        )
-        for backend in self.backends:
-            backend.draining = False
-            if backend not in before:
-                _log.warning("%s engine %s is added", self._role, backend.url)
-        for backend in before:
-            if backend not in self.backends:
-                backend.draining = True
-                _log.warning("%s engine %s is removed", self._role, backend.url)
-        self._removed = tuple(backend for backend in known.values() if backend.draining)
+    def __init__(self) -> None:
+        self.backends: tuple[Backend, ...] = ()
 
     def next(
         self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
@@ -308,13 +305,59 @@ class Pool:
         # first.
         return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
 
-    @contextmanager
-    def count_request(self, backend: Backend) -> Iterator[None]:
-        """Count a request to an engine as outstanding until the ``with`` block ends."""
-        self._requests += 1
-        backend.last_used = self._requests
-        backend.outstanding += 1
-        try:
-            yield
-        finally:
-            backend.outstanding -= 1
+
+class Engines:
+    """The engines of a router, each once, whatever it does.
+
+    Attributes:
+        prefill: engines that compute prompts for others.
+        decode: engines that generate answers.
+    """
+
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self.prefill, self.decode = Pool(), Pool()
+        roles = _roles(prefill, decode)
+        self._backends = {url: Backend(role, url, clock) for url, role in roles.items()}
+        self._choose(prefill, decode)
+
+    @property
+    def known(self) -> tuple[Backend, ...]:
+        """The engines, also removed ones that still work on requests."""
+        return tuple(one for one in self._backends.values() if not one.draining or one.outstanding)
+
+    def replace(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        """Replace the engines by those with these URLs.
+
+        An engine that stays keeps its state, whether its role changes or not. It gets no new requests of its
+        former role, and those under way run to their end, as in an engine that is removed.
+        """
+        known = {backend.url: backend for backend in self.known}
+        self._backends = {}
+        for url, role in _roles(prefill, decode).items():
+            backend = known.pop(url, None)
+            if backend is None or backend.draining:
+                backend = backend or Backend(role, url, self._clock)
+                backend.role, backend.draining = role, False
+                _log.warning("%s is added", backend)
+            elif backend.role is not role:
+                _log.warning("engine %s changes its role from %s to %s", url, backend.role, role)
+                backend.role = role
+            self._backends[url] = backend
+        for url, backend in known.items():
+            if not backend.draining:
+                _log.warning("%s is removed", backend)
+            backend.draining = True
+            self._backends[url] = backend
+        self._choose(prefill, decode)
+
+    def _choose(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        self.prefill.backends = tuple(self._backends[url] for url in prefill)
+        self.decode.backends = tuple(self._backends[url] for url in decode)
+
+
+def _roles(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Role]:
+    roles = {**dict.fromkeys(prefill, Role.PREFILL), **dict.fromkeys(decode, Role.DECODE)}
+    return {**roles, **{url: Role.BOTH for url in prefill if url in decode}}

@@ -12,6 +12,7 @@ from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES, Headers
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+DETOKENIZE = "/detokenize"
 # SageMaker's endpoint, which takes the bodies of several others.
 _INVOCATIONS = "/invocations"
 # Requests that go to a decode engine alone. A response may continue one that the decode engine keeps, and may
@@ -148,7 +149,7 @@ def prefill_body(
     removed = ("min_tokens", "n", *(["stream_options"] if body.get("stream") else []))
     # A null is kept, because vLLM allows it for some fields only.
     kept = {key: value for key, value in body.items() if value is None or key not in removed}
-    params: dict[str, Any] = dict(ASK_FOR_KV)
+    params: dict[str, Any] = {**(body.get(KV_PARAMS) or {}), **ASK_FOR_KV}
     if ticket is not None:
         params["remote_request_id"] = ticket
     if name is not None:
@@ -178,7 +179,7 @@ def prefill_headers(headers: Headers) -> Headers:
 
 def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> bytes:
     """Return the body of the request to a decode engine, with these ``kv_transfer_params`` if not None."""
-    return encoded(body if params is None else {**body, KV_PARAMS: params})
+    return encoded(body if params is None else {**body, KV_PARAMS: {**(body.get(KV_PARAMS) or {}), **params}})
 
 
 def kv_params_of(answer: bytes) -> dict[str, Any] | None:
@@ -188,6 +189,15 @@ def kv_params_of(answer: bytes) -> dict[str, Any] | None:
     except (ValueError, AttributeError, RecursionError):
         return None
     return params if isinstance(params, dict) and params else None
+
+
+def text_of(answer: bytes) -> str | None:
+    """Return the text in the answer to ``/detokenize``; None if it has none."""
+    try:
+        text = json.loads(answer).get("prompt")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return text if isinstance(text, str) else None
 
 
 def wants_stream(body: dict[str, Any]) -> bool:

@@ -1,15 +1,16 @@
-"""Relay a stream of server-sent events unchanged. If the stream breaks, the client gets an error event."""
+"""Relay a stream of server-sent events, and end it with an error event if it breaks."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.types import Send
 
 from kvferry.tools.serving.router.replies import ApiError, Headers
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
-    BrokenBeforeFirst,
+    BrokenStream,
     EngineAnswer,
     describe_error,
     relayed,
@@ -78,48 +79,88 @@ class ReceivedEvents:
         return b"".join(self._held)
 
 
-async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, path: str) -> str | None:
-    """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
+class EngineGaveUp(BrokenStream):
+    """Raised if an engine says in a stream that it does not complete the answer.
 
-    If the engine's stream breaks after the first event, or an event is too long, the client gets an error
-    event as the last event.
+    Attributes:
+        before: events before that, for the client.
+    """
+
+    def __init__(self, before: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.before = before
+
+
+class RelayedStream:
+    """A stream of events to a client.
+
+    Attributes:
+        begun: True once the client has got data.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def asks(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the request to a decode engine, for a request with this body."""
+        return body
+
+    def take(self, events: bytes) -> bytes:
+        """Return the bytes for the client, from those of the engine's next events.
+
+        Raises:
+            EngineGaveUp: the engine does not complete the answer.
+        """
+        return events
+
+
+async def relay_events(answer: EngineAnswer, send: Send, extra: Headers, stream: RelayedStream) -> None:
+    """Relay an engine's server-sent events to the client, each as soon as it has arrived as a whole.
 
     Args:
         extra: headers to add to those of the engine's answer.
-        path: path of the endpoint, which decides on the form of the error event.
-
-    Returns:
-        None if the stream was complete; otherwise a description of the failure.
+        stream: stream that the client gets, which may have begun.
 
     Raises:
-        BrokenBeforeFirst: the engine's stream ended before anything was sent to the client.
+        BrokenStream: the engine's stream broke, or an event is too long. The client has got whole events, and
+            not the end of the stream.
+        EngineGaveUp: the same, and the engine has said so.
     """
-    received, begun, fault = ReceivedEvents(), False, None
+    received, fault = ReceivedEvents(), None
     try:
         async for chunk in answer.chunks():
-            if not (ready := received.add(chunk)):
-                if received.too_long:
-                    break
-                continue
-            if not begun:
-                headers = [*relayed(answer.headers), *extra]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                begun = True
-            await send({"type": "http.response.body", "body": ready, "more_body": True})
-            # Relaying events that have already arrived never waits. Let a cancellation take effect here.
-            await asyncio.sleep(0)
+            if ready := received.add(chunk):
+                await _relay(stream.take(ready), answer, send, extra, stream)
+            elif received.too_long:
+                break
+    except EngineGaveUp as error:
+        await _relay(error.before, answer, send, extra, stream)
+        raise
+    except BROKEN as error:
+        fault = describe_error(error)
+    # A connection that breaks after the last event has cost the client nothing.
+    if not received.done:
         if received.too_long:
             fault = f"it sent an event of more than {_MAX_EVENT_MIB} MiB"
-        elif not received.done:
-            fault = "its stream ended without the last event"
-    except BROKEN as error:
-        # A connection that breaks after the last event has cost the client nothing.
-        fault = None if received.done else describe_error(error)
-    if not begun:
-        raise BrokenBeforeFirst(fault)
-    last = received.rest
-    if not received.done:
-        message = f"the decode engine failed while answering: {fault}"
-        last = ApiError(500, message, "engine_failed").event(path)
-    await send({"type": "http.response.body", "body": last})
-    return fault
+        raise BrokenStream(fault or "its stream ended without the last event")
+    await send({"type": "http.response.body", "body": received.rest})
+
+
+async def _relay(
+    events: bytes, answer: EngineAnswer, send: Send, extra: Headers, stream: RelayedStream
+) -> None:
+    if not events:
+        return
+    if not stream.begun:
+        headers = [*relayed(answer.headers), *extra]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        stream.begun = True
+    await send({"type": "http.response.body", "body": events, "more_body": True})
+    # Relaying events that have already arrived never waits. Let a cancellation take effect here.
+    await asyncio.sleep(0)
+
+
+async def end_broken(send: Send, path: str, fault: str) -> None:
+    """End a stream that cannot be completed with an error event. The path decides on the event's form."""
+    message = f"the decode engine failed while answering: {fault}"
+    await send({"type": "http.response.body", "body": ApiError(500, message, "engine_failed").event(path)})

@@ -60,6 +60,7 @@ class Failures:
         self.answered = False
         self._earlier = earlier
         self._own: list[tuple[Backend, str]] = []
+        self._reason = ""
 
     def __len__(self) -> int:
         return len(self._earlier) + len(self._own)
@@ -69,8 +70,14 @@ class Failures:
         """True if the request must not be sent to a further engine."""
         return len(self) >= _MAX_FAILURES
 
+    @property
+    def latest(self) -> str:
+        """Why the engine failed that was the last to fail; empty if none has."""
+        return self._reason
+
     def add(self, backend: Backend, reason: str) -> None:
-        self._own.append((backend, f"{backend.role} engine {backend.url}: {reason}"))
+        self._reason = reason
+        self._own.append((backend, f"{backend}: {reason}"))
 
     def deaths(self) -> dict[tuple[str, int], str]:
         """Return descriptions of the engines that failed and are down now, by (URL, times it was lost)."""

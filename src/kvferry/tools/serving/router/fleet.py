@@ -1,7 +1,7 @@
 """Background tasks about a router's engines: reading the file that lists them, introductions and probes.
 
-The file has one engine per line: its role and its URL. Empty lines and lines that begin with ``#`` are
-skipped.
+The file has one engine per line: its role (prefill, decode or both) and its URL. Empty lines and lines that
+begin with ``#`` are skipped.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import errno
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from kvferry.common.errors import ConfigError
-from kvferry.tools.serving.router.backends import Backend, Pool, new_ticket
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines, Pool, new_ticket
 from kvferry.tools.serving.router.bodies import COMPLETIONS, decode_body, kv_params_of, prefill_body
 from kvferry.tools.serving.router.replies import Reply
 from kvferry.tools.serving.router.settings import RouterSettings, engine_url, key_header, read_text
@@ -34,7 +34,7 @@ from kvferry.tools.serving.router.upstream import (
 
 _log = logging.getLogger("kvferry.router")
 
-_ROLES = ("prefill", "decode")
+_ROLES = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.BOTH: ("prefill", "decode")}
 _EXAMPLE = "write one engine per line, such as: decode http://host:port"
 # Many engines that start at once are not flooded with hand-overs.
 _AT_ONCE = 8
@@ -44,12 +44,14 @@ _FIRST_PROBES_SECONDS = 0.5
 
 
 def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the base URLs in a file of engines by role, at least one per role, each once.
+    """Return the base URLs in a file of engines that prefill and that decode, at least one of each.
+
+    An engine that does both is in both lists.
 
     Raises:
         ConfigError: the file cannot be read, a line is not a role and a URL, or a role has no engine.
     """
-    found: dict[str, dict[str, None]] = {role: {} for role in _ROLES}
+    found: dict[str, dict[str, None]] = {"prefill": {}, "decode": {}}
     for number, line in enumerate(read_text(path, "engines", _EXAMPLE).splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -57,20 +59,21 @@ def read_engines(path: Path) -> dict[str, tuple[str, ...]]:
         url = engine_url(words[-1])
         if len(words) != 2 or words[0] not in _ROLES or url is None:
             raise ConfigError(f"line {number} of {path} is {line.strip()!r}; {_EXAMPLE}")
-        found[words[0]][url] = None
+        for task in _ROLES[Role(words[0])]:
+            found[task][url] = None
     for role, urls in found.items():
         if not urls:
             raise ConfigError(f"{path} has no {role} engine; {_EXAMPLE}")
     return {role: tuple(urls) for role, urls in found.items()}
 
 
-async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -> None:
-    """Give the pools, by role, the engines of a file whenever it changes. Look every `seconds`."""
+async def watch_engines(path: Path, engines: Engines, seconds: float) -> None:
+    """Replace the engines by those of a file whenever it changes. Look every `seconds`."""
     said = ""
     while True:
         await asyncio.sleep(seconds)
         try:
-            engines = await asyncio.to_thread(read_engines, path)
+            urls = await asyncio.to_thread(read_engines, path)
         # Someone may be writing the file: keep the engines, and say why once.
         except ConfigError as error:
             if str(error) != said:
@@ -78,17 +81,14 @@ async def watch_engines(path: Path, pools: Mapping[str, Pool], seconds: float) -
             said = str(error)
         else:
             said = ""
-            for role, pool in pools.items():
-                pool.replace(engines[role])
+            engines.replace(**urls)
 
 
 class Introductions:
-    """Hand-overs of a short prompt between the engines of two pools, once after each start of either."""
+    """Hand-overs of a short prompt between prefill and decode engines, once after each start of either."""
 
-    def __init__(
-        self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient, hop: Hop
-    ) -> None:
-        self._prefill, self._decode, self._client = prefill, decode, client
+    def __init__(self, settings: RouterSettings, engines: Engines, client: EngineClient, hop: Hop) -> None:
+        self._engines, self._client = engines, client
         self._seconds = settings.probe_seconds
         key = () if settings.engine_key is None else (key_header(settings.engine_key),)
         self._room = asyncio.Semaphore(_AT_ONCE)
@@ -100,7 +100,8 @@ class Introductions:
         met = dict[tuple[Backend, Backend], tuple[int, ...]]()
         async with asyncio.TaskGroup() as group:
             while True:
-                pairs = list(product(self._prefill.backends, self._decode.backends))
+                every = product(self._engines.prefill.backends, self._engines.decode.backends)
+                pairs = [pair for pair in every if pair[0] is not pair[1]]
                 met = {pair: runs for pair, runs in met.items() if pair in pairs}
                 for pair in pairs:
                     # An engine that was down may have started again, and then knows its peers no more.
@@ -152,10 +153,8 @@ async def probe(client: EngineClient, backend: Backend) -> None:
 class Prober:
     """Background probes of all engines. An engine that hangs delays no probe of another one."""
 
-    def __init__(
-        self, client: EngineClient, backends: Callable[[], Iterable[Backend]], settings: RouterSettings
-    ) -> None:
-        self._client, self._backends, self._settings = client, backends, settings
+    def __init__(self, client: EngineClient, engines: Engines, settings: RouterSettings) -> None:
+        self._client, self._engines, self._settings = client, engines, settings
         self._silent_ticks = math.ceil(settings.silent_seconds / settings.probe_seconds)
         self._running: dict[Backend, asyncio.Task[None]] = {}
 
@@ -170,7 +169,7 @@ class Prober:
 
     def tick(self) -> None:
         """Begin the next probe of every engine, and end the waits for engines that are silent."""
-        for backend in self._backends():
+        for backend in self._engines.known:
             backend.waits.tick(self._silent_ticks)
             if backend not in self._running:
                 self._running[backend] = task = asyncio.create_task(probe(self._client, backend))

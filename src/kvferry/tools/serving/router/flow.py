@@ -18,102 +18,33 @@ Cancelling the task that runs `complete` closes the connection to the engine, wh
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import anyio
-from starlette.types import Send
 
-from kvferry.common.limited_log import LimitedLog
-from kvferry.tools.serving.router.backends import Backend, Pool, StreamSource, new_ticket
-from kvferry.tools.serving.router.bodies import (
-    COMPLETIONS,
-    DECODE_ONLY,
-    api_of,
-    decode_body,
-    decodes_alone,
-    kv_params_of,
-    prefill_body,
-    prefill_headers,
-    wants_stream,
-    withdrawal_body,
-    withdrawal_headers,
-)
-from kvferry.tools.serving.router.endpoint import Call
-from kvferry.tools.serving.router.events import is_events, relay_events
-from kvferry.tools.serving.router.failures import (
-    Failures,
-    Refusals,
-    Suspects,
-    failure_of,
-    is_busy,
-    is_failure,
-)
-from kvferry.tools.serving.router.fleet import probe
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines, StreamSource, new_ticket
+from kvferry.tools.serving.router.bodies import decodes_alone, kv_params_of
+from kvferry.tools.serving.router.completion import Completion, Offer
+from kvferry.tools.serving.router.continuation import Transcript, may_continue
+from kvferry.tools.serving.router.decoding import Decoding
+from kvferry.tools.serving.router.failures import Suspects
 from kvferry.tools.serving.router.metrics import AloneReason
-from kvferry.tools.serving.router.prompts import Turns, estimated_tokens, has_media
-from kvferry.tools.serving.router.replies import NO_DECODE_ENGINE, RESPONSES, Headers, Reply
-from kvferry.tools.serving.router.responses import not_found, previous_response, with_response_id
+from kvferry.tools.serving.router.prefilling import Prefilling
+from kvferry.tools.serving.router.prompts import estimated_tokens, has_media
 from kvferry.tools.serving.router.settings import RouterSettings
-from kvferry.tools.serving.router.upstream import (
-    BROKEN,
-    LOOP_DETECTED,
-    LOOP_REASON,
-    NOT_CONNECTED,
-    BrokenBeforeFirst,
-    EngineAnswer,
-    EngineClient,
-    describe_error,
-    note_unreachable,
-    read_whole,
-)
-
-_log = logging.getLogger("kvferry.router")
-
-
-@dataclass(slots=True)
-class Completion:
-    """A completion request of a client, and what has happened to it."""
-
-    call: Call
-    body: dict[str, Any]
-    send: Send
-    session: int | None = None  # session of the request, as `session_of` returns it; None if it has none
-    # Decode engine that keeps the response which the request continues; None if any may answer.
-    keeper: Backend | None = None
-    # Failures of engines during this request, and deaths during equal ones.
-    failures: Failures = field(default_factory=Failures)
-    # Prefill engines that may hold KV for this request, by the name of that KV.
-    held: dict[str, Backend] = field(default_factory=dict)
-    # Prefill engines that have refused this request, each with a description of its answer.
-    refusals: list[tuple[Backend, str]] = field(default_factory=list)
-
-    @property
-    def without_kv(self) -> AloneReason:
-        """Reason why prefill engines were asked, but the decode engine computes the prompt."""
-        return AloneReason.REFUSED if self.refusals else AloneReason.NO_KV
-
-    async def reply(self, reply: Reply) -> None:
-        await reply.send(self.send, self.call.reply_headers)
-
-    def failure(self) -> Reply:
-        return self.failures.reply(self.call.path, self.call.reply_headers)
+from kvferry.tools.serving.router.upstream import EngineClient
 
 
 class CompletionFlow:
     """Handler of completion requests."""
 
-    def __init__(self, settings: RouterSettings, prefill: Pool, decode: Pool, client: EngineClient) -> None:
-        self._settings, self._prefill, self._decode, self._client = settings, prefill, decode, client
+    def __init__(self, settings: RouterSettings, engines: Engines, client: EngineClient) -> None:
+        self._settings, self._prefill, self._decode = settings, engines.prefill, engines.decode
         self._suspects = Suspects(settings.clock)
-        self._turns = Turns()
-        self._mismatches = LimitedLog(_log)
-        self._refusals = Refusals()
-        self._withdrawals: dict[Backend, asyncio.Task[None]] = {}
+        self._prefilling = Prefilling(engines.prefill, client, settings.probe_seconds)
+        self._decoding = Decoding(settings, engines.decode, client, self._prefilling)
 
     async def complete(self, completion: Completion) -> None:
         path, body = completion.call.path, completion.body
@@ -125,35 +56,15 @@ class CompletionFlow:
                 await self._complete(completion)
         finally:
             self._suspects.end(path, body, completion.failures)
-            # Nobody will read this KV: the client has left, or the request failed before a decode engine
-            # answered. Without word of that, it would fill the prefill engine until its lease expires.
-            for name, backend in completion.held.items():
-                backend.unwanted.append(name)
-                if backend not in self._withdrawals:
-                    headers = withdrawal_headers(completion.call.headers)
-                    task = asyncio.create_task(self._withdraw(backend, headers, body.get("model")))
-                    self._withdrawals[backend] = task
-
-    async def _withdraw(self, backend: Backend, headers: Headers, model: Any) -> None:
-        """Tell a prefill engine which KV is unwanted. If it cannot be reached or refuses, leases expire."""
-        # The next prompt for this engine, if there is one by then, takes the names along at no cost.
-        await asyncio.sleep(self._settings.probe_seconds)
-        del self._withdrawals[backend]  # later names wait for another task
-        if not backend.up or not (names := backend.take_unwanted()):
-            return
-        body = withdrawal_body(model, names)
-        with suppress(*BROKEN):
-            async with self._client.opened("POST", backend, COMPLETIONS, headers, body) as response:
-                await read_whole(response)
+            self._prefilling.withdraw(completion)
 
     async def close(self) -> None:
-        """Stop telling prefill engines which KV is unwanted."""
-        for task in self._withdrawals.values():
-            task.cancel()
-        await asyncio.gather(*self._withdrawals.values(), return_exceptions=True)
+        await self._prefilling.close()
 
     async def _complete(self, completion: Completion) -> None:
-        tried, params = list[Backend](), None
+        if self._records(completion):
+            completion.stream = Transcript(completion.call.path, completion.body)
+        tried, offer = list[Backend](), None
         alone = self._goes_alone(completion)
         if alone is None:
             backend = self._prefill.next(tried, completion.session)
@@ -161,57 +72,40 @@ class CompletionFlow:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source):
                     return
-            params = await self._kv_of_prompt(completion, tried)
+            offer = await self._prefilling.kv_of_prompt(completion, tried)
             if completion.failures.exhausted:
                 await completion.reply(completion.failure())
                 return
-            alone = completion.without_kv if params is None else None
+            alone = completion.without_kv if offer is None else None
         completion.call.record.note_decode(alone)
-        await self._answer(completion, params)
+        await self._decoding.answer(completion, offer)
+
+    def _records(self, completion: Completion) -> bool:
+        """Return whether to keep the token ids of a stream, to continue it if its engine fails."""
+        settings = self._settings
+        return (
+            settings.continue_streams
+            and not settings.trust_kv_params  # those bodies are relayed unchanged
+            and len(self._decode.backends) > 1
+            and may_continue(completion.call.path, completion.body)
+        )
 
     def _goes_alone(self, completion: Completion) -> AloneReason | None:
         """Return why the decode engine should compute the prompt; None if a hand-over is worth its cost."""
         path, body, session = completion.call.path, completion.body, completion.session
         if alone := decodes_alone(path, body):
             return alone
-        limit = self._settings.min_prefill_tokens
+        limit, backend = self._settings.min_prefill_tokens, self._decode.next([], session, last_resort=True)
+        if backend is not None and backend.role is Role.BOTH:
+            return AloneReason.BOTH
         if limit and not has_media(body):
             if estimated_tokens(body) < limit:
                 return AloneReason.SHORT
-            backend = self._decode.next([], session, last_resort=True)
             if session is not None and backend is not None:
-                added = self._turns.new_tokens(session, backend, path, body)
+                added = self._decoding.turns.new_tokens(session, backend, path, body)
                 if added is not None and added < limit:
                     return AloneReason.KNOWN
-        return AloneReason.INVALID if self._refusals.includes(path, body) else None
-
-    def _note_answer(self, completion: Completion, backend: Backend, status: int, *, with_kv: bool) -> None:
-        if status == LOOP_DETECTED:
-            backend.mark_down(LOOP_REASON)
-            return
-        backend.mark_up()
-        if status == 200 and with_kv:
-            completion.held.clear()  # a decode engine that has read KV ends the lease itself
-        path, body, record = completion.call.path, completion.body, completion.call.record
-        if (
-            status == 200
-            and completion.session is not None
-            and self._settings.min_prefill_tokens
-            and api_of(path, body) not in DECODE_ONLY
-        ):
-            self._turns.remember(completion.session, backend, path, body)
-        # Compare the engine's verdict on the request with that of the prefill engines that were asked.
-        if status == 200 and record.alone is AloneReason.INVALID:
-            self._refusals.discard(path, body)
-        elif status == 200 and record.alone is AloneReason.REFUSED:
-            refusing, answer = completion.refusals[-1]
-            self._mismatches.say(
-                refusing.url,
-                f"prefill engine {refusing.url} refuses requests that decode engine {backend.url} accepts "
-                f"({answer}); start both with the same model and limits",
-            )
-        elif 400 <= status < 500 and not is_busy(status) and record.prefill_seconds is not None:
-            self._refusals.add(path, body)
+        return AloneReason.INVALID if self._decoding.refusals.includes(path, body) else None
 
     async def _streamed(self, completion: Completion, backend: Backend, source: StreamSource) -> bool:
         """Ask a prefill and a decode engine at once, and relay the decode engine's answer to the client.
@@ -234,7 +128,7 @@ class CompletionFlow:
 
         async def prefill() -> None:
             nonlocal over, failed
-            reply = await self._prefilled(backend, completion, ticket)
+            reply = await self._prefilling.prefilled(backend, completion, ticket)
             if reply is not None and reply.status == 200 and backend.note_hand_over(kv_params_of(reply.body)):
                 return
             if begun:
@@ -248,163 +142,15 @@ class CompletionFlow:
             async with anyio.create_task_group() as group:
                 group.start_soon(prefill)
                 record.note_decode(None)
-                await self._answer(replace(completion, send=send_noted), source.offer(ticket))
+                offer = Offer(backend, source.offer(ticket))
+                await self._decoding.answer(replace(completion, send=send_noted), offer)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the callers know the exceptions of `_answer`
+            raise errors.exceptions[0] from None  # the callers know the exceptions of `answer`
         if over and not failed:
             record.note_decode(completion.without_kv)
-            await self._answer(completion, None)
+            await self._decoding.answer(completion, None)
         return not failed
-
-    async def _kv_of_prompt(self, completion: Completion, tried: list[Backend]) -> dict[str, Any] | None:
-        """Have a prefill engine compute the prompt, and return the ``kv_transfer_params`` of its KV.
-
-        Return None if no prefill engine offers KV, if one refuses the request, or if too many engines failed.
-        In the first two cases the decode engine answers the request.
-
-        Args:
-            tried: prefill engines that have failed already. Further ones are added.
-        """
-        while not completion.failures.exhausted and (
-            backend := self._prefill.next(tried, completion.session)
-        ):
-            tried.append(backend)
-            reply = await self._prefilled(backend, completion, None)
-            if reply is None:
-                continue
-            if reply.status != 200:
-                return None  # the decode engine has the last word, in case that their settings differ
-            params = kv_params_of(reply.body)
-            if backend.note_hand_over(params):
-                return params
-            if params is not None and not params.get("remote_stopped"):
-                return None  # it offers no KV of this prompt, and no other engine will
-        return None
-
-    async def _prefilled(self, backend: Backend, completion: Completion, ticket: str | None) -> Reply | None:
-        """Send a request to a prefill engine, and return the engine's answer.
-
-        Return None in these cases:
-
-        - The engine is unreachable. It is marked as down.
-        - The engine is busy. It rests for a while.
-        - The connection breaks later, or the engine is silent. The engine is marked as down, and the failure
-          is added to the completion's.
-        - The engine answers with a server error. This is added, too, and the engine rests.
-        """
-        call, failures, begun = completion.call, completion.failures, time.monotonic()
-        # Known before the request is sent, because the engine may keep KV even if its answer is lost.
-        completion.held[name := new_ticket()] = backend
-        unwanted = backend.take_unwanted()
-        body = prefill_body(completion.body, ticket, name, unwanted)
-        try:
-            with self._prefill.count_request(backend):
-                async with self._client.opened(
-                    "POST", backend, call.path, prefill_headers(call.headers), body
-                ) as response:
-                    reply = await read_whole(response)
-        except BROKEN as error:
-            note_unreachable(backend, error)
-            if not isinstance(error, NOT_CONNECTED):
-                failures.add(backend, describe_error(error))
-            return None
-        if is_busy(reply.status) or is_failure(reply.status):
-            backend.back_off()
-            if is_failure(reply.status):
-                failures.add(backend, failure_of(reply))
-                await probe(self._client, backend)
-            return None
-        if reply.status != 200 or not (kv_params_of(reply.body) or {}).get("do_remote_prefill"):
-            completion.held.pop(name, None)  # it keeps no KV
-        backend.note_success()
-        if reply.status == 200:
-            call.record.prefill_seconds = time.monotonic() - begun
-        else:
-            completion.refusals.append((backend, failure_of(reply)))
-            backend.unwanted.extend(unwanted)  # the API server has not told the engine
-        return reply
-
-    def _next_decode(self, tried: list[Backend], completion: Completion) -> Backend | None:
-        if completion.keeper is None:
-            return self._decode.next(tried, completion.session, last_resort=True)
-        return None if completion.keeper in tried else completion.keeper
-
-    async def _answer(self, completion: Completion, params: dict[str, Any] | None) -> None:
-        """Send a request to a decode engine, and relay its answer to the client.
-
-        If the engine is unreachable, is busy, or fails before the client got any data, try another engine.
-        After two failures, send an error to the client instead.
-
-        Args:
-            params: ``kv_transfer_params`` of the prompt's KV; None if the decode engine computes the prompt.
-        """
-        call, failures = completion.call, completion.failures
-        tried: list[Backend] = []
-        last: Reply | None = _no_engine(completion)
-        while backend := self._next_decode(tried, completion):
-            tried.append(backend)
-            if self._settings.trust_kv_params and params is None and call.path != RESPONSES:
-                body = call.body
-            else:
-                # Encoded anew, so that the engine reads only fields that were checked. A response also gets
-                # an id that names the engine.
-                body = decode_body(with_response_id(call.path, completion.body, backend), params)
-            try:
-                with self._decode.count_request(backend):
-                    async with self._client.opened(
-                        "POST", backend, call.path, call.headers, body
-                    ) as response:
-                        self._note_answer(completion, backend, response.status, with_kv=params is not None)
-                        if wants_stream(completion.body) and is_events(response):
-                            await self._relay(completion, backend, response)
-                            return
-                        reply = await read_whole(response)
-            except NOT_CONNECTED as error:
-                note_unreachable(backend, error)
-                continue
-            except (*BROKEN, BrokenBeforeFirst) as error:
-                note_unreachable(backend, error)
-                failures.add(backend, describe_error(error))
-                last = None
-            else:
-                if not is_busy(reply.status) and not is_failure(reply.status):
-                    backend.note_success()
-                    failures.answered = True
-                    await completion.reply(reply)
-                    return
-                last = reply
-                backend.back_off()
-                if not is_failure(reply.status):
-                    continue  # it did not take the request, so the prefill engine still has the KV
-                failures.add(backend, failure_of(reply))
-                # The error of an engine that is dying or being stopped says nothing about the request, so
-                # the client should not get it.
-                await probe(self._client, backend)
-                last = reply if backend.up else None
-            # The failed engine may have read the KV, and then the prefill engine has freed it.
-            call.record.note_ticket_lost()
-            params = None
-            if failures.exhausted:
-                last = None
-                break
-        await completion.reply(last or completion.failure())
-
-    async def _relay(self, completion: Completion, backend: Backend, response: EngineAnswer) -> None:
-        call = completion.call
-        if fault := await relay_events(response, completion.send, call.reply_headers, call.path):
-            backend.mark_down(fault)
-            completion.failures.add(backend, fault)
-            call.record.broken = True
-        else:
-            completion.failures.answered = True
-
-
-def _no_engine(completion: Completion) -> Reply:
-    path = completion.call.path
-    if completion.keeper is None:
-        return NO_DECODE_ENGINE.reply(path)
-    return not_found(previous_response(path, completion.body) or "", [completion.keeper])
 
 
 def _stream_source(backend: Backend, completion: Completion) -> StreamSource | None:

@@ -35,6 +35,7 @@ class AloneReason(StrEnum):
     """Reason why a completion goes to a decode engine alone, as a value of the label ``reason``."""
 
     ENDPOINT = "endpoint"
+    BOTH = "both"
     KV_PARAMS = "kv_params"
     PROMPTS = "prompts"
     PROMPT_LOGPROBS = "prompt_logprobs"
@@ -64,6 +65,7 @@ class RequestRecord:
     status: int | None = None  # HTTP status of the answer; None if nothing was sent
     complete: bool = False  # True once the last part of the answer was sent
     broken: bool = False  # True if the answer ended with an error event
+    continued: bool = False  # True if another decode engine has gone on with the stream
     received_bytes: int = 0
     sent_bytes: int = 0
 
@@ -101,6 +103,11 @@ class RouterMetrics:
         self._first_byte = self._histogram("first_byte", "Time to the first byte of a good answer's body.")
         self._total = self._histogram("request", "Time of requests with a good answer, to its last byte.")
         self._prefill = self._histogram("prefill", "Time until a prefill engine has answered.")
+        self._continued = Counter(
+            f"{ROUTER_PREFIX}continued_streams",
+            "Streams of failed decode engines that another one has gone on with.",
+            registry=registry,
+        )
         self._received = self._bytes("received", "Bytes of request bodies from callers.")
         self._sent = self._bytes("sent", "Bytes of answers' bodies to callers.")
         registry.register(_EngineCollector(backends))
@@ -122,6 +129,7 @@ class RouterMetrics:
         self._requests.labels(outcome, reason).inc()
         self._received.inc(record.received_bytes)
         self._sent.inc(record.sent_bytes)
+        self._continued.inc(record.continued)
         # Also of requests that failed later: the prefill engine has done its work.
         if record.prefill_seconds is not None:
             self._prefill.observe(record.prefill_seconds)

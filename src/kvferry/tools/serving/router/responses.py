@@ -10,15 +10,16 @@ from urllib.parse import quote
 import xxhash
 from starlette.types import Send
 
-from kvferry.tools.serving.router.backends import Backend, Pool
+from kvferry.tools.serving.role import Role
+from kvferry.tools.serving.router.backends import Backend, Engines
 from kvferry.tools.serving.router.endpoint import Call
-from kvferry.tools.serving.router.events import is_events, relay_events
+from kvferry.tools.serving.router.events import RelayedStream, end_broken, is_events, relay_events
 from kvferry.tools.serving.router.failures import is_failure
 from kvferry.tools.serving.router.fleet import probe
 from kvferry.tools.serving.router.replies import RESPONSES, RETRY_LATER, ApiError, Headers, Reply
 from kvferry.tools.serving.router.upstream import (
     BROKEN,
-    BrokenBeforeFirst,
+    BrokenStream,
     EngineClient,
     describe_error,
     note_unreachable,
@@ -55,20 +56,21 @@ def not_found(response_id: str, unreachable: Sequence[Backend] = ()) -> Reply:
 
 
 class Responses:
-    """The responses that decode engines keep, also those that are being removed."""
+    """The responses that decode engines keep, also those that are being removed or now prefill."""
 
-    def __init__(self, decode: Pool, client: EngineClient) -> None:
-        self._decode, self._client = decode, client
+    def __init__(self, engines: Engines, client: EngineClient) -> None:
+        self._engines, self._client = engines, client
 
     async def keeper_of(self, response_id: str, headers: Headers) -> Backend | Reply:
         """Return the decode engine that keeps a response, or the error for the client.
 
         The engine is known if the id names it, or if there is one engine only. It need not have the response.
         """
-        backends = self._decode.known
-        named = [one for one in backends if response_id.endswith(_mark(one))] or backends
-        if len(named) == 1:
-            return named[0]
+        known = self._engines.known
+        backends = [one for one in known if response_id.endswith(_mark(one))]
+        backends = backends or [one for one in known if one.role is not Role.PREFILL]
+        if len(backends) == 1:
+            return backends[0]
         unreachable = []
         for backend in backends:
             try:
@@ -91,19 +93,23 @@ class Responses:
         if isinstance(keeper, Reply):
             await keeper.send(send, call.reply_headers)
             return
-        target = call.target("/".join([_path_of(response_id), *action]))
+        target, stream = call.target("/".join([_path_of(response_id), *action])), RelayedStream()
         try:
             async with self._client.opened(call.method, keeper, target, call.headers, call.body) as answer:
                 if is_events(answer):
-                    fault = await relay_events(answer, send, call.reply_headers, RESPONSES)
-                    call.record.broken = fault is not None
+                    await relay_events(answer, send, call.reply_headers, stream)
                     return
                 reply = await read_whole(answer)
-        except (*BROKEN, BrokenBeforeFirst) as error:
+        except (*BROKEN, BrokenStream) as error:
+            fault = describe_error(error)
+            if stream.begun:
+                call.record.broken = True
+                await end_broken(send, RESPONSES, fault)
+                return
             # vLLM also breaks the stream of a response that it has not made in the background.
             await probe(self._client, keeper)
             if keeper.up:
-                message = f"decode engine {keeper.url} failed while answering: {describe_error(error)}"
+                message = f"decode engine {keeper.url} failed while answering: {fault}"
                 reply = ApiError(500, message, "engine_failed").reply(RESPONSES)
             else:
                 reply = not_found(response_id, [keeper])

@@ -49,6 +49,8 @@ class RouterSettings:
     # Least number of tokens of a prompt that goes to a prefill engine, apart from those that the decode
     # engine has already; 0 to send every prompt to a prefill engine.
     min_prefill_tokens: int = 0
+    # True to continue the stream of a decode engine that fails at another one; False to end it with an error.
+    continue_streams: bool = True
     # True to hand a short prompt over between engines that come up, so that they are connected before the
     # first request; False if they connect by themselves.
     introduce: bool = False

@@ -58,8 +58,8 @@ NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 BROKEN = (aiohttp.ClientError, SilentEngine)
 
 
-class BrokenBeforeFirst(Exception):
-    """Raised if an engine's stream ends before its first event. Another engine can then serve the request."""
+class BrokenStream(Exception):
+    """Raised if an engine's stream ends before its last event. The message says why."""
 
 
 # Time after which the kernel gives up a machine that does not acknowledge anything, or a server that reads
@@ -235,7 +235,7 @@ def is_own_fault(error: BaseException) -> bool:
 
 # Subclasses stand before their bases, because the first match counts.
 _DESCRIPTIONS: tuple[tuple[type[BaseException], str], ...] = (
-    (BrokenBeforeFirst, "{error}"),
+    (BrokenStream, "{error}"),
     (SilentEngine, "it answers nothing, not even /health"),
     (aiohttp.ConnectionTimeoutError, "it does not answer when the router connects"),
     (aiohttp.ClientConnectorDNSError, "its host name cannot be resolved"),
