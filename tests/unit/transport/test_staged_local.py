@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.common.errors import TransferError
+from kvferry.common.errors import ConfigError, TransferError
 from kvferry.geometry import GroupKind, Region
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Costs, Strategy
@@ -391,6 +391,20 @@ def ordered(world):
     reader.threads[0].connect("P", producer.cards)
     tables = scattered_tables(dense(), 16, 1)
     return producer, reader, ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
+
+
+def test_what_lies_in_gpu_memory_is_not_verified_and_the_engine_or_the_read_says_so(world):
+    producer, reader, order = ordered(world)
+    (card,), (rank,) = producer.cards, producer.ranks
+    on_gpu = replace(rank, regions=tuple(replace(one, memory="VRAM") for one in rank.regions))
+    reader = world.workers(ranks(dense(), DENSE), 1000, verify=True)
+    reader.threads[0].connect("P", [msgspec.structs.replace(card, geometry=on_gpu)])
+    reader.threads[0].submit(order)
+    assert "cannot be verified, because its KV cache is in GPU memory" in reader.result("a").failure
+    with pytest.raises(
+        ConfigError, match="verify_transfers is set, and this engine's KV cache is in GPU memory"
+    ):
+        Transfers("D", on_gpu, LeaseWords(1, 1), TransferSettings(verify=True), LocalAgent)
 
 
 def test_words_of_another_run_of_the_producer_lose_the_peer(world):
