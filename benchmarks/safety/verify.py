@@ -6,7 +6,9 @@ sides share the cores and the memory of this machine, which engines on two machi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from unittest.mock import patch
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.tools.bench.movers import KVFerryMover
@@ -22,10 +24,10 @@ TARGET = 0.03
 
 _PART = "verify"
 
-# Name of a pair of engines: the prefill engine, the decode engine, and `UCX_TLS`.
+# By name of the pair: the prefill engine, the decode engine, and `UCX_TLS`, None to let UCX choose.
 _PAIRS = {
     "alike": (EngineSide(), EngineSide(), None),
-    "TP2 to TP1, other blocks and layout": (
+    "from TP2, other blocks and layout": (
         EngineSide(tp=2, block_tokens=32),
         EngineSide(block_tokens=16, layout="LBHNC"),
         None,
@@ -60,6 +62,7 @@ def _measure(
     )
     settings = TransferSettings(verify=True), TransferSettings()
     with (
+        patch.dict(os.environ),  # the next measurement has transports of its own
         ProducerProcess([source], use_transports(transports)) as producer,
         Reader(destinations[0], producer, settings=settings[0]) as verified,
         Reader(destinations[1], producer, settings=settings[1]) as unverified,

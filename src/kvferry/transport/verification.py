@@ -28,7 +28,7 @@ from kvferry.transport.staging import LaneResources
 AHEAD = 4
 
 # A segment has about so many bytes, so that the lane's other reads and the peer's other readers go on.
-SEGMENT_BYTES = 16 << 20
+SEGMENT_BYTES = 4 << 20
 
 # Timeout in seconds for the peer's next digest, after all data has arrived.
 DIGEST_SECONDS = 5.0
