@@ -25,6 +25,9 @@ from kvferry.planning.digest_image import PIECE_BYTES
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
 
+# Room for several pieces of a digest (`planning.digest_image`), which the CPU's caches hold.
+_SCRATCH_BYTES = 4 * PIECE_BYTES
+
 
 class ChunkCopies(PoolCells):
     """Copies cells between one rank's KV blocks and chunks in host memory, for the layers of one route.
@@ -139,7 +142,7 @@ class StagingCopies(PoolCells):
         """
         if not self.on_host:
             raise TransferError("KV blocks in GPU memory cannot be digested")
-        found, scratch = xxh3_128(), np.empty(PIECE_BYTES, np.uint8)
+        found, scratch = xxh3_128(), np.empty(_SCRATCH_BYTES, np.uint8)
         for part in self.parts:
             places = part.places(blocks, cells)
             for view in part.copies:

@@ -109,8 +109,9 @@ def update_digest(digest: Any, view: CopyView, places: Int64s, scratch: npt.NDAr
     each = len(scratch) // size
     for first in range(0, len(places), each):
         some = places[first : first + each]
-        # Packed without gaps, because the digest covers only the cells.
-        copy_cells(view, some, scratch, np.arange(len(some)) * size - view.offset)
+        # Packed without gaps, because the digest covers only the cells. They must stay in the CPU's caches.
+        offsets = np.arange(len(some)) * size - view.offset
+        copy_cells(view, some, scratch, offsets, streamed_bytes=len(scratch) + 1)
         digest.update(scratch[: len(some) * size])
 
 

@@ -21,8 +21,8 @@ from kvferry.planning.template import Route
 # Largest piece in bytes that is packed before it is digested.
 PIECE_BYTES = 128 << 10
 
-# Length in bytes from which a run is digested where it lies. python-xxhash releases the interpreter's lock
-# for such lengths, so a long prompt does not hold up the engine's thread.
+# Length in bytes from which a run is digested where it lies. python-xxhash then releases the interpreter's
+# lock. For shorter runs it does not, and the engine's thread would wait, so they are packed.
 LONG_RUN_BYTES = 128 << 10
 
 

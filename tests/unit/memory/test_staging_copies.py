@@ -67,7 +67,7 @@ def test_a_digest_is_of_the_packed_bytes_of_each_copy_cell_after_cell(long_run, 
     part = PoolCopies(tuple(at), nests)
     digested = StagingCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
     with (
-        mock.patch.object(copies_module, "PIECE_BYTES", room),
+        mock.patch.object(copies_module, "_SCRATCH_BYTES", room),
         mock.patch.object(host_copy, "LONG_RUN_BYTES", long_run),
     ):
         assert digested.digest(blocks, cells) == xxh3_128_digest(bytes(expected))
