@@ -1,21 +1,16 @@
 """Strided copies do what their runs say, on every device there is."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from xxhash import xxh3_128_digest
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
-from kvferry.memory import copies as copies_module, host_copy
 from kvferry.memory.address_space import AddressSpace, largest_word, tensor_over
 from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import ONE_CELL, PoolCopies
-from kvferry.planning.digest_image import LONG_RUN_BYTES
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from support.examples import examples
 
@@ -43,43 +38,6 @@ def memory(size: int, device: str, seed: int) -> tuple[torch.Tensor, Region]:
     raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8)).to(device)
     kind, number = ("DRAM", 0) if device == "cpu" else ("VRAM", raw.device.index)
     return raw, Region(raw.data_ptr(), size, kind, number)
-
-
-@pytest.mark.parametrize("long_run", [1, 1 << 17], ids=["where they lie", "packed"])
-@examples(60)
-@given(
-    parts=st.lists(copies(), min_size=1, max_size=3), cell=st.integers(0, 5),
-    ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True),
-    at=st.lists(st.integers(0, 40), min_size=1, max_size=4), room=st.integers(IMAGE, 3 * IMAGE),
-)  # fmt: skip
-def test_a_digest_is_of_the_packed_bytes_of_each_copy_cell_after_cell(long_run, parts, cell, ids, at, room):
-    pool, region = memory(BLOCKS * STRIDE, "cpu", 1)
-    blocks, cells = np.array(ids), cell + np.arange(len(ids))
-    nests = tuple(copy.at(region.address, 0) for copy in parts)
-    expected = bytearray()
-    for copy in parts:
-        descriptors = copy.descriptors()
-        for block, number in zip(ids, cells.tolist(), strict=True):
-            begin, packed = block * STRIDE + at[number % len(at)], np.zeros(copy.bytes, np.uint8)
-            for a, b, n in zip(descriptors.src, descriptors.dst - copy.dst, descriptors.length, strict=True):
-                packed[b : b + n] = pool.numpy()[begin + a : begin + a + n]
-            expected += packed.tobytes()
-    part = PoolCopies(tuple(at), nests)
-    digested = StagingCopies([part], AddressSpace([region]), "src", STRIDE, BLOCKS)
-    with (
-        mock.patch.object(copies_module, "_SCRATCH_BYTES", room),
-        mock.patch.object(host_copy, "LONG_RUN_BYTES", long_run),
-    ):
-        assert digested.digest(blocks, cells) == xxh3_128_digest(bytes(expected))
-
-
-def test_a_digest_of_blocks_outside_of_the_pool_is_refused():
-    _pool, region = memory(2 * LONG_RUN_BYTES, "cpu", 1)
-    for run in (8, LONG_RUN_BYTES):
-        part = PoolCopies(ONE_CELL, (StridedCopy(region.address, 0, run),))
-        digested = StagingCopies([part], AddressSpace([region]), "src", LONG_RUN_BYTES, 2)
-        with pytest.raises(TransferError, match="a copy exceeds the places of the block pool: found 2 to 2"):
-            digested.digest(np.array([2]), np.zeros(1, np.int64))
 
 
 @pytest.mark.parametrize("device", DEVICES)
