@@ -1,1 +1,1 @@
-"""Measure the time that protections cost: lease checks, checksums and encryption."""
+"""Measure the time that protections cost: lease checks, verified transfers, checksums and encryption."""

@@ -13,8 +13,8 @@ from kvferry.tools.cli.options import without_none
 
 def safety(
     parts: Annotated[
-        str, typer.Option(help="Parts to measure, separated by commas: lease, checksum, curve.")
-    ] = "lease,checksum,curve",
+        str, typer.Option(help="Parts to measure, separated by commas: lease, verify, checksum, curve.")
+    ] = "lease,verify,checksum,curve",
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
@@ -26,7 +26,8 @@ def safety(
     """Measure what protections cost, on and off in one run.
 
     lease: a transfer between two processes, with the check that the producer still has the blocks, and
-    without. checksum: a prompt loaded from files in memory into an engine's blocks. curve: what channels
+    without. verify: transfers between engines that are alike and that are not, verified (verify_transfers)
+    and not. checksum: a prompt loaded from files in memory into an engine's blocks. curve: what channels
     between engines say over ZeroMQ, encrypted and plain, and its share of a transfer.
     """
     from rich.console import Console

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost
+from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost, verify
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
 
 PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[ProtectionCost]]] = {
     "lease": lease_cost.measure,
+    "verify": verify.measure,
     "checksum": checksum_cost.measure,
     "curve": curve.measure,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from kvferry.connector.messages import MOVED
 from support.vllm_engine.inside import distance
@@ -10,6 +11,7 @@ from support.vllm_engine.marks import engines
 from support.vllm_engine.pair import Pair, Setup, prompt
 
 STEPS = {"max_num_batched_tokens": 256}
+VERIFIED = {"verify_transfers": True}
 SMALL, LARGE = {"block_size": 64}, {"block_size": 128}
 DENSE = {"family": "qwen3", "options": STEPS}
 CODES = {"family": "qwen3", "options": {**STEPS, "kv_cache_dtype": "fp8"}}
@@ -78,7 +80,9 @@ ALL = (
     Setup(**QWEN3_5, label="160-to-256", layouts=("BLHNC", "LBHNC"), prefill_options=SMALLEST | SPLIT),
     Setup(**QWEN3_5, label="256-to-160", layouts=("LBHNC", "BLHNC"), decode_options=SMALLEST | SPLIT),
 )
-pytestmark = engines("pair", REPRESENTATIVE, ALL)
+pytestmark = engines(
+    "pair", *([replace(one, connector=VERIFIED) for one in each] for each in (REPRESENTATIVE, ALL))
+)
 LEFT = re.compile(f"{MOVED}: layer .*: the layer computes in .*; expected .*: start it anew")
 IN_ONE_STEP = {"qwen3", "gemma3", "gemma4", "gptoss", "llama4", "nemotronh"}
 """Families that compute 200 tokens in one step: a scheduler offers them before it learns of a move."""
@@ -134,6 +138,27 @@ def test_spoiled_block_of_any_group_changes_the_answer(pair: Pair) -> None:
         assert distance(pair.spoiled(text, group), sound) > 1e-4, (
             f"group {group}: the answer does not depend on what was moved"
         )
+
+
+def test_bytes_that_change_on_the_way_are_noticed_or_change_the_answer_if_nothing_is_verified(
+    pair: Pair,
+) -> None:
+    blocks = pair.about["block_size"], pair.about_decode["block_size"]
+    text = prompt(min(60, *blocks), 12)
+    (alone,) = pair.decode.call("generate", [text])
+    pair.forget()
+    for group in range(len(pair.about_decode["groups"])):
+        for verified in (True, False):
+            (offer,) = [one["params"] for one in pair.prefill.call("prefill", [text])]
+            damaged = pair.decode.call("counted").get("misses peer checksum ", 0)
+            pair.decode.call("spoil_on_the_way", group, verified=verified)
+            (answer,) = pair.decode.call("generate", [text], [offer])
+            pair.decode.call("spoil_on_the_way", None)
+            assert bool(pair.decode.call("loaded")) is not verified, f"group {group}"
+            assert pair.decode.call("counted").get("misses peer checksum ", 0) - damaged == verified
+            apart = distance(answer, alone)
+            assert (apart < 1e-4) is verified, f"group {group}, verified: {verified}: {apart} apart"
+            pair.forget()
 
 
 def test_peers_never_read_memory_that_the_engine_has_left(pair: Pair) -> None:

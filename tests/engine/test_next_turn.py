@@ -19,8 +19,9 @@ STATES = ("nemotronh", "qwen3next", "lfm2")
 
 def keeping(family: str, label: str, options: dict[str, Any], **more: Any) -> Setup:
     """A pair whose decode engine keeps turns."""
-    keeps = {"kv_transfer_config": connector(turn_seconds=600.0, turn_share=0.5)}
-    return Setup(family, f"turns-{label}", options, decode_options=keeps, **more)
+    keeps = {"kv_transfer_config": connector(turn_seconds=600.0, turn_share=0.5, verify_transfers=True)}
+    verified = {"verify_transfers": True}
+    return Setup(family, f"turns-{label}", options, connector=verified, decode_options=keeps, **more)
 
 
 WINDOWS = keeping("gemma3", "cached", SHORT_STEPS, exact=True)

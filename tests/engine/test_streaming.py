@@ -22,6 +22,7 @@ CONNECTOR = {
     "handshake_seconds": 2.0,
     "patience_seconds": 2.0,
     "strategy": "direct",
+    "verify_transfers": True,
 }
 ENVIRONMENT = {"UCX_TLS": "tcp,self"}
 ALONE = Setup("gemma3", "streamed", OPTIONS, exact=True, connector=CONNECTOR, environment=ENVIRONMENT)

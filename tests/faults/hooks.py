@@ -20,7 +20,7 @@ from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.staging import UNIT_BYTES
-from support.vllm_engine import parts
+from support.vllm_engine import on_the_way, parts
 from support.vllm_engine.pages import negate
 from support.vllm_engine.parts import half, worker_half
 
@@ -39,6 +39,7 @@ class Hooks:
         held: reads that are held back, by request.
         leases: name of the lease and block tables of what a request left for a consumer, by its outer name.
         seals: why the last sealed grant of a ticket did not open, or "opened"; by the ticket.
+        changed: what was changed of what a request read, by request.
     """
 
     armed: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -49,6 +50,7 @@ class Hooks:
     of_load: dict[str, str] = field(default_factory=dict)
     of_read: dict[str, str] = field(default_factory=dict)
     seals: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
 
     def take(self, fault: str, name: str = "") -> bool:
         """Return whether a fault is to be injected now, and count it."""
@@ -95,6 +97,11 @@ def told(engine: Any, name: str) -> list[dict[str, Any]]:
 def seal_of(engine: Any, ticket: str) -> str:
     """What became of the last sealed grant that came with a ticket; empty if none was looked at."""
     return str(engine.hooks.seals.get(ticket, ""))
+
+
+def changed(engine: Any, name: str) -> str:
+    """What was changed of a request's read; empty if nothing was."""
+    return str(engine.hooks.changed.get(name, ""))
 
 
 def holds(engine: Any, name: str) -> int:
@@ -234,6 +241,17 @@ def _hook_reads(worker: Any, hooks: Hooks) -> None:
     worker.begin, transfers.submit = begun, submitted
     for lane in transfers._lanes:
         lane._post = partial(_post, lane, lane._post, hooks)
+    on_the_way.when_landed(transfers._lanes, partial(_change, worker, hooks))
+
+
+def _change(worker: Any, hooks: Hooks, order: Any) -> None:
+    """Change what an order has read, if that is armed for its request."""
+    name = hooks.of_read.get(order.key, "")
+    if hooks.take("flip a bit", name):
+        hooks.changed[name] = on_the_way.flip_bit(worker, order, random.Random(name))
+    if hooks.take("flip signs", name):
+        found = [on_the_way.flip_signs(worker, order, n) for n in range(len(worker.geometry.groups))]
+        hooks.changed[name] = "; ".join(filter(None, found))
 
 
 class _Refusing:

@@ -19,7 +19,7 @@ from kvferry.tiers.index import ListedKeys
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.redeem import PromptContent
 from kvferry.transport.seal import SealBinding
-from support.vllm_engine import parts
+from support.vllm_engine import on_the_way, parts
 from support.vllm_engine.parts import half
 
 _NAME_DIGITS = 64
@@ -28,9 +28,16 @@ _NAME_DIGITS = 64
 
 @contextmanager
 def _no_lease_words(engine: Any) -> Iterator[None]:
-    with ExitStack() as patched:
+    # Digests are refused for a lease that has ended, and would differ.
+    with ExitStack() as patched, on_the_way.unverified():
         for lane in parts.lanes(engine):
             patched.enter_context(mock.patch.object(lane, "_check_words", return_value=None))
+        yield
+
+
+@contextmanager
+def _no_verification(engine: Any) -> Iterator[None]:
+    with on_the_way.unverified():
         yield
 
 
@@ -56,7 +63,7 @@ def _no_image_words(engine: Any) -> Iterator[None]:
         chunk.state = _SegmentState.READING
         land(of, chunk)
 
-    with mock.patch.object(PackedRead, "_land", lands):
+    with mock.patch.object(PackedRead, "_land", lands), on_the_way.unverified():
         yield
 
 
@@ -199,6 +206,7 @@ def _live_in(store: Any, namespace: bytes) -> None:
 
 MUTANTS: dict[str, Callable[[Any], Any]] = {
     "lease words": _no_lease_words,
+    "verified transfers": _no_verification,
     "digest": _no_digest,
     "sealed digest": _no_sealed_digest,
     "ticket": _no_ticket,

@@ -28,6 +28,7 @@ LATE = "its deadline passed"
 UNANSWERED = "it had not answered when|no answer within|it did not answer within|no connection can be opened"
 UNKNOWN_TICKET = "it does not know the ticket"
 WORD_CHANGED = "lease word changed"
+OTHER_BYTES = "arrived with other bytes than the peer holds"
 NO_ANSWER = "not an answer of protocol"
 """What kvferry says of a load or a source, for `Stage.failed`."""
 DECISIVE = ("SourceRefused", "LoadBegan", "LoadEnded", "Scheduled")
@@ -96,6 +97,7 @@ class Stage:
             "load_timeout_seconds": DEADLINE,
             "handshake_seconds": HANDSHAKE,
             "late_blocks": 1.0,
+            "verify_transfers": True,
             "chunk_tokens": CHUNK,
             "peers": [ALLOWED],
             "tiers": tiers,

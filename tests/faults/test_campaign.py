@@ -25,7 +25,7 @@ ALONE = [
     "producer killed",
 ]
 """Some of the kinds of a whole engine. Each takes seconds, because nothing else happens meanwhile."""
-CONTROLS = ["lease words", "digest", "sealed digest", "ticket", "checksum"]
+CONTROLS = ["lease words", "verified transfers", "digest", "sealed digest", "ticket", "checksum"]
 """Protections without which the campaign must find something wrong, or it shows nothing with them."""
 
 

@@ -7,7 +7,7 @@ import random
 
 from faults.kinds import kind
 from faults.references import LONG_TOKENS
-from faults.stage import DEADLINE, LATE, UNKNOWN_TICKET, WORD_CHANGED, Stage
+from faults.stage import DEADLINE, LATE, OTHER_BYTES, UNKNOWN_TICKET, WORD_CHANGED, Stage
 from faults.values import Area, Trial
 
 TRANSFER = Area.TRANSFER
@@ -55,6 +55,25 @@ async def ended(stage: Stage, trial: Trial, draw: random.Random) -> None:
             f"{count} blocks overwritten, and {lost} redemption(s) lost" if count and lost else ""
         )
         trial.detected = await stage.failed(name, WORD_CHANGED)
+
+
+def _declare(name: str, says: str, fault: str, **more: object) -> None:
+    @kind(name, TRANSFER, says, share=5, **more)
+    async def changes(stage: Stage, trial: Trial, draw: random.Random) -> None:
+        text, salt, mine = stage.text(draw), stage.salt(draw), stage.name()
+        params = await stage.prefilled(text, salt)
+        await stage.decode.do("arm", fault, mine)
+        await stage.decoded(trial, text, params, salt, mine)
+        await stage.decode.do("disarm", fault, mine)
+        trial.injected = await stage.decode.do("changed", mine)
+        trial.detected = await stage.failed(mine, OTHER_BYTES)
+
+
+_declare("a bit changes on the way", "One bit of what is read arrives flipped.", "flip a bit")
+_declare(
+    "signs change on the way", "A block of each KV cache group arrives with its signs flipped.",
+    "flip signs", protections=("verified transfers",),
+)  # fmt: skip
 
 
 @kind("transport refuses the read", TRANSFER, "The transport raises when a read is posted.", share=12)

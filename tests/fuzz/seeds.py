@@ -8,7 +8,16 @@ from msgspec import structs
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_client as gather_messages, messages
-from kvferry.transport.gather_client import AnnounceRoutes, Done, Gather, Gathered, GatherRoute, NotGathered
+from kvferry.transport.gather_client import (
+    AnnounceRoutes,
+    Digest,
+    Digested,
+    Done,
+    Gather,
+    Gathered,
+    GatherRoute,
+    NotGathered,
+)
 from kvferry.transport.messages import (
     PROTOCOL,
     Accepted,
@@ -93,6 +102,7 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
         AnnounceRoutes(PROTOCOL, [route, route]),
         Gather(1, 0, 0, 0, ids, 0),
         Gather(2, 0, 1, 0, ids, 1),
+        Digest(3, 0, 0, 0, ids, 0),
         Done(1),
         Done(2),
     ]
@@ -101,5 +111,10 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
 
 def gather_replies() -> list[bytes]:
     """Return what workers answer."""
-    found = [Gathered(1, 0, 4, 0), NotGathered(2, "no room"), NotGathered(3, "who are you?", unknown=True)]
+    found = [
+        Gathered(1, 0, 4, 0),
+        Digested(4, bytes(16)),
+        NotGathered(2, "no room"),
+        NotGathered(3, "who are you?", unknown=True),
+    ]
     return [gather_messages.encode(one) for one in found]

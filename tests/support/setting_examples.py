@@ -31,6 +31,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "strategy": "staged",
         "staging_mib": 256,
         "lanes": 4,
+        "verify_transfers": True,
         "costs": "/etc/kvferry/costs.json",
         "host_buffer": True,
         "tiers": [{"type": "host", "capacity": "64GiB"}, {"type": "file", "path": "/nvme/kv"}],

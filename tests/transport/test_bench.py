@@ -180,6 +180,21 @@ def test_encryption_is_measured_beside_the_same_talk_without() -> None:
 
 
 @pytest.mark.long
+def test_transfers_are_measured_with_and_without_verification(monkeypatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    job = SafetyJob(parts=("verify",), reading=TINY, tokens=512, repeats=7)
+    costs = safety.measure(job, _quiet).costs
+    assert [cost.work.split(", ", 1)[1] for cost in costs] == [
+        "alike", "from TP2, other blocks and layout", "alike, over TCP",
+    ]  # fmt: skip
+    for cost in costs:
+        assert len(cost.on) == len(cost.off) == 7
+        assert cost.extra.median > 0, "digests cost something"
+        assert cost.target == 0.03
+    assert "UCX_TLS" not in os.environ
+
+
+@pytest.mark.long
 def test_the_doctor_writes_the_costs_that_it_measures(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     app(["doctor", "--calibrate", "--no-machine", "--json"], standalone_mode=False)

@@ -130,7 +130,8 @@ def test_the_bytes_read_are_the_bytes_written(world, case, strategy):
     assert len(producer.cards) == len(sources)
     for number, rank in enumerate(ranks(case.dst, case.families)):
         reader = world.reader(
-            rank, settings=TransferSettings(strategy, staging_bytes=8 << 20, lanes=2, lane_bytes=1)
+            rank,
+            settings=TransferSettings(strategy, staging_bytes=8 << 20, lanes=2, lane_bytes=1, verify=True),
         )
         reader.thread.connect("P", producer.cards)
         reader.submit(f"load {number}", "P", span, src_tables, dst_tables)

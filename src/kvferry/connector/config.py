@@ -179,6 +179,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``shared`` to use that strategy wherever possible.
         staging_mib: memory for packing short runs of bytes, in MiB per direction and worker; 0 for none.
         lanes: number of threads per worker that read from peers. Several threads share a large read.
+        verify_transfers: True to verify what is read from peers: this engine compares digests of its blocks
+            with digests that the peer computes of its own. If they differ, the load fails and the prompt is
+            computed. Not for KV caches in GPU memory.
         costs: path of the file with measured costs of transfers that ``kvferry doctor --calibrate`` wrote.
             None for the user's file on this machine, or for built-in costs if that file does not exist.
         host_buffer: True to transfer through host memory with the engine's copy operation; None to do so only
@@ -234,6 +237,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: Literal["auto", "direct", "over-read", "staged", "shared"] = "auto"
     staging_mib: Annotated[int, Meta(ge=0, le=65_536)] = 64
     lanes: _UpTo16 = 2
+    verify_transfers: bool = False
     costs: str | None = None
     host_buffer: bool | None = None
     tiers: Any = None
@@ -336,9 +340,15 @@ def _check_transfers(config: ConnectorConfig) -> None:
         raise ConfigError(
             "transfer is false and there are no tiers, so kvferry has nothing to do; set one of them"
         )
-    if config.turn_seconds and not config.transfers:
+    for name in ("turn_seconds", "verify_transfers"):
+        if getattr(config, name) and not config.transfers:
+            raise ConfigError(
+                f"{name} is set, but no KV is exchanged with other engines; set transfer to true"
+            )
+    if config.verify_transfers and not config.staging_mib:
         raise ConfigError(
-            "turn_seconds is set, but no KV is exchanged with other engines; set transfer to true"
+            "verify_transfers is set and staging_mib is 0, so peers cannot ask this engine's workers for "
+            "digests; set staging_mib to 1 or more"
         )
 
 

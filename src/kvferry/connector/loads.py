@@ -58,6 +58,7 @@ class _Running:
     void: str | None = None  # why the load has failed even if all its parts arrive
     reported: bool = False
     peer_lost: bool = False
+    corrupt: bool = False
     figures: LoadFigures = NO_FIGURES
 
     @property
@@ -151,6 +152,7 @@ class Loads:
         one.failure = one.failure or failure
         if read is not None:
             one.peer_lost |= read.peer_lost
+            one.corrupt |= read.corrupt
             one.figures = one.figures.with_next(read.figures)
         if one.has_landed and not one.reported:
             self._on_landed(one, timed=timed)
@@ -196,7 +198,13 @@ class Loads:
                 one.reported = True
                 # Parts of a late load are still in flight, so its figures are not known yet.
                 figures = one.figures if landed else NO_FIGURES
-                report = Report(failure, int(not landed), peer_lost=one.peer_lost, figures=figures)
+                report = Report(
+                    failure,
+                    int(not landed),
+                    peer_lost=one.peer_lost,
+                    corrupt=one.corrupt,
+                    figures=figures,
+                )
                 results = self._attempts.setdefault(one.load.attempt, [])
                 results.append(failure is None)
                 served = None

@@ -177,6 +177,7 @@ class Report:
     failure: str | None
     late: int = 0
     peer_lost: bool = False  # the failure means that the peer is gone or was restarted
+    corrupt: bool = False  # the bytes that arrived are not the peer's
     figures: LoadFigures = NO_FIGURES
     workers: int = 1  # number of workers whose reports these are
 
@@ -185,6 +186,7 @@ class Report:
             self.failure or other.failure,
             late=self.late + other.late,
             peer_lost=self.peer_lost or other.peer_lost,
+            corrupt=self.corrupt or other.corrupt,
             figures=self.figures.with_other(other.figures),
             workers=self.workers + other.workers,
         )

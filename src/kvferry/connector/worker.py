@@ -372,4 +372,5 @@ def _transfer_settings(config: ConnectorConfig) -> TransferSettings:
         peers=config.allowed_peers(),
         ports=parse_port_range(config.ports),
         lanes=config.lanes,
+        verify=config.verify_transfers,
     )

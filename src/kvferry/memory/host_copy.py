@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvferry.common.errors import TransferError
 from kvferry.memory import copy_kernel
 from kvferry.planning.descriptors import Int64s
+from kvferry.planning.digest_image import LONG_RUN_BYTES
 from kvferry.planning.strided_copy import StridedCopy
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
@@ -87,6 +88,31 @@ def copy_cells(
     streamed = len(places) * view.copy.bytes >= streamed_bytes
     sources, destinations = (pool, packed) if view.storing else (packed, pool)
     kernel(sources, destinations, view.copy.run, view.loops, streamed)
+
+
+def update_digest(digest: Any, view: CopyView, places: Int64s, scratch: npt.NDArray[np.uint8]) -> None:
+    """Add the bytes of cells in a block pool to a digest, cell after cell, in the order of packed memory.
+
+    Shorter runs than `LONG_RUN_BYTES` are packed into `scratch`, which has room for one cell, uint8 of shape
+    (bytes,). Raise TransferError if a cell is outside the block pool.
+    """
+    if not len(places):
+        return
+    check_bounds("places of the block pool", places, 0, len(view.elements))
+    if view.copy.run >= LONG_RUN_BYTES:
+        runs = [*np.ndindex(view.shape[:-1])]
+        for place in places.tolist():
+            for run in runs:
+                digest.update(view.elements[place][run])
+        return
+    size = view.copy.bytes
+    each = len(scratch) // size
+    for first in range(0, len(places), each):
+        some = places[first : first + each]
+        # Packed without gaps, because the digest covers only the cells. They must stay in the CPU's caches.
+        offsets = np.arange(len(some)) * size - view.offset
+        copy_cells(view, some, scratch, offsets, streamed_bytes=len(scratch) + 1)
+        digest.update(scratch[: len(some) * size])
 
 
 def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:

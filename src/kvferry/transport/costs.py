@@ -110,3 +110,4 @@ class TransferSettings:
     ports: PortRange | None = None  # that the gather channel and UCX may listen on; None for any
     lanes: int = 2
     lane_bytes: int = LANE_BYTES  # approximate minimum of a route that one lane reads
+    verify: bool = False  # compare digests of what was read with those of the peer

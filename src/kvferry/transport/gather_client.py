@@ -30,6 +30,8 @@ MAX_ROUTES = 1024
 MAX_STRIDED_COPIES = 1 << 14
 MAX_LOOPS = 32
 MAX_CELLS = 1 << 20
+# Maximum bytes that one request may have digested, because other readers wait meanwhile.
+MAX_DIGEST_BYTES = 1 << 30
 _MOST_BYTES = 1 << 40
 _NAMED = 8  # number of offsets that an error names
 # Maximum number of messages queued for a rank that does not read them; sending more fails.
@@ -62,8 +64,8 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     routes: list[GatherRoute]
 
 
-class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Request to pack cells into staging memory."""
+class _CellsRequest(msgspec.Struct, frozen=True):
+    """Request about cells of a route."""
 
     segment: Count = msgspec.field(name="chunk")  # id of the request, repeated in the reply
     route: Count  # index in `AnnounceRoutes.routes`
@@ -71,11 +73,20 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     generation: HalfWord  # low half of the word while the lease is valid
     blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]  # int32 per cell, native byte order
     cell: Count  # index of the first cell within its block
-    shared: bool = False  # pack into the memory file that the reader has mapped
 
     def ids(self) -> Int64s:
         """Return the block of each cell, int64 of shape (n,)."""
         return np.frombuffer(self.blocks, np.int32).astype(np.int64)
+
+
+class Gather(_CellsRequest, frozen=True, tag="gather"):
+    """Request to pack cells into staging memory."""
+
+    shared: bool = False  # pack into the memory file that the reader has mapped
+
+
+class Digest(_CellsRequest, frozen=True, tag="digest"):
+    """Request for the digest of cells, as `StagingCopies.digest` computes it."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -96,16 +107,26 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     generation: HalfWord
 
 
+class Digested(msgspec.Struct, frozen=True, tag="digested"):
+    """Reply: the digest of the cells of a segment."""
+
+    segment: Count = msgspec.field(name="chunk")
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
-    """Reply: the cells will not be packed. If `unknown`, the reader must announce its routes again."""
+    """Reply: the cells will not be packed or digested.
+
+    If `unknown`, the reader must announce its routes again.
+    """
 
     segment: Count = msgspec.field(name="chunk")
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
     unknown: bool = False
 
 
-Request: TypeAlias = AnnounceRoutes | Gather | Done
-Reply: TypeAlias = Gathered | NotGathered
+Request: TypeAlias = AnnounceRoutes | Gather | Digest | Done
+Reply: TypeAlias = Gathered | Digested | NotGathered
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -117,7 +138,7 @@ def decode_request(data: bytes) -> Request:
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
         _check(message)
-    elif isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
+    elif isinstance(message, Gather | Digest) and (not message.blocks or len(message.blocks) % 4):
         raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
     return message
 
@@ -215,7 +236,7 @@ class GatherClient:
         self._send(self._introduction)
         self._numbers = itertools.count(1)
         self._wanted: dict[int, int] = {}  # segment to number of announcements when it was requested
-        self._answers: dict[int, Gathered | NotGathered] = {}
+        self._answers: dict[int, Reply] = {}
 
     def is_silent(self, now: float) -> bool:
         self._receive()  # a reply that has arrived ends the silence
@@ -223,16 +244,15 @@ class GatherClient:
 
     def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
         """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
-        segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
-        self._wanted[segment] = self._introductions
         ids = blocks.astype(np.int32).tobytes()
-        request = Gather(segment, route, lease.slot, lease.generation, ids, cell, shared)
-        # The queue is full: the rank has not read for long, and the cells go another way.
-        if not self._send(request):
-            self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")
-        return segment
+        return self._ask(Gather(self._next_segment(), route, lease.slot, lease.generation, ids, cell, shared))
 
-    def answer(self, segment: int) -> Gathered | NotGathered | None:
+    def ask_digest(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
+        """Send a `Digest` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
+        ids = blocks.astype(np.int32).tobytes()
+        return self._ask(Digest(self._next_segment(), route, lease.slot, lease.generation, ids, cell))
+
+    def answer(self, segment: int) -> Reply | None:
         """Return the reply to a request and close the request; None if no reply has arrived yet."""
         self._receive()
         found = self._answers.pop(segment, None)
@@ -248,6 +268,17 @@ class GatherClient:
 
     def close(self) -> None:
         self.socket.close()
+
+    def _next_segment(self) -> int:
+        return next(self._numbers) % (1 << 31)  # the message has room for 31 bits
+
+    def _ask(self, request: Gather | Digest) -> int:
+        self._wanted[request.segment] = self._introductions
+        # The queue is full: the rank has not read for long.
+        if not self._send(request):
+            reason = "the producer's worker does not take requests"
+            self._answers[request.segment] = NotGathered(request.segment, reason)
+        return request.segment
 
     def _receive(self) -> None:
         while self.socket.poll(0):
@@ -266,7 +297,7 @@ class GatherClient:
                 self._introductions += 1
                 self._send(self._introduction)
 
-    def _send(self, message: AnnounceRoutes | Gather | Done) -> bool:
+    def _send(self, message: Request) -> bool:
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""The producer's end of the gather channel: pack cells into staging memory when readers ask for it.
+"""The producer's end of the gather channel: pack or digest cells when readers ask for it.
 
 Each worker has one such server: one thread, one ROUTER socket, one staging area that readers read from, and
 one that readers of the same machine map.
@@ -32,13 +32,17 @@ from kvferry.memory.copies import StagedImages, StagingCopies
 from kvferry.memory.device_stream import enter_stream
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
+    MAX_DIGEST_BYTES,
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
+    Digest,
+    Digested,
     Done,
     Gather,
     Gathered,
     GatherRoute,
     NotGathered,
+    Reply,
     decode_request,
 )
 from kvferry.transport.lease import LeaseWords
@@ -177,6 +181,8 @@ class GatherServer:
             self._waiting = deque(
                 one for one in self._waiting if one.sender != sender or one.message.segment != segment
             )
+        elif isinstance(message, Digest):
+            self._digest(sender, message)
         else:
             self._ask(sender, message)
 
@@ -226,10 +232,8 @@ class GatherServer:
         """Pack the cells of a request or refuse it, and reply. Return False if there is no room now."""
         reader = self._readers.get(sender)
         if reader is None:
-            return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
-        if message.route >= len(reader.routes):
-            return self._refuse(sender, message, f"there is no route {message.route}")
-        if reason := self._refusal(reader, message):
+            return self._refuse_unknown(sender, message)
+        if reason := self._refusal(reader, message) or self._no_gathering(reader, message):
             return self._refuse(sender, message, reason)
         route, copies = reader.routes[message.route]
         area = self._area(message)
@@ -247,6 +251,27 @@ class GatherServer:
         self._answer(sender, Gathered(message.segment, allocation.position, word, generation))
         return True
 
+    def _digest(self, sender: bytes, message: Digest) -> None:
+        """Reply with the digest of cells, or refuse it."""
+        if (reader := self._readers.get(sender)) is None:
+            self._refuse_unknown(sender, message)
+            return
+        if reason := self._refusal(reader, message) or self._no_digest(reader, message):
+            self._refuse(sender, message, reason)
+            return
+        blocks, (_, copies) = message.ids(), reader.routes[message.route]
+        try:
+            digest = copies.digest(blocks, message.cell + np.arange(len(blocks)))
+        except Exception as error:  # noqa: BLE001 - logged in full
+            self._log.say("digest", "gather channel: a digest failed", error)
+            self._refuse(sender, message, f"the digest failed: {shown(str(error), 500)}")
+            return
+        # As after a copy: the digest is that of the leased blocks only if none has been freed by now.
+        if reason := self._ended(message):
+            self._refuse(sender, message, reason)
+            return
+        self._answer(sender, Digested(message.segment, digest))
+
     def _area(self, message: Gather) -> StagingArea:
         return self._shared if message.shared and self._shared is not None else self.area
 
@@ -261,30 +286,45 @@ class GatherServer:
             return f"the copy failed: {shown(str(error), 500)}"
         return None
 
-    def _refusal(self, reader: _Reader, message: Gather) -> str | None:
+    def _refusal(self, reader: _Reader, message: Gather | Digest) -> str | None:
+        if message.route >= len(reader.routes):
+            return f"there is no route {message.route}"
         (route, _), blocks = reader.routes[message.route], message.ids()
         if message.cell >= route.cells:
             return f"cell {message.cell} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
+        return self._ended(message)
+
+    def _no_gathering(self, reader: _Reader, message: Gather) -> str | None:
+        (route, _), images = reader.routes[message.route], len(message.ids())
         if message.segment in reader.allocations:
             return "a chunk of that name is held"
         if message.shared and self._shared is None:
             return "this worker has no memory that others can map"
-        if (len(blocks) + 1) * route.image_stride > self._area(message).units * UNIT_BYTES:
+        if (images + 1) * route.image_stride > self._area(message).units * UNIT_BYTES:
             return "the images of one request have no room in the staging area"
-        return self._ended(message)
+        return None
 
-    def _ended(self, message: Gather) -> str | None:
+    def _no_digest(self, reader: _Reader, message: Digest) -> str | None:
+        (route, _), cells = reader.routes[message.route], len(message.ids())
+        if (size := cells * route.image_stride) > MAX_DIGEST_BYTES:
+            return f"{size} bytes to digest, at most {MAX_DIGEST_BYTES} per request"
+        return None
+
+    def _ended(self, message: Gather | Digest) -> str | None:
         word = self._words.incarnation << 32 | message.generation
         holds = message.slot < self._first_word and int(self._words.array[message.slot]) == word
         return None if holds else "the lease has ended"
 
-    def _refuse(self, sender: bytes, message: Gather, reason: str, *, unknown: bool = False) -> bool:
+    def _refuse_unknown(self, sender: bytes, message: Gather | Digest) -> bool:
+        return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
+
+    def _refuse(self, sender: bytes, message: Gather | Digest, reason: str, *, unknown: bool = False) -> bool:
         self._answer(sender, NotGathered(message.segment, reason, unknown))
         return True
 
-    def _answer(self, sender: bytes, reply: Gathered | NotGathered) -> None:
+    def _answer(self, sender: bytes, reply: Reply) -> None:
         self._listener.send(sender, encode(reply))
 
     def _expire(self) -> None:

@@ -8,13 +8,14 @@ If the engine computes nothing, its thread may read a small order itself (`Lane.
 switches between threads, which take longer than the READ. One thread at a time has the *turn* to work for the
 lane. The lane's thread has it from an order until nothing is left to do, so the other finds a lane at rest.
 
-    ordered ─plan, post─▶ DATA ─all done─▶ WORDS ─equal─▶ ready
-                 │          └─error─┐        └─changed─┐
-                 └──────────────────┴───────────────────┴─▶ failed
+    ordered ─plan, post─▶ DATA ─all done─▶ [DIGESTS] ─compared─▶ WORDS ─equal─▶ ready
+                 │          └─error─┐                              └─changed, or digests differ─┐
+                 └──────────────────┴───────────────────────────────────────────────────────────┴─▶ failed
 
 In state DATA the lane reads the KV: one READ per rank of the peer for all cells that go straight into blocks,
-and images in segments (`packed_read`). In state WORDS it reads the lease words. An unchanged word proves that
-the KV is valid.
+and images in segments (`packed_read`). With `TransferSettings.verify`, it compares digests of the KV with the
+peer's in state DIGESTS (`verification`). In state WORDS it reads the lease words. An unchanged word proves
+that the KV is valid, and that the peer's digests are of the leased blocks.
 
 Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
 then nothing else may use the destination blocks.
@@ -87,7 +88,10 @@ class _Read:
     handles: list[Any] = field(default_factory=list)  # READs in flight, not of images: of cells, then words
     failure: str | None = None
     peer_lost: bool = False  # the transport failed
-    data_done: float = 0.0  # when all KV had arrived, and the lease words began to be read; 0 before
+    data_done: float = 0.0  # when all KV had arrived; 0 before
+    words_asked: bool = False
+    unverified: str | None = None  # why the KV is not the peer's, or could not be compared
+    corrupt: bool = False
 
 
 class Lane:
@@ -312,7 +316,9 @@ class Lane:
     def _pause(self, nap: float) -> None:
         """Sleep for `nap` seconds, or until a peer that was asked to gather replies."""
         packed = [one for read in self._reads for one in read.plan.packed]
-        if sockets := {one.awaited for one in packed} - {None}:
+        awaited = {one.awaited for one in packed}
+        awaited |= {one.awaited for read in self._reads for one in read.plan.verifications}
+        if sockets := awaited - {None}:
             # If no READ is in flight, only a reply matters. Polling more often would take CPU time from the
             # source, if it gathers on the same machine.
             in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in packed)
@@ -343,24 +349,44 @@ class Lane:
             if packed.finished:
                 read.plan.packed.remove(packed)
         states = list(map(agent.state, read.handles))
-        if read.plan.packed or ReadState.IN_FLIGHT in states:
-            return moved
-        if ReadState.FAILED in states:
+        landed = not read.plan.packed and ReadState.IN_FLIGHT not in states
+        if landed and ReadState.FAILED in states:
             read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
+        moved |= self._verify(read, landed=landed)
+        if not landed:
+            return moved
         for handle in read.handles:
             agent.release(handle)
         read.handles.clear()
-        if read.failure is None and not read.data_done:
+        if read.plan.verifications:
+            return moved
+        if read.failure is None and not read.words_asked:
+            read.words_asked = True
             self._read_words(read)
         else:
             self._end(read)
         return True
 
+    def _verify(self, read: _Read, *, landed: bool) -> bool:
+        """Go on verifying what has been read, and return whether there was any progress."""
+        moved = False
+        if landed and not read.data_done:
+            read.data_done = time.perf_counter()
+        for one in list(read.plan.verifications):
+            if read.failure is not None:
+                one.abandon(read.failure)
+            else:
+                moved |= one.advance(landed=landed)
+            if one.finished:
+                read.plan.verifications.remove(one)
+                # The word tells more: if it has changed, the peer's blocks may hold other KV by now.
+                read.unverified, read.corrupt = read.unverified or one.failure, read.corrupt or one.corrupt
+        return moved
+
     def _read_words(self, read: _Read) -> None:
         """Start to read the lease word of every rank that KV was read from. All KV must have arrived."""
         # The word is read second: descriptors inside one READ are unordered, so a word read with the data
         # proves nothing.
-        read.data_done = time.perf_counter()
         there = np.array([read.order.lease.slot], np.int32)
         for number, source in enumerate(read.plan.sources):
             at = read.landing + number
@@ -370,17 +396,19 @@ class Lane:
             self._post(read, local=source.local_words, here=here, remote=source.remote_words, there=there)
 
     def _end(self, read: _Read) -> None:
-        now = time.perf_counter()
+        now, corrupt = time.perf_counter(), False
         if read.failure is None:
             self._links.mark_served(read.peer)
             self._check_words(read)
+            if read.failure is None:
+                read.failure, corrupt = read.unverified, read.corrupt
         elif read.peer_lost:
             self._links.mark_failed(read.peer, read.failure)
         self._reads.remove(read)
         self._free_landings.append(read.landing)
         done = read.data_done or now
         figures = read.plan.figures(transfer_seconds=done - read.started, check_seconds=now - done)
-        self._deliver(ReadResult(read.order.key, read.failure, figures, read.peer_lost))
+        self._deliver(ReadResult(read.order.key, read.failure, figures, read.peer_lost, corrupt))
 
     def _deliver(self, result: ReadResult) -> None:
         self.results.append(result)

@@ -31,12 +31,14 @@ from kvferry.planning.select import (
 )
 from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import absent_layers, build_templates
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import PackedRead
-from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
+from kvferry.transport.prepared_routes import PreparedRoute, SourceRank, page_clearings, prepare_source
 from kvferry.transport.read_plan import LoadFigures, ReadOrder
 from kvferry.transport.staging import LaneResources
+from kvferry.transport.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class ReadPlan:
     sources: list[SourceRank]  # ranks that supply anything
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
     packed: list[PackedRead]  # reads of images; the lane removes those that have ended
+    verifications: list[Verification]  # the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
     # KV cache group, strategy and size of each route's share
     moved: list[tuple[int, Strategy, TransferCounts]]
@@ -116,6 +119,7 @@ class ConnectedPeer:
         settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
         packed, clears = list[PackedRead](), list[tuple[StagingCopies, Int64s]]()
+        read = list[tuple[SourceRank, PreparedRoute, Cells]]()
         if order.share == 0:  # one lane is enough
             # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
             for at, copies in self._absent:
@@ -145,6 +149,7 @@ class ConnectedPeer:
                     indices.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
+                read.append((source, prepared, cells))
                 # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
                 left = partly_written_blocks(route, groups[at], span, table)
                 if len(left) and len(left := _at_the_ends(left, cells)):
@@ -153,8 +158,9 @@ class ConnectedPeer:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
+        verifications = self._verifications(read, order.lease)
         seconds = time.perf_counter() - started
-        return ReadPlan(sources, direct, packed, clears, moved, len(groups), seconds)
+        return ReadPlan(sources, direct, packed, verifications, clears, moved, len(groups), seconds)
 
     @property
     def measuring(self) -> bool:
@@ -179,6 +185,13 @@ class ConnectedPeer:
     def close(self) -> None:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
+
+    def _verifications(
+        self, read: Sequence[tuple[SourceRank, PreparedRoute, Cells]], lease: LeaseWord
+    ) -> list[Verification]:
+        if not self._lane.settings.verify:
+            return []
+        return [Verification(self._lane, *each, lease) for each in read]
 
     def _check(self, order: ReadOrder) -> None:
         theirs, ours = len(self.sources[0].card.geometry.groups), len(self._lane.geometry.groups)

@@ -28,7 +28,7 @@ import zmq
 from kvferry.planning.prepared_lists import DescriptorIndices
 from kvferry.planning.select import Cells
 from kvferry.transport.agent import ReadState
-from kvferry.transport.gather_client import GatherClient, Gathered
+from kvferry.transport.gather_client import GatherClient, Gathered, NotGathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.prepared_routes import PreparedMethod, PreparedRoute, SourceRank
 from kvferry.transport.staging import Allocation, LaneResources, StagingArea
@@ -187,8 +187,10 @@ class PackedRead:
                 segment.gathered, segment.state, segment.since = answer, _SegmentState.GATHERED, self._clock()
             else:
                 self._read_unpacked(segment, f"it names image {answer.position} and word {answer.word}")
-        elif answer is not None:
+        elif isinstance(answer, NotGathered):
             self._read_unpacked(segment, answer.reason)
+        elif answer is not None:
+            self._read_unpacked(segment, "it answered another question")
         elif self._clock() - segment.since > ASK_SECONDS:
             self._client.silent_until = self._clock() + SILENT_SECONDS
             self._read_unpacked(segment, f"no answer within {ASK_SECONDS:g} s")

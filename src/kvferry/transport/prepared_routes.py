@@ -19,6 +19,7 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.cell_copy import ONE_CELL, Offsets, PoolCopies
 from kvferry.planning.descriptors import Int64s
+from kvferry.planning.digest_image import digest_image
 from kvferry.planning.prepared_lists import (
     DescriptorIndices,
     Int32s,
@@ -37,7 +38,13 @@ from kvferry.planning.strategy import (
     transfer_methods,
 )
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.gather_client import MAX_CELLS, MAX_STRIDED_COPIES, GatherClient, GatherRoute
+from kvferry.transport.gather_client import (
+    MAX_CELLS,
+    MAX_DIGEST_BYTES,
+    MAX_STRIDED_COPIES,
+    GatherClient,
+    GatherRoute,
+)
 from kvferry.transport.messages import WORD_BYTES, Outgoing, RankCard
 from kvferry.transport.read_speed import ReadSpeed
 from kvferry.transport.staging import LaneResources, SharedArea, StagingArea
@@ -150,13 +157,30 @@ class PreparedMethod:
         return TransferCounts(route.cell_bytes * count, pages, rows, longest if count else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedDigest:
+    """How both sides digest the cells of a route."""
+
+    announced_route: int  # index in `AnnounceRoutes`
+    stride: int  # bytes of a cell, rounded up
+    copies: StagingCopies  # of this worker's blocks
+
+
 class PreparedRoute:
-    """A route with its methods, a direct one first. `clearing` zeroes the bytes of a block that it writes."""
+    """A route with its methods, a direct one first. `clearing` zeroes the bytes of a block that it writes.
+
+    `digest` is None if what is read is not verified.
+    """
 
     def __init__(
-        self, route: Route, methods: Sequence[PreparedMethod], clearing: StagingCopies, costs: Costs
+        self,
+        route: Route,
+        methods: Sequence[PreparedMethod],
+        clearing: StagingCopies,
+        costs: Costs,
+        digest: PreparedDigest | None = None,
     ) -> None:
-        self.route, self.methods, self.clearing = route, methods, clearing
+        self.route, self.methods, self.clearing, self.digest = route, methods, clearing, digest
         self._prices = MethodPrices([each.method for each in methods], costs)
 
     @property
@@ -200,8 +224,10 @@ class _RoutePreparation:
         max_descriptors: int = MAX_DESCRIPTORS,
         max_strided_copies: int = MAX_STRIDED_COPIES,
         shared: SharedArea | None = None,
+        verify: bool = False,
     ) -> None:
         """Create empty lists. `shared` is the outgoing file of the peer's rank, if it is mapped here."""
+        self._verify = verify
         self._max_descriptors, self._max_strided_copies = max_descriptors, max_strided_copies
         self.src, self.dst = _DescriptorList(max_descriptors), _DescriptorList(max_descriptors)
         self.gathers: list[GatherRoute] = []
@@ -210,7 +236,11 @@ class _RoutePreparation:
         self._landing, self._card, self._costs, self._shared = landing, card, costs, shared
 
     def add(self, route: Route) -> None:
-        """Prepare a route. Raise TransferError if no method can move it, or the lists would be too long."""
+        """Prepare a route.
+
+        Raise TransferError if no method can move it, it cannot be verified, or the lists would be too long.
+        """
+        digest = self._prepare_digest(route) if self._verify else None
         starts = [region.address for region in self._card.geometry.regions]
         shared = self._shared is not None
         found = transfer_methods(route, self._costs, self._landing.largest_image, starts, shared=shared)
@@ -229,18 +259,34 @@ class _RoutePreparation:
                 f"cells of {route.cell_bytes} bytes in {route.run_count} runs can only move staged, and the "
                 "peer does not gather; set staging_mib there"
             )
-        self.routes.append(PreparedRoute(route, made, _clearing(route, self._space), self._costs))
+        clearing = _clearing(route, self._space)
+        self.routes.append(PreparedRoute(route, made, clearing, self._costs, digest))
+
+    def _prepare_digest(self, route: Route) -> PreparedDigest:
+        image = digest_image(route)
+        if image.stride > MAX_DIGEST_BYTES or not self._can_announce(image.src):
+            raise TransferError(
+                f"what is read from the peer cannot be verified: a cell of {image.stride} bytes, at most "
+                f"{MAX_DIGEST_BYTES}, and {self._max_strided_copies} strided copies of all routes; leave "
+                "verify_transfers out"
+            )
+        self.gathers.append(GatherRoute(route.src_stride, route.src_blocks, image.stride, image.src))
+        copies = StagingCopies(image.dst, self._space, "src", route.dst_stride, route.dst_blocks)
+        return PreparedDigest(len(self.gathers) - 1, image.stride, copies)
 
     def _is_possible(self, method: TransferMethod) -> bool:
         if not _gathers(method) or method.image is None:
             return True
-        # The source refuses an announcement that exceeds its limits, with all routes in it.
-        parts = [*(part for gather in self.gathers for part in gather.parts), *method.image.pool_copies]
-        copies, cells = sum(len(part.nests) for part in parts), sum(len(part.at) for part in parts)
         # A quarter of its area, as of ours, so that several segments can be in progress.
         there = self._card.outgoing
         room = min(self._landing.largest_image, there.bytes // 4 if there else 0)
-        return method.image.stride <= room and copies <= self._max_strided_copies and cells <= MAX_CELLS
+        return method.image.stride <= room and self._can_announce(method.image.pool_copies)
+
+    def _can_announce(self, more: Sequence[PoolCopies]) -> bool:
+        # The source refuses an announcement that exceeds its limits, with all routes in it.
+        parts = [*(part for gather in self.gathers for part in gather.parts), *more]
+        copies, cells = sum(len(part.nests) for part in parts), sum(len(part.at) for part in parts)
+        return copies <= self._max_strided_copies and cells <= MAX_CELLS
 
     def _both_sides(self, route: Route, method: TransferMethod) -> tuple[_Descriptors, _Descriptors]:
         src_blocks = route.src_stride, route.src_blocks
@@ -303,7 +349,12 @@ def prepare_source(
     shared, not_shared = _map(there, geometry.regions[0])
     if shared is not None:
         made.callback(shared.close)
-    preparation = _RoutePreparation(geometry, lane.landing, card, lane.settings.costs, shared=shared)
+    verify = lane.settings.verify
+    if verify and routes:
+        _check_verifiable(card)
+    preparation = _RoutePreparation(
+        geometry, lane.landing, card, lane.settings.costs, shared=shared, verify=verify
+    )
     for route in routes:
         preparation.add(route)
     client = None
@@ -328,6 +379,19 @@ def prepare_source(
     made.callback(speed.close)
     lists = local, remote, local_words, remote_words
     return SourceRank(card, name, tuple(preparation.routes), *lists, client, speed, not_shared)
+
+
+def _check_verifiable(card: RankCard) -> None:
+    if card.outgoing is None:
+        raise TransferError(
+            "what is read from the peer cannot be verified, because its workers gather nothing; set "
+            "staging_mib there, or leave verify_transfers out"
+        )
+    if any(region.memory != "DRAM" for region in card.geometry.regions):
+        raise TransferError(
+            "what is read from the peer cannot be verified, because its KV cache is in GPU memory; leave "
+            "verify_transfers out"
+        )
 
 
 def _map(outgoing: Outgoing | None, like: Region) -> tuple[SharedArea | None, str]:

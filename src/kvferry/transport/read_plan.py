@@ -67,7 +67,8 @@ class LoadFigures:
     """Bytes, descriptors, and seconds of each stage, of a load from a peer or of a copy of chunks.
 
     Groups are KV cache groups, and for chunks those of the storage format. Times are those of the slowest
-    lane and worker. The check is that the peer had not reused the blocks.
+    lane and worker. The check is that the peer had not reused the blocks, and if reads are verified, that
+    the bytes are the peer's.
     """
 
     bytes_by_group: tuple[int, ...] = ()  # without gaps that are discarded; empty if no read was planned
@@ -129,9 +130,11 @@ class ReadResult:
     failure: str | None  # None if all bytes arrived and are valid
     figures: LoadFigures = NO_FIGURES  # `NO_FIGURES` if no read was started
     peer_lost: bool = False  # it cannot be read from, or has restarted: other orders will fail too
+    corrupt: bool = False  # the bytes that arrived are not the peer's
 
     def joined(self, other: ReadResult) -> ReadResult:
         """Return the result of this share and of another of the same order, which ended later."""
         failure = other.failure if self.failure is None else self.failure
         figures = self.figures.with_other(other.figures)
-        return ReadResult(self.key, failure, figures, self.peer_lost or other.peer_lost)
+        peer_lost, corrupt = self.peer_lost or other.peer_lost, self.corrupt or other.corrupt
+        return ReadResult(self.key, failure, figures, peer_lost, corrupt)

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from kvferry.common.errors import ConfigError
 from kvferry.geometry import RankGeometry, Region
 from kvferry.memory.device_stream import on_device
 from kvferry.memory.pages import HugePageCollapser, request_huge_pages
@@ -120,10 +121,15 @@ class Transfers:
             on_result: function that a lane's thread calls when it has done its share of an order.
 
         Raises:
-            ConfigError: NIXL cannot be used here, or `settings.host` cannot be bound. If NIXL cannot register
-                the memory, its own exception is raised.
+            ConfigError: NIXL cannot be used here, `settings.host` cannot be bound, or `settings.verify` is
+                set for GPU memory. If NIXL cannot register the memory, its own exception is raised.
         """
         settings = settings or TransferSettings()
+        if settings.verify and any(region.memory != "DRAM" for region in geometry.regions):
+            raise ConfigError(
+                "verify_transfers is set, and this engine's KV cache is in GPU memory, which kvferry cannot "
+                "digest; set host_buffer too, or leave verify_transfers out"
+            )
         self.words = words
         self._lane_bytes = settings.lane_bytes
         # Of each KV cache group: the group, and the bytes that all its layers have in one block.

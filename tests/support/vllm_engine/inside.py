@@ -42,6 +42,7 @@ from support.vllm_engine.multi_inside import (  # noqa: F401 - called by name
     still_known,
     story_of_last,
 )
+from support.vllm_engine.on_the_way import spoil_on_the_way  # noqa: F401 - called by name
 from support.vllm_engine.pages import Digests, digests_of, negate
 from support.vllm_engine.parts import ferries, half, worker_half
 from support.vllm_engine.sleeping import fall_asleep, pause, wake_up  # noqa: F401 - called by name

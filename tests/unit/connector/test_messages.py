@@ -58,19 +58,23 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
-def test_one_failure_is_a_failure_of_all(late, lost):
-    good, bad = Report(None, figures=moved(1, 2)), Report("it broke", int(late), peer_lost=lost)
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_one_failure_is_a_failure_of_all(late, lost, corrupt):
+    bad = Report("it broke", int(late), peer_lost=lost, corrupt=corrupt)
+    good = Report(None, figures=moved(1, 2))
     for whole in (good.with_other(bad), bad.with_other(good)):
         assert whole.failure == "it broke"
-        assert (whole.late, whole.peer_lost) == (late, lost)
+        assert (whole.late, whole.peer_lost, whole.corrupt) == (late, lost, corrupt)
         assert whole.figures == moved(1, 2)
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_lost_peer_is_reported_by_any_lane(lost):
+@pytest.mark.parametrize("name", ["peer_lost", "corrupt"])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_lost_peer_and_corrupt_bytes_are_reported_by_any_lane(name, value):
     one = ReadResult("a", None, LoadFigures(reads=1))
-    other = ReadResult("a", "it broke", peer_lost=lost)
-    assert one.joined(other).peer_lost is lost
+    other = ReadResult("a", "it broke", **{name: value})
+    for joined in (one.joined(other), other.joined(one)):
+        assert getattr(joined, name) is value
 
 
 def test_two_failures_without_bytes_are_one():

@@ -97,6 +97,14 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
         ({"turn_seconds": -1}, "turn_seconds is -1; it must be at least 0 and below 86400"),
         ({"turn_share": 0}, "turn_share is 0; it must be above 0 and at most 1"),
         ({"turn_seconds": 60, "transfer": False, "tiers": "default"}, "no KV is exchanged with"),
+        (
+            {"verify_transfers": True, "transfer": False, "tiers": "default"},
+            "verify_transfers is set, but no KV",
+        ),
+        (
+            {"verify_transfers": True, "staging_mib": 0},
+            "so peers cannot ask this engine's workers for digests",
+        ),
         ({"late_blocks": 1.1}, "late_blocks is 1.1; it must be above 0 and at most 1"),
         ({"host": "0.0.0.0"}, "host is 0.0.0.0, every address of this machine; set advertise_host"),
         ({"host": "::"}, "host is ::, every address of this machine; set advertise_host"),

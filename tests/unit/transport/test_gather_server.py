@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import zmq
+from xxhash import xxh3_128_digest
 
 from kvferry.common.errors import ConfigError
 from kvferry.geometry import Region
@@ -20,7 +21,10 @@ from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
+    MAX_DIGEST_BYTES,
     AnnounceRoutes,
+    Digest,
+    Digested,
     Done,
     Gather,
     Gathered,
@@ -48,6 +52,7 @@ class World:
 
     Attributes:
         gather: called in place of a copy, with the copy that it stands for.
+        digest: called before each digest.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class World:
     ) -> None:
         self.stack, self.now = stack, 1000.0
         self.gather: Callable[[Callable[[], None]], object] = lambda copy: copy()
+        self.digest: Callable[[], object] = lambda: None
         self.pool = np.random.default_rng(1).integers(0, 256, BLOCKS * STRIDE, np.uint8)
         self.address = int(self.pool.ctypes.data)
         region = Region(self.address, len(self.pool))
@@ -87,6 +93,10 @@ class World:
         class Copies(StagingCopies):
             def gather(self, *order) -> None:
                 world.gather(lambda: StagingCopies.gather(self, *order))
+
+            def digest(self, *order) -> bytes:
+                world.digest()
+                return StagingCopies.digest(self, *order)
 
         return Copies(*arguments)
 
@@ -146,6 +156,10 @@ def ask(
     segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0, shared=False
 ) -> Gather:
     return Gather(segment, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell, shared)
+
+
+def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cell: int = 0) -> Digest:
+    return Digest(segment, route, slot, 0, np.array(blocks, np.int32).tobytes(), cell)
 
 
 @pytest.fixture
@@ -241,6 +255,50 @@ def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_it
     assert world.area.used_units == 0
 
 
+def test_a_digest_is_of_the_cells_of_the_blocks_and_takes_no_room(world):
+    reader = world.reader(world.route(StridedCopy(16, 0, 4, (Loop(3, 100, 4),)), at=(0, 1000)))
+    reader.say(ask_digest(5, (3, 6, 1), cell=1))
+    expected = b"".join(
+        bytes(world.pool[block * STRIDE + at + 16 + 100 * row :][:4])
+        for block, at in ((3, 1000), (6, 0), (1, 1000))
+        for row in range(3)
+    )
+    assert reader.hear() == Digested(5, xxh3_128_digest(expected))
+    assert world.area.used_units == 0
+
+
+def test_a_lease_that_ends_before_or_while_its_blocks_are_digested_gets_no_digest(world):
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
+    world.words.end([2])
+    reader.say(ask_digest(1, slot=2))
+    assert reader.hear() == NotGathered(1, "the lease has ended")
+    world.digest = lambda: world.words.end([0])
+    reader.say(ask_digest(2))
+    assert reader.hear() == NotGathered(2, "the lease has ended")
+
+
+def test_a_digest_that_fails_is_refused_and_the_server_goes_on(world):
+    reader = world.reader(world.route(StridedCopy(0, 0, 8)))
+    world.digest = lambda: failing(None)
+    reader.say(ask_digest(1))
+    assert reader.hear() == NotGathered(1, "the digest failed: no such device")
+    world.digest = lambda: None
+    reader.say(ask_digest(2))
+    assert isinstance(reader.hear(), Digested)
+
+
+def test_requests_for_digests_of_too_many_bytes_or_other_blocks_are_refused(world):
+    whole = 1 << 28
+    reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=whole))
+    reader.say(ask_digest(1, (1,) * 4), ask_digest(2, (1,) * 5), ask_digest(3, (0,)), ask_digest(4, route=1))
+    assert isinstance(reader.hear(), Digested)
+    assert reader.hear() == NotGathered(
+        2, f"{5 * whole} bytes to digest, at most {MAX_DIGEST_BYTES} per request"
+    )
+    assert reader.hear() == NotGathered(3, "blocks 0 to 0 are not in the pool")
+    assert reader.hear() == NotGathered(4, "there is no route 1")
+
+
 def failing(_):
     raise RuntimeError("no such device")
 
@@ -303,8 +361,9 @@ def test_a_chunk_of_a_name_that_is_held_is_refused_and_the_first_stays(world):
 
 def test_a_reader_without_routes_is_asked_to_announce_them(world):
     reader = world.reader()
-    reader.say(ask(1))
-    assert reader.hear() == NotGathered(1, "the reader has not introduced itself", unknown=True)
+    for number, order in enumerate((ask(0), ask_digest(1))):
+        reader.say(order)
+        assert reader.hear() == NotGathered(number, "the reader has not introduced itself", unknown=True)
 
 
 @pytest.mark.parametrize(

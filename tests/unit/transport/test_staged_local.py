@@ -10,11 +10,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.common.errors import TransferError
+from kvferry.common.errors import ConfigError, TransferError
 from kvferry.geometry import GroupKind, Region
+from kvferry.planning.digest_image import digest_image
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Costs, Strategy
 from kvferry.planning.template import build_templates
+from kvferry.transport import prepared_routes
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.agent import ReadState
 from kvferry.transport.costs import TransferSettings
@@ -393,6 +395,20 @@ def ordered(world):
     return producer, reader, ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
 
 
+def test_what_lies_in_gpu_memory_is_not_verified_and_the_engine_or_the_read_says_so(world):
+    producer, reader, order = ordered(world)
+    (card,), (rank,) = producer.cards, producer.ranks
+    on_gpu = replace(rank, regions=tuple(replace(one, memory="VRAM") for one in rank.regions))
+    reader = world.workers(ranks(dense(), DENSE), 1000, verify=True)
+    reader.threads[0].connect("P", [msgspec.structs.replace(card, geometry=on_gpu)])
+    reader.threads[0].submit(order)
+    assert "cannot be verified, because its KV cache is in GPU memory" in reader.result("a").failure
+    with pytest.raises(
+        ConfigError, match="verify_transfers is set, and this engine's KV cache is in GPU memory"
+    ):
+        Transfers("D", on_gpu, LeaseWords(1, 1), TransferSettings(verify=True), LocalAgent)
+
+
 def test_words_of_another_run_of_the_producer_lose_the_peer(world):
     producer, reader, order = ordered(world)
     words = producer.threads[0].words.array
@@ -688,6 +704,21 @@ def preparation(src, dst, families, outgoing=8 << 20, **limits):
     for route in template.routes:
         made.add(route)
     return made
+
+
+def test_a_route_is_verified_by_an_announced_image_or_refused_if_the_peer_would_not_take_it(monkeypatch):
+    engines = dense(), dense(layout="LBNHC")
+    made = preparation(*engines, DENSE, verify=True)
+    for one in made.routes:
+        announced = made.gathers[one.digest.announced_route]
+        assert announced.parts == digest_image(one.route).src
+        assert announced.image_stride == one.digest.stride
+    assert [one.digest for one in preparation(*engines, DENSE).routes] == [None] * len(made.routes)
+    with pytest.raises(TransferError, match=r"cannot be verified: a cell of .* and 0 strided copies of all"):
+        preparation(*engines, DENSE, verify=True, max_strided_copies=0)
+    monkeypatch.setattr(prepared_routes, "MAX_DIGEST_BYTES", made.routes[0].digest.stride - 1)
+    with pytest.raises(TransferError, match="cannot be verified: a cell of"):
+        preparation(*engines, DENSE, verify=True)
 
 
 @pytest.mark.parametrize(("src", "dst"), [(784, 400), (2096, 1056), (5760, 2944), (16, 16)])

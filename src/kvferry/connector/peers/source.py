@@ -576,6 +576,8 @@ class _PeerFeed:
         return tuple(found)
 
     def miss(self, report: Report) -> MissReason:
+        if report.corrupt:
+            return MissReason.CHECKSUM
         return MissReason.DEADLINE if report.late else MissReason.FAILED
 
     def ended(self, report: Report, *, wanted: bool) -> None:

@@ -98,6 +98,9 @@ class ConfigOptions:
     )
     staging_mib: int | None = option(None, "MIB", "Staging memory per worker and direction; 0 for none.")
     lanes: int | None = count(None, "Number of reading threads per worker.")
+    verify_transfers: bool | None = option(
+        None, None, "Verify what is read from peers; not for KV caches in GPU memory."
+    )
     costs: str | None = option(None, "FILE", "File that `kvferry doctor --calibrate` wrote.")
     host_buffer: bool | None = option(
         None, None, "Transfer through host memory; by default if kv_buffer_device asks for it."

@@ -102,7 +102,7 @@ ALERTS = (
         summary=f"{_SHARE} of the loads from {{{{ $labels.source }}}} fail on {_WHO}",
         action="The prompts are computed instead, so answers are correct but slower. The engine's log names "
         "each failure. kvferry_misses_total has the reasons: checksum points to a disk (kvferry cache "
-        "verify), refused to a peer.",
+        "verify), or of source peer to a network or memory, and refused to a peer.",
     ),
     Alert(
         name="KVFerryDeadlinesPass",

@@ -333,7 +333,7 @@ class _GatherChannel:
             self._client.socket.poll(1)
         seconds = time.perf_counter() - started
         if not isinstance(answer, Gathered):
-            raise TransferError(f"the producer process did not gather: {answer.reason}")
+            raise TransferError(f"the producer process did not gather: {answer}")
         self._client.done(chunk)
         return seconds
 

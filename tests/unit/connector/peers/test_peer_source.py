@@ -492,8 +492,8 @@ def test_reads_in_flight_count_for_what_late_ones_may_hold():
 
 @pytest.mark.parametrize(
     ("how", "anew"),
-    [({}, False), ({"peer_lost": True}, True), ({"late": True}, True)],
-    ids=["another lease may hold", "it has gone", "it may have gone"],
+    [({}, False), ({"peer_lost": True}, True), ({"late": True}, True), ({"corrupt": True}, False)],
+    ids=["another lease may hold", "it has gone", "it may have gone", "its bytes were damaged on the way"],
 )
 def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew):
     engine = with_peer()
@@ -506,6 +506,17 @@ def test_a_failed_peer_is_excluded_and_reconnected_if_it_may_have_gone(how, anew
     assert engine.source.ask(one, 0).why_none() == SourceMiss(
         "peer", MissReason.REFUSED, detail="the lease was broken"
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [({}, MissReason.FAILED), ({"late": 1}, MissReason.DEADLINE), ({"corrupt": True}, MissReason.CHECKSUM)],
+    ids=str,
+)
+def test_a_failed_load_is_a_miss_with_its_reason(how, reason):
+    engine = with_peer()
+    feed = engine.feeds[engine.begin_load(engine.arrive(offered())).key]
+    assert feed.miss(Report("it broke", **how)) is reason
 
 
 def test_loaded_bytes_are_reported_by_group_without_empty_groups():

@@ -108,11 +108,15 @@ def test_figures_of_all_reads_are_added(loads):
     )
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_lost_peer_is_reported(loads, lost):
+@pytest.mark.parametrize("name", ["peer_lost", "corrupt"])
+@pytest.mark.parametrize("value", [False, True])
+def test_a_lost_peer_and_corrupt_bytes_are_reported(loads, name, value):
     loads.add(part("1"))
-    loads.on_part_ended("1", "lost", ReadResult("1", "lost", peer_lost=lost))
-    assert [one.report.peer_lost for one in loads.settle()] == [lost]
+    loads.on_part_ended("1", "lost", ReadResult("1", "lost", **{name: value}))
+    (report,) = [one.report for one in loads.settle()]
+    assert {"peer_lost": report.peer_lost, "corrupt": report.corrupt} == {
+        "peer_lost": False, "corrupt": False, name: value,
+    }  # fmt: skip
 
 
 def test_after_a_failure_nothing_is_begun_and_what_is_in_flight_is_awaited(loads):

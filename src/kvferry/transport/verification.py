@@ -1,0 +1,150 @@
+"""Verify what a read brought: compare digests of the peer's blocks with digests of this worker's blocks.
+
+    (the order is posted) ─▶ ASKED ─digest─▶ KNOWN ─all data has arrived─▶ compared ─equal─▶ over
+                               └─refused, silent─▶ over, not verified         └─unequal─▶ over, corrupt
+
+A lane verifies its share of each route in segments. The peer's worker digests a segment's cells while the
+READ is in flight. When all data has arrived, the lane digests the same cells in its own blocks, so the method
+by which they came does not matter. The lease word is read after that: if it is unchanged, the peer has
+digested the leased blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvferry.planning.select import Cells
+from kvferry.transport.gather_client import Digested, NotGathered
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.prepared_routes import PreparedDigest, PreparedRoute, SourceRank
+from kvferry.transport.staging import LaneResources
+
+# Maximum number of segments of a route for which the peer owes a digest.
+AHEAD = 4
+
+# A segment has about so many bytes, so that the lane's other reads and the peer's other readers go on.
+SEGMENT_BYTES = 4 << 20
+
+# Timeout in seconds for the peer's next digest, after all data has arrived.
+DIGEST_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    cells: Cells
+    number: int  # id of the request
+    digest: bytes | None = None  # the peer's; None if it is not known yet
+
+
+class Verification:
+    """The verification of one lane's share of one route.
+
+    Attributes:
+        failure: why the data is not verified; None if no segment has failed.
+        corrupt: whether the digests of a segment differ.
+    """
+
+    def __init__(
+        self, lane: LaneResources, source: SourceRank, route: PreparedRoute, cells: Cells, lease: LeaseWord
+    ) -> None:
+        """Split the cells into segments. `route` must have a digest, and `source` a client."""
+        assert route.digest is not None  # noqa: S101 - with the setting, all routes have one
+        assert source.client is not None  # noqa: S101 - and the sources have clients
+        self.failure: str | None = None
+        self.corrupt = False
+        self._clock, self._client, self._lease = lane.clock, source.client, lease
+        self._route, self._digest = route.route, route.digest
+        self._rest: Iterator[Cells] = _segments(cells, self._digest)
+        self._next = next(self._rest, None)
+        self._segments: deque[_Segment] = deque()  # in the order of the cells
+        self._since = 0.0  # time since which the lane waits for a digest; 0 before all data has arrived
+
+    @property
+    def finished(self) -> bool:
+        return not self._segments and (self._next is None or self.failure is not None)
+
+    @property
+    def awaited(self) -> zmq.Socket[Any] | None:
+        """Socket on which a digest of the peer will arrive; None if the peer owes none."""
+        return self._client.socket if any(one.digest is None for one in self._segments) else None
+
+    def advance(self, *, landed: bool) -> bool:
+        """Ask for digests, take replies, and compare one segment if all data has landed.
+
+        Return whether there was any progress.
+        """
+        moved = self._take_answers() | self._ask_ahead()
+        if not landed or not self._segments:
+            return moved
+        if (digest := self._segments[0].digest) is not None:
+            self._compare(self._segments.popleft().cells, digest)
+            moved = True
+        if moved or not self._since:
+            self._since = self._clock()
+        elif self._clock() - self._since > DIGEST_SECONDS:
+            self.abandon(f"the peer's worker sent no digest within {DIGEST_SECONDS:g} s")
+            moved = True
+        return moved
+
+    def abandon(self, reason: str) -> None:
+        """Verify nothing more, for the first such reason."""
+        self.failure = self.failure or reason
+        for segment in self._segments:
+            if segment.digest is None:
+                self._client.done(segment.number)
+        self._segments.clear()
+
+    def _ask_ahead(self) -> bool:
+        moved = False
+        while self._next is not None and self.failure is None:
+            if sum(one.digest is None for one in self._segments) >= AHEAD:
+                break
+            self._segments.append(_Segment(self._next, self._ask(self._next)))
+            self._next, moved = next(self._rest, None), True
+        return moved
+
+    def _ask(self, cells: Cells) -> int:
+        first = int(cells.number[0]) % self._route.src_cells
+        return self._client.ask_digest(self._digest.announced_route, self._lease, cells.src_block, first)
+
+    def _take_answers(self) -> bool:
+        moved = False
+        for segment in list(self._segments):
+            if segment.digest is not None or (answer := self._client.answer(segment.number)) is None:
+                continue
+            moved = True
+            if isinstance(answer, Digested):
+                segment.digest = answer.digest
+            elif isinstance(answer, NotGathered) and answer.unknown:
+                segment.number = self._ask(segment.cells)  # the client has announced the routes again
+            else:
+                why = answer.reason if isinstance(answer, NotGathered) else "it answered another question"
+                self.abandon(f"the peer's worker sent no digest: {why}")
+                break
+        return moved
+
+    def _compare(self, cells: Cells, digest: bytes) -> None:
+        if self._digest.copies.digest(cells.dst_block, cells.number) != digest:
+            self.corrupt = True
+            self.abandon(
+                f"{self._named(cells)} arrived with other bytes than the peer holds (verify_transfers); look "
+                "for a faulty network card, or faulty memory on either machine"
+            )
+
+    def _named(self, cells: Cells) -> str:
+        first, *others = self._route.layers
+        layers = f"{first} and {len(others)} more layers" if others else first
+        if not (tokens := self._route.cell_tokens):
+            return f"the recurrent state of {layers}"
+        low, high = int(cells.number[0]) * tokens, (int(cells.number[-1]) + 1) * tokens
+        return f"tokens {low} to {high} of {layers}"
+
+
+def _segments(cells: Cells, digest: PreparedDigest) -> Iterator[Cells]:
+    each = max(1, SEGMENT_BYTES // digest.stride)
+    return (cells[at : at + each] for at in range(0, len(cells), each))
