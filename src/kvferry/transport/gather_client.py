@@ -69,13 +69,15 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     route: Count  # index in `AnnounceRoutes.routes`
     slot: Count  # word of the lease on the blocks
     generation: HalfWord  # low half of the word while the lease is valid
-    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]  # int32 per cell, native byte order
-    cell: Count  # index of the first cell within its block
+    # int32 per cell, native byte order: its block, and its index within the block
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
+    cells: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
     shared: bool = False  # pack into the memory file that the reader has mapped
 
-    def ids(self) -> Int64s:
-        """Return the block of each cell, int64 of shape (n,)."""
-        return np.frombuffer(self.blocks, np.int32).astype(np.int64)
+    def places(self) -> tuple[Int64s, Int64s]:
+        """Return the block of each cell, and its index within the block, int64 of shape (n,)."""
+        blocks, cells = (np.frombuffer(ids, np.int32).astype(np.int64) for ids in (self.blocks, self.cells))
+        return blocks, cells
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -117,8 +119,13 @@ def decode_request(data: bytes) -> Request:
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
         _check(message)
-    elif isinstance(message, Gather) and (not message.blocks or len(message.blocks) % 4):
-        raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
+    elif isinstance(message, Gather):
+        size = len(message.blocks)
+        if not size or size % 4 or len(message.cells) != size:
+            raise ProtocolError(
+                f"{size} bytes of block ids and {len(message.cells)} of cells; expected 4 bytes for each of "
+                "one or more cells"
+            )
     return message
 
 
@@ -221,12 +228,14 @@ class GatherClient:
         self._receive()  # a reply that has arrived ends the silence
         return now < self.silent_until
 
-    def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
+    def ask(
+        self, route: int, lease: LeaseWord, blocks: Int64s, cells: Int64s, *, shared: bool = False
+    ) -> int:
         """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
         segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
         self._wanted[segment] = self._introductions
-        ids = blocks.astype(np.int32).tobytes()
-        request = Gather(segment, route, lease.slot, lease.generation, ids, cell, shared)
+        ids, places = (each.astype(np.int32).tobytes() for each in (blocks, cells))
+        request = Gather(segment, route, lease.slot, lease.generation, ids, places, shared)
         # The queue is full: the rank has not read for long, and the cells go another way.
         if not self._send(request):
             self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")

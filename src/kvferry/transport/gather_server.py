@@ -21,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from kvferry.common.errors import KVFerryError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
@@ -66,7 +64,7 @@ class GatherLimits:
     cells: int = 1 << 22  # cell offsets in readers' routes; likewise
     waiting: int = 4096  # requests
     waiting_of_reader: int = 1024
-    waiting_bytes: int = 64 << 20  # block ids of all waiting requests
+    waiting_bytes: int = 64 << 20  # block ids of all waiting requests, and as many bytes of cells
 
 
 @dataclass(slots=True)
@@ -233,7 +231,7 @@ class GatherServer:
             return self._refuse(sender, message, reason)
         route, copies = reader.routes[message.route]
         area = self._area(message)
-        allocation = area.allocate(len(message.ids()), route.image_stride)
+        allocation = area.allocate(len(message.places()[0]), route.image_stride)
         if allocation is None:
             return False
         reason = self._copy(message, area.images(route.image_stride), copies, allocation)
@@ -254,17 +252,16 @@ class GatherServer:
         self, message: Gather, images: StagedImages, copies: StagingCopies, allocation: Allocation
     ) -> str | None:
         try:
-            blocks = message.ids()
-            copies.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
+            copies.gather(*message.places(), images, allocation.position)
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
         return None
 
     def _refusal(self, reader: _Reader, message: Gather) -> str | None:
-        (route, _), blocks = reader.routes[message.route], message.ids()
-        if message.cell >= route.cells:
-            return f"cell {message.cell} of {route.cells}"
+        (route, _), (blocks, cells) = reader.routes[message.route], message.places()
+        if cells.min() < 0 or cells.max() >= route.cells:
+            return f"cells {cells.min()} to {cells.max()} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
         if message.segment in reader.allocations:
