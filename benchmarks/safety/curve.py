@@ -173,7 +173,7 @@ def messages_of(gathers: Sequence[int], tables: Sequence[list[int]], tokens: int
     redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
     talk = [(encode(redeem), encode(redeemed))]
     for cells in gathers:
-        talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * cells), 0)), _SMALL_ANSWER))
+        talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * cells), bytes(4 * cells))), _SMALL_ANSWER))
         talk.append((encode(Done(1)), b""))
     talk.append((encode(Release(1, [ticket])), b""))
     return talk

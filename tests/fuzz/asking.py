@@ -130,7 +130,7 @@ class Reader:
             self._reader = GatherClient(self._context, HOST, self._port, [self._route], self._rig.keys)
             self._asked.clear()
         reader, asked = self._reader, self._asked
-        asked.append(reader.ask(0, LeaseWord(3, 9, 1), np.array([1, 2]), 0))
+        asked.append(reader.ask(0, LeaseWord(3, 9, 1), np.array([1, 2]), np.zeros(2, np.int64)))
         reader.socket.poll(500 if len(asked) == 1 else 10)
         for chunk in asked[-5:]:
             reader.answer(chunk)

@@ -100,9 +100,9 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
     found = [
         AnnounceRoutes(PROTOCOL, [route]),
         AnnounceRoutes(PROTOCOL, [route, route]),
-        Gather(1, 0, 0, 0, ids, 0),
-        Gather(2, 0, 1, 0, ids, 1),
-        Digest(3, 0, 0, 0, ids, 0),
+        Gather(1, 0, 0, 0, ids, bytes(len(ids))),
+        Gather(2, 0, 1, 0, ids, np.array([1, 0, 1], np.int32).tobytes()),
+        Digest(3, 0, 0, 0, ids, bytes(len(ids))),
         Done(1),
         Done(2),
     ]

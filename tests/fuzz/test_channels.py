@@ -175,7 +175,7 @@ def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, mo
             """Have a block gathered, and look at it."""
             for message in (
                 AnnounceRoutes(PROTOCOL, [route]),
-                Gather(1, 0, 0, 0, np.array([3], np.int32).tobytes(), 0),
+                Gather(1, 0, 0, 0, np.array([3], np.int32).tobytes(), bytes(4)),
             ):
                 honest.send(encode(message))
             assert honest.poll(30_000), "no answer"

@@ -21,7 +21,8 @@ from support.strategies import (
     _tables,
     attention_fields,
     interiors,
-    parallel,
+    shared_tokens,
+    sharing,
     stages,
     state_fields as snapshot_fields,
     token_kinds,
@@ -131,11 +132,12 @@ def kept(draw: st.DrawFn) -> Kept:
     for number, tokens in enumerate((total, total, prompt)):
         layout = draw(st.sampled_from(layouts))
         groups = draw(_groups(families, one_size=layout in SCATTERED))
+        groups = draw(shared_tokens(families, tuple(range(len(families))), groups))
         shuffle = random.Random(draw(st.integers(0, 99)))
         tables, blocks = _tables(groups, [set()] * len(groups), tokens, draw(st.integers(0, 2)), shuffle)
-        tp, split = draw(parallel(families)), draw(stages(len(families)))
+        (tp, pcp), split = draw(sharing(families, groups)), draw(stages(len(families)))
         address = 1 + number << 44
-        spec = EngineSpec(tp, split, groups, layout, draw(interiors()), blocks, address)
+        spec = EngineSpec(tp, split, groups, layout, draw(interiors()), blocks, address, pcp)
         engines.append(StoredLayout(spec, tables))
     first, second, reader = engines
     spans = tuple(

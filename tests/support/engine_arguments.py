@@ -46,10 +46,6 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
 """Arguments that decide KV content. The key is the compared fact that differs if the argument does."""
 
 REFUSED: Mapping[str, tuple[str, ...]] = {
-    "the connector refuses to start: the positions of a block are spread over ranks": (
-        "decode_context_parallel_size", "prefill_context_parallel_size", "dcp_kv_cache_interleave_size",
-        "cp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate",
-    ),
     "the connector refuses to start: a sleeping engine gives up the memory of its cache": (
         "enable_sleep_mode",
     ),
@@ -82,6 +78,8 @@ DOES_NOT: Mapping[str, tuple[str, ...]] = {
     ),
     "how work is shared out: any parallel size holds the same values": (
         "distributed_executor_backend", "pipeline_parallel_size", "tensor_parallel_size",
+        "decode_context_parallel_size", "prefill_context_parallel_size", "dcp_kv_cache_interleave_size",
+        "cp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate",
         "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
         "data_parallel_backend", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds",

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.geometry import (
+    NOT_INTERLEAVED,
     Axis,
     Field,
     Group,
     GroupKind,
+    Interleave,
     Layer,
     PageFormat,
     RankGeometry,
@@ -79,22 +81,33 @@ class Interior:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of one engine: layer numbers, and its block as kernel blocks of so many tokens."""
+    """A group of one engine: layer numbers, and its page as kernel blocks of so many tokens.
+
+    `turns`: (ranks that take turns along the tokens of a block, tokens per turn).
+    """
 
     kind: GroupKind
     attention_span: int
     layers: tuple[int, ...]
     kernel_tokens: int
     kernels: int = 1
+    turns: tuple[int, int] = (1, 1)
 
     @property
     def block_tokens(self) -> int:
-        return self.kernel_tokens * self.kernels
+        return self.kernel_tokens * self.kernels * self.turns[0]
+
+    def interleave(self, rank: int) -> Interleave:
+        ranks, interleave = self.turns
+        return Interleave(rank % ranks, ranks, interleave) if ranks > 1 else NOT_INTERLEAVED
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything in which two engines of one model may differ. `stages`: layers per pipeline rank."""
+    """Everything in which two engines of one model may differ. `stages`: layers per pipeline rank.
+
+    `pcp`: ranks of a stage for each of the `tp` that divide the heads.
+    """
 
     tp: int
     stages: tuple[int, ...]
@@ -103,6 +116,12 @@ class EngineSpec:
     interior: Interior
     num_blocks: int
     address: int = 1 << 40
+    pcp: int = 1
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(which heads, which turn) of a rank of a stage: tensor-parallel ranks are neighbours."""
+        outer, tp_rank = divmod(index, self.tp)
+        return tp_rank, tp_rank * self.pcp + outer
 
 
 def layer_name(number: int) -> str:
@@ -126,27 +145,32 @@ def ranks(spec: EngineSpec, families: Sequence[Family]) -> list[RankGeometry]:
         on_stage = range(first, first + count)
         first += count
         found += [
-            _rank(spec, families, stage, on_stage, tp_rank, spec.address + (len(found) + tp_rank << 32))
-            for tp_rank in range(spec.tp)
+            _rank(spec, families, stage, on_stage, index, spec.address + (len(found) + index << 32))
+            for index in range(spec.tp * spec.pcp)
         ]
     return found
 
 
 def _rank(
-    spec: EngineSpec, families: Sequence[Family], stage: int, on_stage: range, tp_rank: int, address: int
+    spec: EngineSpec, families: Sequence[Family], stage: int, on_stage: range, index: int, address: int
 ) -> RankGeometry:
     """One buffer; layer j of every group lies on the same bytes as layer j of the others."""
+    tp_rank, turn = spec.place(index)
     held = [[n for n in group.layers if n in on_stage] for group in spec.groups]
     slots = max(len(layers) for layers in held)
     groups = []
     length = 0
     if spec.layout in SCATTERED:
         place = _scattered(spec, families[on_stage[0]], tp_rank, slots)
-        pages = {n: place.page(families[n]) for n in on_stage}
+        pages = {
+            n: place.page(families[n], group.interleave(turn))
+            for group, layers in zip(spec.groups, held, strict=True)
+            for n in layers
+        }
         slot_stride, block_stride, length = place.slot_stride, place.block_stride, place.length
     else:
         pages = {
-            n: _contiguous(spec, families[n], group, tp_rank)
+            n: _contiguous(spec, families[n], group, tp_rank, group.interleave(turn))
             for group, layers in zip(spec.groups, held, strict=True)
             for n in layers
         }
@@ -163,8 +187,9 @@ def _rank(
         )
         groups.append(Group(group.kind, group.block_tokens, group.attention_span, placed))
     return RankGeometry(
-        tp_rank, spec.tp, stage, len(spec.stages), spec.num_blocks, tuple(groups), (Region(address, length),)
-    )
+        index, spec.tp * spec.pcp, stage, len(spec.stages), spec.num_blocks, tuple(groups),
+        (Region(address, length),),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,7 +208,7 @@ class _Place:
     block_stride: int = 0
     length: int = 0
 
-    def page(self, family: Family) -> PageFormat:
+    def page(self, family: Family, interleave: Interleave = NOT_INTERLEAVED) -> PageFormat:
         """The page of a token family: per head planes of a field each, or all fields packed per token."""
         fields = []
         offset = 0
@@ -202,7 +227,8 @@ class _Place:
             axes += _dense(stored, scale)
             fields.append(Field(stored.name, stored.item_bytes, at, tuple(axes)))
         extent = max(field.extent()[1] for field in fields)
-        return PageFormat("attention", self.kernels * self.tokens, extent, tuple(fields))
+        tokens = self.kernels * self.tokens * interleave.ranks
+        return PageFormat("attention", tokens, extent, tuple(fields), interleave)
 
 
 def _dense(stored: Stored, scale: int = 1) -> list[Axis]:
@@ -235,7 +261,9 @@ def _scattered(spec: EngineSpec, family: Family, tp_rank: int, slots: int) -> _P
     )  # fmt: skip
 
 
-def _contiguous(spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int) -> PageFormat:
+def _contiguous(
+    spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int, interleave: Interleave
+) -> PageFormat:
     """A page that is one stretch of memory."""
     if family.opaque_bytes:
         of = (tp_rank, spec.tp) if family.opaque_sharded else (0, 1)
@@ -247,7 +275,7 @@ def _contiguous(spec: EngineSpec, family: Family, group: GroupSpec, tp_rank: int
     head, token = (run, heads * run) if outside else (tokens * run, run)
     interior = replace(spec.interior, planes=spec.interior.planes and not outside)
     place = _Place(interior, tp_rank, spec.tp, group.kernels, tokens, heads * tokens * run, head, token)
-    return place.page(family)
+    return place.page(family, interleave)
 
 
 def _snapshot(spec: EngineSpec, family: Family, tp_rank: int) -> PageFormat:

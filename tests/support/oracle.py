@@ -66,15 +66,17 @@ class Expected:
         before: its bytes before.
         value: its bytes if every cell that overlaps a needed one is moved whole.
         must: True where `value` is needed; elsewhere `before` is as good.
+        zero: True where zeros are as good as `value`.
     """
 
     before: np.ndarray
     value: np.ndarray
     must: np.ndarray
+    zero: np.ndarray
 
     def check(self, found: np.ndarray) -> None:
         """Raise AssertionError unless `found` is allowed."""
-        right = (found == self.value) | ((found == self.before) & ~self.must)
+        right = (found == self.value) | ((found == self.before) & ~self.must) | ((found == 0) & self.zero)
         wrong = np.flatnonzero(~right)
         if len(wrong):
             missed = int((self.must[wrong] & (found[wrong] == self.before[wrong])).sum())
@@ -98,7 +100,7 @@ def expect(
     `cleared`: blocks that are moved in part, and held nothing, hold zeros in the rest.
     """
     (region,) = dst.regions
-    value, must = before.copy(), np.zeros(len(before), bool)
+    value, must, zero = before.copy(), np.zeros(len(before), bool), np.zeros(len(before), bool)
     block_tokens = {
         layer.name: layer.page.block_tokens for src in srcs for g in src.groups for layer in g.layers
     }
@@ -116,7 +118,9 @@ def expect(
                     left = _left_over(layer, needs, span.local_tokens, first, block_tokens[layer.name])
                     value[(where - region.address)[left]] = 0
                     must[(where - region.address)[left]] = True
-    return Expected(before, value, must)
+                    # Where ranks take turns, cells are smaller, and what they leave is cleared too.
+                    zero[(where - region.address)[moved & ~wanted]] = True
+    return Expected(before, value, must, zero)
 
 
 def visible(kind: GroupKind, attention_span: int, span: LoadSpan) -> set[int]:
@@ -181,9 +185,15 @@ def _elements(
     offset = np.full(index.shape[1], layer.address + field.offset, np.int64)
     coordinates = {}
     token = np.zeros(index.shape[1], np.int64)
+    interleave = layer.page.interleave
+    turn = [
+        t
+        for t in range(layer.page.block_tokens)
+        if t // interleave.size % interleave.ranks == interleave.rank
+    ]
     for axis, i in zip(field.axes, index, strict=True):
         if axis.name == "token":
-            token = i
+            token = np.array(turn, np.int64)[i]
         else:
             coordinates[axis.name] = i + axis.start
         rest = i
@@ -225,8 +235,8 @@ def expand_cells(route: Route, cells: Cells) -> Descriptors:
     found = []
     for cell_copy in route.cell_copies:
         src_at, dst_at = np.array(cell_copy.src_offsets), np.array(cell_copy.dst_offsets)
-        src = cells.src_block * route.src_stride + src_at[cells.number % route.src_cells]
-        dst = cells.dst_block * route.dst_stride + dst_at[cells.number % route.dst_cells]
+        src = cells.src_block * route.src_stride + src_at[cells.src_number % route.src_cells]
+        dst = cells.dst_block * route.dst_stride + dst_at[cells.dst_number % route.dst_cells]
         rows = cell_copy.descriptors
         length = np.repeat(rows.length, len(cells))
         found.append(

@@ -30,7 +30,7 @@ def move(
     from_image = reads
     if method.scatters is not None:
         from_image = [(part.at, runs(part.nests)) for part in method.scatters]
-    for index, number in enumerate(cells.number.tolist()):
+    for index, (number, at_dst) in enumerate(zip(cells.src_number, cells.dst_number, strict=True)):
         src_block = int(cells.src_block[index]) * route.src_stride
         dst_block = int(cells.dst_block[index]) * route.dst_stride
         at = index * image.stride
@@ -39,7 +39,7 @@ def move(
                 shifted(descriptors, src_block + offsets[number % route.src_cells], at), src, packed, ignored
             )
         for offsets, descriptors in from_image:
-            copy(shifted(descriptors, at, dst_block + offsets[number % route.dst_cells]), packed, dst, writes)
+            copy(shifted(descriptors, at, dst_block + offsets[at_dst % route.dst_cells]), packed, dst, writes)
     assert ignored.max(initial=0) <= 1, "a byte of an image was written twice"
 
 

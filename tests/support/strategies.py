@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.geometry import GroupKind
 from kvferry.planning.select import LoadSpan
-from support.engines import LAYOUTS, SCATTERED, EngineSpec, Family, GroupSpec, Interior, Stored
+from support.engines import LAYOUTS, SCATTERED, EngineSpec, Family, GroupSpec, Interior, Stored, shard
 from support.oracle import cells_of, visible
 
 SMALL = st.tuples(st.integers(1, 6), st.integers(1, 3))
@@ -106,6 +107,54 @@ def parallel(draw: st.DrawFn, families: tuple[Family, ...], like: int = 0) -> in
 
 
 @st.composite
+def shared_tokens(
+    draw: st.DrawFn, families: tuple[Family, ...], of_layer: tuple[int, ...], groups: tuple[GroupSpec, ...]
+) -> tuple[GroupSpec, ...]:
+    """Groups whose tokens ranks divide: some or all of those that hold tokens in fields."""
+    ranks = draw(st.sampled_from(PARALLEL))
+    found = []
+    for group in groups:
+        size = group.block_tokens
+        divisible = not any(
+            families[of_layer[n]].snapshot or families[of_layer[n]].opaque_bytes for n in group.layers
+        )
+        if ranks > 1 and divisible and draw(st.integers(0, 3)):
+            interleave = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+            group = replace(group, turns=(ranks, interleave))  # noqa: PLW2901
+        found.append(group)
+    return tuple(found)
+
+
+@st.composite
+def sharing(
+    draw: st.DrawFn, families: tuple[Family, ...], groups: tuple[GroupSpec, ...], like: int = 0
+) -> tuple[int, int]:
+    """(tensor-parallel size, other ranks for each) with which all tokens of every head are on some rank."""
+    heads = {field.heads for family in families for field in family.fields if field.heads} or {0}
+    turns = {group.turns[0] for group in groups}
+
+    def complete(tp: int, pcp: int) -> bool:
+        spec = EngineSpec(tp, (), groups, "", Interior(), 0, pcp=pcp)
+        for total, ranks in product(heads, turns):
+            have = set()
+            for index in range(tp * pcp):
+                tp_rank, turn = spec.place(index)
+                have.add((shard(total, tp_rank, tp)[0] if total else 0, turn % ranks))
+            if len(have) < len({start for start, _ in have}) * ranks:
+                return False
+        return True
+
+    tp_sizes = [like] if like and any(family.opaque_sharded for family in families) else PARALLEL
+    possible = [
+        (tp, pcp)
+        for tp in tp_sizes
+        for pcp in PARALLEL
+        if all(h == 0 or h % tp == 0 or tp % h == 0 for h in heads) and complete(tp, pcp)
+    ]
+    return draw(st.sampled_from(possible))
+
+
+@st.composite
 def interiors(draw: st.DrawFn) -> Interior:
     names = ("k", "v", "latent", "ssm", "conv.x")
     transposed = draw(st.frozensets(st.sampled_from(names)))
@@ -145,11 +194,17 @@ def groupings(
 
 @st.composite
 def transfers(
-    draw: st.DrawFn, sizes: st.SearchStrategy[tuple[int, int]] = SMALL, tokens: int = 40, layers: int = 5
+    draw: st.DrawFn,
+    sizes: st.SearchStrategy[tuple[int, int]] = SMALL,
+    tokens: int = 40,
+    layers: int = 5,
+    *,
+    shared: bool = False,
 ) -> Transfer:
     """Any transfer between any two engines of any model that this page can describe.
 
-    `sizes`: of blocks that need not be alike. `tokens`, `layers`: at most.
+    `sizes`: of blocks that need not be alike. `tokens`, `layers`: at most. `shared`: ranks of either engine
+    may divide the tokens of a block.
     """
     one_shape = draw(st.booleans())
     if one_shape:
@@ -165,6 +220,9 @@ def transfers(
     opaque_tokens = draw(st.integers(1, 6))
     src_groups = draw(groupings(families, of_layer, opaque_tokens, sizes))
     dst_groups = draw(groupings(families, of_layer, opaque_tokens, sizes))
+    if shared:
+        src_groups = draw(shared_tokens(families, of_layer, src_groups))
+        dst_groups = draw(shared_tokens(families, of_layer, dst_groups))
     cached = st.one_of(st.just(0), st.integers(0, 40))
     spans = tuple(_span(draw(cached), group, total, prompt) for group in dst_groups)
 
@@ -184,10 +242,12 @@ def transfers(
     (src_tables, src_blocks), (dst_tables, dst_blocks) = sides
 
     kept, layout = len(of_layer), st.sampled_from(layouts)
-    tp = draw(parallel(families))
-    src = EngineSpec(tp, draw(stages(kept)), src_groups, draw(layout), draw(interiors()), src_blocks)
-    tp = draw(parallel(families, tp))
-    dst = EngineSpec(tp, draw(stages(kept)), dst_groups, draw(layout), draw(interiors()), dst_blocks, 1 << 44)
+    tp, pcp = draw(sharing(families, src_groups)) if shared else (draw(parallel(families)), 1)
+    src = EngineSpec(tp, draw(stages(kept)), src_groups, draw(layout), draw(interiors()), src_blocks, pcp=pcp)
+    tp, pcp = draw(sharing(families, dst_groups, tp)) if shared else (draw(parallel(families, tp)), 1)
+    dst = EngineSpec(
+        tp, draw(stages(kept)), dst_groups, draw(layout), draw(interiors()), dst_blocks, 1 << 44, pcp
+    )
     return Transfer(tuple(families[f] for f in of_layer), src, dst, spans, src_tables, dst_tables)
 
 

@@ -32,7 +32,8 @@ def configured(
     """
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            data_parallel_index=index, data_parallel_size=engines, tensor_parallel_size=1
+            data_parallel_index=index, data_parallel_size=engines, tensor_parallel_size=1,
+            decode_context_parallel_size=1,
         ),
         use_v2_model_runner=False,
         kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role=role),

@@ -35,15 +35,18 @@ def dense(
     stages: tuple[int, ...] = (3,),
     kernels: int = 1,
     kind: GroupKind = FULL,
+    turns: tuple[int, int] = (1, 1),
+    pcp: int = 1,
 ) -> EngineSpec:
-    return EngineSpec(
-        tp, stages, (GroupSpec(kind, 0, (0, 1, 2), block // kernels, kernels),), layout, interior, 40
-    )
+    group = GroupSpec(kind, 0, (0, 1, 2), block // kernels, kernels, turns)
+    return EngineSpec(tp, stages, (group,), layout, interior, 40, pcp=pcp)
 
 
-def hybrid(tp: int = 1, block: int = 16, layout: str = "LBHNC") -> EngineSpec:
+def hybrid(
+    tp: int = 1, block: int = 16, layout: str = "LBHNC", turns: tuple[int, int] = (1, 1)
+) -> EngineSpec:
     groups = (
-        GroupSpec(FULL, 0, (0,), block),
+        GroupSpec(FULL, 0, (0,), block, turns=turns),
         GroupSpec(SLIDING, 24, (1,), block),
         GroupSpec(STATE, 0, (2,), block),
     )
@@ -89,6 +92,30 @@ CASES = {
     "layout BHLNC to LBNHC": Case(DENSE, dense(layout="BHLNC"), dense(layout="LBNHC")),
     "K transposed on one side": Case(DENSE, dense(), dense(interior=PLANES), total=40),
     "everything differs": Case(HYBRID, hybrid(4, 32, "BLHNC"), hybrid(1, 16, "LBNHC"), total=150),
+    # Context parallelism: ranks that take turns of so many tokens.
+    "latent, DCP 2 by 1 token to TP 1": Case(
+        LATENT, dense(2, kind=GroupKind.MLA, turns=(2, 1)), dense(1, kind=GroupKind.MLA)
+    ),
+    "latent, TP 2 to DCP 4 by 16 tokens": Case(
+        LATENT,
+        dense(2, kind=GroupKind.MLA),
+        dense(4, 32, kind=GroupKind.MLA, turns=(4, 16)),
+        local_tokens=128,
+    ),
+    "latent, DCP 2 by 8 tokens to DCP 4 by 16": Case(
+        LATENT,
+        dense(2, 16, "BLHNC", kind=GroupKind.MLA, turns=(2, 8)),
+        dense(2, 32, kind=GroupKind.MLA, turns=(4, 16), pcp=2),
+    ),
+    "DCP 2 of TP 8 by 1 token to TP 2, K transposed": Case(
+        DENSE, dense(8, turns=(2, 1)), dense(2, 24, interior=PLANES), total=90
+    ),
+    "hybrid, DCP 2 of TP 8 by 16 tokens to TP 2, block 32": Case(
+        HYBRID, hybrid(8, turns=(2, 16)), hybrid(2, 32), total=150
+    ),
+    "hybrid, TP 2 to DCP 2 of TP 8 by 16 tokens": Case(
+        HYBRID, hybrid(2), hybrid(8, turns=(2, 16)), total=150
+    ),
 }
 
 
@@ -107,6 +134,10 @@ SHORT = {
     ("block 528 to 1056, K transposed, kernel blocks of 16 and 32", Strategy.OVER_READ),
     ("K transposed on one side", Strategy.STAGED),
     *(("everything differs", strategy) for strategy in (None, *Strategy)),
+    ("latent, DCP 2 by 1 token to TP 1", None),
+    ("latent, DCP 2 by 8 tokens to DCP 4 by 16", Strategy.STAGED),
+    ("DCP 2 of TP 8 by 1 token to TP 2, K transposed", Strategy.OVER_READ),
+    ("hybrid, TP 2 to DCP 2 of TP 8 by 16 tokens", Strategy.DIRECT),
 }
 MATRIX = [
     pytest.param(

@@ -75,7 +75,7 @@ _V1 = "distributed.kv_transfer.kv_connector.v1"
 ROWS: list[tuple[str, str, Callable[[], object]]] = [
     (
         "NixlConnector",
-        "context parallelism",
+        "prefill context parallelism alone",
         lambda: {"dcp_size", "pcp_size"} <= fields(f"{_V1}.nixl.metadata:NixlAgentMetadata"),
     ),
     (
@@ -90,7 +90,7 @@ ROWS: list[tuple[str, str, Callable[[], object]]] = [
     ),
     (
         "OffloadingConnector",
-        "context parallelism",
+        "prefill context parallelism alone",
         lambda: {"dcp_size", "pcp_size"} <= fields("v1.kv_offload.config:OffloadingParallelConfig"),
     ),
     (
@@ -101,7 +101,7 @@ ROWS: list[tuple[str, str, Callable[[], object]]] = [
     ("OffloadingConnector", "`p2p`", lambda: "p2p" in secondary_tiers()),
     (
         "MooncakeStoreConnector",
-        "context parallelism",
+        "prefill context parallelism alone",
         lambda: {"dcp_rank", "pcp_rank"} <= fields(f"{_V1}.mooncake.store.data:KeyMetadata"),
     ),
 ]

@@ -67,6 +67,31 @@ and a spoiled block changes it. Three tests change what vLLM's CPU build says of
 
 """
 
+CONTEXT = """## Context parallelism
+
+KV moves between engines whose ranks divide the tokens of a block (vLLM's `--decode-context-parallel-size`,
+DCP), in turns of any length (`--cp-kv-cache-interleave-size`), and engines that do not, or divide them in
+another way. Tensor parallelism, pipeline parallelism, block size and layout may differ too, and stored
+chunks are the same. Pages that move whole need equal DCP and equal turns.
+
+vLLM's attention backends for CPUs refuse DCP, and its slots for them assert that there is none. So engines
+with it ran TRITON_MLA in the second model runner, by Triton's interpreter.
+
+- A tiny DeepSeek V3 with DCP 2, to and from one rank with other blocks:
+  `tests/engine/test_context_parallel.py`.
+- Tokens lie where vLLM's functions say, in both model runners:
+  `tests/unit/engines/test_context_parallel.py`.
+- Any two engines, over NIXL between processes: `tests/transport/test_bytes.py`; compared with a mover that
+  copies element by element: `tests/unit/planning/test_oracle.py`; chunks that they store and load:
+  `tests/unit/planning/test_canonical_oracle.py`.
+
+Prefill context parallelism (`--prefill-context-parallel-size`, PCP) works only together with DCP, and no
+engine with it has run. Alone it is refused: all its ranks have the same KV, and vLLM's scheduler learns of
+one of them only. A ring (`CircularBufferSpec`) with DCP is refused, because vLLM does not say which of its
+entries a rank has.
+
+"""
+
 
 def cell(said: str, numbers: dict[str, int]) -> str:
     """One cell, with the number of its footnote."""
@@ -101,7 +126,7 @@ def page() -> str:
     tables = [[*lines, "", *notes], of_settings, of_engines]
     heads = (HEAD, ENGINES, OTHERWISE)
     text = [head + "\n".join(table) for head, table in zip(heads, tables, strict=True)]
-    return "\n\n".join([*text, DATA["releases"]["text"]])
+    return "\n\n".join([*text, CONTEXT.rstrip(), DATA["releases"]["text"]])
 
 
 def test_the_page_says_what_the_data_say():

@@ -28,9 +28,9 @@ from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import ChunkCopies, offsets_of
 from kvferry.memory.device_copy import HostRegistration
 from kvferry.memory.device_stream import DeviceEvent, enter_stream, wait_event
-from kvferry.planning.chunk_cells import cells_to_load, cells_to_store, unfilled_cells
+from kvferry.planning.chunk_cells import cells_to_blank, cells_to_load, cells_to_store
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.select import LoadSpan, partly_written_blocks
+from kvferry.planning.select import LoadSpan, unfilled_cells
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
@@ -135,7 +135,7 @@ class ChunkRoutes:
                     # Only the first and the last chunk can begin or end outside the available tokens. Slots
                     # are reused, so the rest would hold bytes of another chunk.
                     for piece in {pieces[0], pieces[-1]}:
-                        beside = unfilled_cells(route, tokens, piece.number, order.available)
+                        beside = cells_to_blank(route, tokens, piece.number, order.available)
                         copies.blank(beside, piece.offset)
         return tuple(found)
 
@@ -158,7 +158,7 @@ class ChunkRoutes:
             if first:
                 for route, copies in chain.from_iterable(self._in):
                     here, table = self._rank.groups[route.dst_group], tables[route.dst_group]
-                    copies.clear(partly_written_blocks(route, here, span, table))
+                    copies.clear(*unfilled_cells(route, here, span, table))
             for group, numbers, offsets, _ in _by_group(pieces):
                 for route, copies in self._in[group]:
                     here, table = self._rank.groups[route.dst_group], tables[route.dst_group]

@@ -1,8 +1,10 @@
 """Descriptions of KV cache memory, as frozen dataclasses, from which `planning` computes transfers.
 
-`page` describes the bytes of one page as fields with named axes, `rank` where a worker's pages lie.
+`page` describes the bytes of one page as fields with named axes, `interleave` the tokens of a block that it
+holds, and `rank` where a worker's pages lie.
 """
 
+from kvferry.geometry.interleave import NOT_INTERLEAVED, Interleave
 from kvferry.geometry.page import (
     TOKEN,
     Axis,
@@ -31,6 +33,7 @@ from kvferry.geometry.rank import (
 
 __all__ = [
     "LAYOUTS",
+    "NOT_INTERLEAVED",
     "TOKEN",
     "Attention",
     "Axis",
@@ -38,6 +41,7 @@ __all__ = [
     "Group",
     "GroupKind",
     "GroupPattern",
+    "Interleave",
     "Layer",
     "PageFormat",
     "PageMap",

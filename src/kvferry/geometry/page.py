@@ -3,19 +3,21 @@
 Two engines can exchange a field if its name, axis names, axis totals and element size are equal. Strides,
 order of axes and ranges may differ: `planning.cell_copy` converts between them. The axis ``token`` is divided
 into blocks, so only a field with this axis can move between engines with different block sizes. Its elements
-may stand for several tokens each; a field without it has one element per block.
+may stand for several tokens each; a field without it has one element per block. With context parallelism, the
+axis has those of a block's tokens that this rank holds (`Interleave`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.common.errors import GeometryError
+from kvferry.geometry.interleave import NOT_INTERLEAVED, Interleave
 
 TOKEN = "token"
 
@@ -143,6 +145,7 @@ class PageFormat:
     block_tokens: int  # 0 for a snapshot
     page_bytes: int  # may be less than the stride between blocks
     fields: tuple[Field, ...]
+    interleave: Interleave = NOT_INTERLEAVED  # of the block's tokens
 
     def __post_init__(self) -> None:
         if not self.fields:
@@ -158,11 +161,32 @@ class PageFormat:
                     f"of a page of {self.page_bytes}"
                 )
             token = field.axis(TOKEN)
-            if token is not None and self.block_tokens % token.count:
+            if token is not None and self.held_tokens % token.count:
                 raise GeometryError(
                     f"page {self.content!r}: field {field.name!r} has {token.count} elements along its "
-                    f"tokens; expected a divisor of the block's {self.block_tokens} tokens"
+                    f"tokens; expected a divisor of the page's {self.held_tokens} tokens"
                 )
+        if self.interleave != NOT_INTERLEAVED:
+            self._check_interleave()
+
+    def _check_interleave(self) -> None:
+        # The planner cannot divide other pages, so ranks that hold different ones need another axis for it.
+        if without := [field.name for field in self.fields if field.axis(TOKEN) is None]:
+            raise GeometryError(
+                f"page {self.content!r}: fields {without} have no token axis; expected one where ranks "
+                "divide the tokens"
+            )
+        interleave, each = self.interleave, lcm(*map(self.element_tokens, self.fields))
+        if not self.block_tokens or self.block_tokens % interleave.period or interleave.size % each:
+            raise GeometryError(
+                f"page {self.content!r}: {interleave.ranks} ranks hold {interleave.size} tokens in turn of a "
+                f"block's {self.block_tokens}; expected whole turns, of a multiple of {each} tokens"
+            )
+
+    @property
+    def held_tokens(self) -> int:
+        """Number of tokens of a block that this page holds."""
+        return self.block_tokens // self.interleave.ranks
 
     @property
     def content_bytes(self) -> int:
@@ -176,7 +200,7 @@ class PageFormat:
     def element_tokens(self, field: Field) -> int:
         """Return the number of tokens for which one element of a field stands; 0 in a snapshot."""
         token = field.axis(TOKEN)
-        return self.block_tokens // token.count if token else self.block_tokens
+        return self.held_tokens // token.count if token else self.block_tokens
 
 
 def opaque_page(

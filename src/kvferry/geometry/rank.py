@@ -131,7 +131,8 @@ class RankGeometry:
     """The KV cache memory of one worker.
 
     Block 0 of `num_blocks` is the null block, which is never transferred. Groups are in the engine's order;
-    all ranks of an engine have the same number of groups.
+    all ranks of an engine have the same number of groups. The tensor-parallel ranks are those of a pipeline
+    stage, also if context parallelism adds some.
     """
 
     tp_rank: int

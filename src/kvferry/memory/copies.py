@@ -81,23 +81,23 @@ class ChunkCopies(PoolCells):
 
     def store(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from KV blocks to chunks. `cells.dst_block` indexes `offsets`, from `offsets_of`."""
-        self._copy(cells, cells.src_block, offsets[cells.dst_block])
+        self._copy(cells.src_block, cells.src_number, offsets[cells.dst_block], cells.dst_number)
 
     def load(self, cells: Cells, offsets: Int64s) -> None:
         """Copy cells from chunks to KV blocks. `cells.src_block` indexes `offsets`, from `offsets_of`."""
-        self._copy(cells, cells.dst_block, offsets[cells.src_block])
+        self._copy(cells.dst_block, cells.dst_number, offsets[cells.src_block], cells.src_number)
 
-    def blank(self, cells: Cells, offset: int) -> None:
-        """Zero cells of the chunk at a byte offset in host memory. The block ids of `cells` are not used."""
+    def blank(self, cells: Int64s, offset: int) -> None:
+        """Zero cells, given by their `Cells.dst_number`, of the chunk at a byte offset in host memory."""
         for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
-            for at in (offset + chunk_cells[cells.number % len(chunk_cells)]).tolist():
+            for at in (offset + chunk_cells[cells % len(chunk_cells)]).tolist():
                 for view in part.copies:
                     packed_cell(view, self._memory, at)[...] = 0
 
-    def _copy(self, cells: Cells, blocks: Int64s, chunks: Int64s) -> None:
+    def _copy(self, blocks: Int64s, cells: Int64s, chunks: Int64s, numbers: Int64s) -> None:
         for part, chunk_cells in zip(self.parts, self._chunk_cells, strict=True):
-            places = part.places(blocks, cells.number)
-            offsets = chunks + chunk_cells[cells.number % len(chunk_cells)]
+            places = part.places(blocks, cells)
+            offsets = chunks + chunk_cells[numbers % len(chunk_cells)]
             self.copy(part, places, self._packed, offsets)
 
 
@@ -126,7 +126,7 @@ class StagingCopies(PoolCells):
     def gather(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:
         """Copy cells from KV blocks into consecutive images, or raise TransferError if memory ends first.
 
-        `cells` are indices from the start of the prompt, `first` that of the first image, all int64.
+        `cells` are numbers as in `Cells`, int64, and `first` is the index of the first image.
         """
         self._copy(blocks, cells, staged, first)
 
@@ -149,8 +149,8 @@ class StagingCopies(PoolCells):
                 update_digest(found, view, places, scratch)
         return found.digest()
 
-    def clear(self, blocks: Int64s) -> None:
-        super().clear(blocks)
+    def clear(self, blocks: Int64s, cells: Int64s) -> None:
+        super().clear(blocks, cells)
         self.wait()
 
     def _copy(self, blocks: Int64s, cells: Int64s, staged: StagedImages, first: int) -> None:

@@ -80,10 +80,13 @@ class PoolCells:
         for view in part.copies:
             copy_cells(view, places, memory, offsets)
 
-    def clear(self, blocks: Int64s) -> None:
-        """Zero the bytes of blocks that the strided copies touch. On a GPU, only queue it."""
+    def clear(self, blocks: Int64s, cells: Int64s) -> None:
+        """Zero the bytes of cells that the strided copies touch. On a GPU, only queue it.
+
+        `blocks` and `cells`, numbers as in `Cells`, are int64 of shape (n,).
+        """
         for part in self.parts:
-            places = part.places(blocks[:, None], np.arange(len(part.cell_places))).reshape(-1).tolist()
+            places = part.places(blocks, cells).tolist()
             for view in part.copies:
                 for place in places:
                     view.elements[place] = 0

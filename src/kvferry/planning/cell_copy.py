@@ -3,19 +3,24 @@
 Blocks of 784 and of 400 tokens, for example, have 49 and 25 cells of 16 tokens. The offset of a cell in its
 block depends on one side only, so memory and time grow with the sum of both numbers, not with their product.
 Fields whose cells have equal offsets share a cell copy, such as K and V that are packed per token.
+
+With context parallelism, ranks take turns along the tokens (`geometry.interleave`). A cell then holds either
+whole rounds of turns, so that a rank has the same tokens of every cell, or tokens of one turn, so that a rank
+has all of the cell or nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
 import numpy as np
 
 from kvferry.common.errors import Incompatible
+from kvferry.geometry.interleave import NOT_INTERLEAVED, Interleave
 from kvferry.geometry.page import TOKEN, Axis, Field, PageFormat
 from kvferry.planning.descriptors import Descriptors, Int64s
 from kvferry.planning.strided_copy import StridedCopy, expand_copies, fuse_copies, strided_copies
@@ -71,19 +76,18 @@ def merge_cell_copies(parts: Iterable[CellCopy]) -> tuple[CellCopy, ...]:
     return tuple(CellCopy(*at, fuse_copies(copies)) for at, copies in found.items())
 
 
-def split_tokens(
-    src: Int64s, dst: Int64s, cell_tokens: int
-) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
+def split_tokens(src: Int64s, dst: Int64s) -> Iterator[tuple[Offsets, Offsets, Int64s, Int64s]]:
     """Split the tokens of a cell into groups, so that one `CellCopy` can describe each group.
 
-    `src` and `dst` are the byte offsets of every token of a block on each side. Yield the two sides' offsets
-    of `CellCopy`, and the byte offsets of the group's tokens in the cell with offset 0, int64.
+    `src` and `dst` are the byte offsets of the tokens to copy of every cell of a block on each side, int64 of
+    shape (cells, tokens). Yield the two sides' offsets of `CellCopy`, and the byte offsets of the group's
+    tokens in the cell with offset 0, int64.
     """
-    cells = [side.reshape(-1, cell_tokens) for side in (src, dst)]
+    cells = (src, dst)
     steps = np.concatenate([side - side[0] for side in cells])
     # Tokens share a `CellCopy` only if they have the same distances from cell to cell. All tokens of a cell
     # do, unless a block consists of kernel blocks that end inside cells.
-    kinds = np.zeros(cell_tokens, np.int64)
+    kinds = np.zeros(steps.shape[1], np.int64)
     if (steps != steps[:, :1]).any():
         _, kinds = np.unique(steps, axis=1, return_inverse=True)
     for kind in dict.fromkeys(kinds.reshape(-1).tolist()):
@@ -101,15 +105,18 @@ def split_tokens(
 class PageCopy:
     """The copy from pages of one format to pages of another format.
 
-    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. At the source, it is
-    cell ``c % src_cells`` of block ``c // src_cells``, and likewise at the destination. A snapshot is one
-    cell of 0 tokens. The byte offsets of `cell_copies` are from the start of the page.
+    Cell ``c`` of a sequence holds the tokens ``[c·cell_tokens, (c+1)·cell_tokens)``. Each side numbers those
+    that it holds, ``n = interleave.index_of(c)``. At the source, this is cell ``n % src_cells`` of block
+    ``n // src_cells``, and likewise at the destination. A snapshot is one cell of 0 tokens. The byte offsets
+    of `cell_copies` are from the start of the page.
     """
 
     cell_tokens: int
-    src_cells: int
+    src_cells: int  # per page
     dst_cells: int
     cell_copies: tuple[CellCopy, ...]
+    src_interleave: Interleave = NOT_INTERLEAVED  # of the cells of a sequence
+    dst_interleave: Interleave = NOT_INTERLEAVED
 
 
 def differences(src: PageFormat, dst: PageFormat) -> list[str]:
@@ -165,22 +172,71 @@ def plan_page_copy(src: PageFormat, dst: PageFormat, fields: frozenset[str] | No
     pairs = [(src_f, f) for f in dst.fields for src_f in src.fields if src_f.name == f.name]
     if fields is not None:
         pairs = [(a, b) for a, b in pairs if b.name in fields]
-    # Both block sizes are whole multiples of the greatest common divisor, so no cell crosses a block's end.
-    # Each is a multiple of the tokens per element too, so no cell splits an element.
-    cell = gcd(src.block_tokens, dst.block_tokens)
+    cell = _cell_tokens(src, dst)
+    sides = _Side.of(src, cell), _Side.of(dst, cell)
     cell_copies = merge_cell_copies(
-        copy for a, b in pairs for copy in _field_copies(a, b, cell // (dst.element_tokens(b) or 1))
+        copy for a, b in pairs for copy in _field_copies(a, b, sides, dst.element_tokens(b))
     )
-    if not cell:
-        return PageCopy(0, 1, 1, cell_copies)
-    return PageCopy(cell, src.block_tokens // cell, dst.block_tokens // cell, cell_copies)
+    src_side, dst_side = sides
+    return PageCopy(cell, src_side.cells, dst_side.cells, cell_copies, src_side.of_cells, dst_side.of_cells)
 
 
-def _field_copies(src: Field, dst: Field, cell_elements: int) -> Iterator[CellCopy]:
+def _cell_tokens(src: PageFormat, dst: PageFormat) -> int:
+    """Return the largest possible number of tokens of a cell; 0 for snapshots.
+
+    Two ranks hold blocks of 32 tokens, in turns of 16 tokens or of one. The other side has blocks of 24:
+
+    >>> def page(tokens, *interleave):
+    ...     field = Field("kv", 2, 0, (Axis("token", ((tokens // Interleave(*interleave).ranks, 2),)),))
+    ...     return PageFormat("kv", tokens, 2 * tokens, (field,), Interleave(*interleave))
+    >>> _cell_tokens(page(32, 0, 2, 16), page(24)), _cell_tokens(page(32, 0, 2, 1), page(24))
+    (8, 8)
+    """
+    # Both block sizes are whole multiples of the greatest common divisor, so no cell crosses a block's end.
+    # Each block and turn is a multiple of the tokens per element too, so no cell splits an element.
+    cell, sides = gcd(src.block_tokens, dst.block_tokens), (src.interleave, dst.interleave)
+    while split := [one.size for one in sides if cell % one.period and one.size % cell]:
+        cell = gcd(cell, *split)
+    return cell
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """How the pages of one side hold the cells of a sequence. Ranks divide either cells or their tokens."""
+
+    cells: int  # per page
+    cell_tokens: int
+    of_cells: Interleave  # which cells a page holds
+    of_tokens: Interleave  # which tokens of each of them
+
+    @classmethod
+    def of(cls, page: PageFormat, cell: int) -> _Side:
+        interleave = page.interleave
+        if not cell:
+            return cls(1, 0, NOT_INTERLEAVED, NOT_INTERLEAVED)
+        if cell % interleave.period == 0:
+            return cls(page.block_tokens // cell, cell, NOT_INTERLEAVED, interleave)
+        return cls(
+            page.held_tokens // cell, cell, replace(interleave, size=interleave.size // cell), NOT_INTERLEAVED
+        )
+
+    def elements(self, each: int) -> Int64s:
+        """Return the elements of a cell that a page holds, int64 of shape (n,); `each` stands for tokens."""
+        interleave = self.of_tokens
+        if interleave != NOT_INTERLEAVED:
+            interleave = replace(interleave, size=interleave.size // each)
+        return interleave.held(self.cell_tokens // (each or 1) // interleave.ranks if self.cell_tokens else 1)
+
+
+def _field_copies(src: Field, dst: Field, sides: tuple[_Side, _Side], each: int) -> Iterator[CellCopy]:
     axes = [_common(_axis(src, axis.name), axis) for axis in dst.axes if axis.name != TOKEN]
-    for src_offsets, dst_offsets, *tokens in split_tokens(
-        _token_offsets(src), _token_offsets(dst), cell_elements or 1
-    ):
+    held = [side.elements(each) for side in sides]
+    _, *both = np.intersect1d(held[0], held[1], assume_unique=True, return_indices=True)
+    offsets = [
+        _token_offsets(field).reshape(-1, len(elements))[:, common]
+        for field, elements, common in zip((src, dst), held, both, strict=True)
+    ]
+    for src_offsets, dst_offsets, *tokens in split_tokens(*offsets):
         found = strided_copies(dst.item_bytes, src.offset, dst.offset, [*axes, (tokens[0], tokens[1])])
         yield CellCopy(src_offsets, dst_offsets, tuple(found))
 

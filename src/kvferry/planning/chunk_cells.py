@@ -14,7 +14,6 @@ from kvferry.geometry import Attention, GroupKind, GroupPattern
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import (
     ALL_TOKENS,
-    NO_CELLS,
     Cells,
     LoadSpan,
     check_part_edges,
@@ -101,17 +100,18 @@ def cells_to_store(
     return found
 
 
-def unfilled_cells(route: Route, chunk_tokens: int, number: int, available: range) -> Cells:
-    """Return the cells of a chunk that must be cleared, because the engine's blocks hold no tokens of them.
+def cells_to_blank(route: Route, chunk_tokens: int, number: int, available: range) -> Int64s:
+    """Return the `Cells.dst_number` of the cells of a chunk that must be cleared, int64 of shape (n,).
 
-    All source block ids are 0. All destination block ids are 1, as if the chunk were alone in its buffer.
+    The engine's blocks hold no tokens of them.
     """
     cell = route.cell_tokens
     if not cell:
-        return NO_CELLS
+        return np.zeros(0, np.int64)
     cells = np.arange(number * chunk_tokens // cell, (number + 1) * chunk_tokens // cell, dtype=np.int64)
     cells = cells[(cells < available.start // cell) | (cells >= -(-available.stop // cell))]
-    return Cells(np.zeros(len(cells), np.int64), np.ones(len(cells), np.int64), cells)
+    # If ranks divide the cells of the chunk, each clears its own.
+    return cells[route.src_interleave.holds(cells)]
 
 
 def cells_to_load(

@@ -61,7 +61,7 @@ class PreparedEntries:
         >>> PreparedEntries(100, 10, 3).of(2, np.array([4, 4, 5]), np.array([1, 2, 3])).tolist()
         [114, 124, 105, 144, 154, 135]
 
-        `ids` are of blocks or images, `number` the index in the sequence, of each of n cells.
+        `ids` are of blocks or images, `number` as in `Cells`, of each of n cells.
         """
         each = ids if self.cells == 1 else number % self.cells * self.blocks + ids
         each = each.astype(np.int32, copy=False)
@@ -93,9 +93,9 @@ def _merge_runs(route: Route, cells: Cells, length: int, offsets: tuple[Int64s, 
 
     Such runs have a `length` in bytes, and `offsets` as in `Route.mergeable_runs`.
     """
-    number = cells.number
-    touch = _touches(cells.src_block, number, route.src_cells, route.src_stride, offsets[0], length)
-    touch &= _touches(cells.dst_block, number, route.dst_cells, route.dst_stride, offsets[1], length)
+    src, dst = cells.src_number, cells.dst_number
+    touch = _touches(cells.src_block, src, route.src_cells, route.src_stride, offsets[0], length)
+    touch &= _touches(cells.dst_block, dst, route.dst_cells, route.dst_stride, offsets[1], length)
     merged = int(np.count_nonzero(touch))
     if merged in (0, len(touch)):
         return merged, merged + 1

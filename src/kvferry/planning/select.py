@@ -1,7 +1,8 @@
 """Selection of the tokens of a KV cache group that a request needs, and of their blocks and cells.
 
-A block table is an int64 array of block ids: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``. The
-table of a state group has one entry, the block with the snapshot.
+A block table is an int64 array of block ids: entry ``i`` holds the tokens ``[i·block, (i+1)·block)``, with
+context parallelism on all ranks together. The table of a state group has one entry, the block with the
+snapshot.
 """
 
 from __future__ import annotations
@@ -163,21 +164,23 @@ def partial_block(group: BlockPattern, span: LoadSpan, alignment_tokens: int) ->
 class Cells:
     """The cells that a request transfers for one route, in ascending order of position: int64 of shape (n,).
 
-    `number` is the index of each cell in the sequence. Its place in a block follows from it.
+    The numbers are the index of each cell among those that the side's rank holds of the sequence. Its place
+    in a block follows from it.
     """
 
     src_block: Int64s
     dst_block: Int64s
-    number: Int64s
+    src_number: Int64s
+    dst_number: Int64s
 
     def __len__(self) -> int:
         return len(self.src_block)
 
     def __getitem__(self, part: slice) -> Cells:
-        return Cells(self.src_block[part], self.dst_block[part], self.number[part])
+        return Cells(self.src_block[part], self.dst_block[part], self.src_number[part], self.dst_number[part])
 
 
-NO_CELLS = Cells(*[np.zeros(0, np.int64)] * 3)
+NO_CELLS = Cells(*[np.zeros(0, np.int64)] * 4)
 
 
 def select_cells(
@@ -216,7 +219,7 @@ def needed_cells(route: Route, kind: GroupKind, span: LoadSpan, needed: tuple[in
 
 
 def take_cells(route: Route, first: int, last: int, src_table: Int64s, dst_table: Int64s) -> Cells:
-    """Return the cells ``[first, last)`` of a route, with their blocks.
+    """Return those of the cells ``[first, last)`` that both sides of a route hold, with their blocks.
 
     Raise TransferError if one of their blocks is missing, null or not in its pool.
     """
@@ -226,21 +229,27 @@ def take_cells(route: Route, first: int, last: int, src_table: Int64s, dst_table
         raise TransferError(
             f"a state group moves one block, the tables name {len(src_table)} and {len(dst_table)}"
         )
-    number = np.arange(first, last, dtype=np.int64)
+    src_held = dst_held = number = np.arange(first, last, dtype=np.int64)
+    if divided := route.interleaves:
+        for interleave in divided:
+            number = number[interleave.holds(number)]
+        if not len(number):
+            return NO_CELLS
+        src_held, dst_held = route.src_interleave.index_of(number), route.dst_interleave.index_of(number)
     blocks = []
-    for table, cells, pool, side in (
-        (src_table, route.src_cells, route.src_blocks, "source"),
-        (dst_table, route.dst_cells, route.dst_blocks, "destination"),
+    for table, held, cells, pool, side in (
+        (src_table, src_held, route.src_cells, route.src_blocks, "source"),
+        (dst_table, dst_held, route.dst_cells, route.dst_blocks, "destination"),
     ):
-        if (at := (last - 1) // cells) >= len(table):
+        if (at := held.item(-1) // cells) >= len(table):
             raise TransferError(
                 f"tokens [{first * route.cell_tokens}, {last * route.cell_tokens}) need block {at} of the "
                 f"{side}'s table, which has {len(table)}"
             )
-        ids = table[first:last] if cells == 1 else table[number // cells]
+        ids = table[first:last] if cells == 1 and not divided else table[held // cells]
         _check_blocks(ids, pool, side)
         blocks.append(ids)
-    return Cells(blocks[0], blocks[1], number)
+    return Cells(blocks[0], blocks[1], src_held, dst_held)
 
 
 def _check_blocks(ids: Int64s, pool: int, side: str) -> None:
@@ -254,32 +263,40 @@ def _check_blocks(ids: Int64s, pool: int, side: str) -> None:
     raise TransferError(f"the {side}'s table names blocks {least} to {most}, its pool has {pool}")
 
 
-def partly_written_blocks(route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s) -> Int64s:
-    """Return the ids of the destination blocks that the caller must clear before a load: at most two, int64.
+def unfilled_cells(
+    route: Route, group: GroupPattern, span: LoadSpan, dst_table: Int64s
+) -> tuple[Int64s, Int64s]:
+    """Return the cells that the caller must clear for a load, as (block ids, `Cells.dst_number`), int64.
 
-    The load fills them only in part. Attention reads the rest with weight 0, but a NaN in the old content
-    would spread. A block that also holds tokens that the destination already has is left out.
+    They are in blocks that the load fills only in part. Attention reads them with weight 0, but a NaN in the
+    old content would spread. A block that also holds tokens that the destination already has is left out.
     """
-    if route.dst_cells == 1:  # as of snapshots, too
-        return dst_table[:0]
+    found, per_block = list[int](), route.dst_block_cells
     low, high = needed_tokens(group, span)
-    if low >= high:
-        return dst_table[:0]
-    first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
-    block_tokens = route.cell_tokens * route.dst_cells
-    # Only the first and the last block of a load can be filled in part.
-    partial = set()
-    for block, edge in ((first // route.dst_cells, first), ((last - 1) // route.dst_cells, last)):
-        if edge % route.dst_cells and block * block_tokens >= span.local_tokens:
-            partial.add(block)
-    return dst_table[sorted(partial)]
+    if per_block > 1 and low < high:
+        first, last = low // route.cell_tokens, -(-high // route.cell_tokens)
+        # The rest of the first and of the last block: so few cells that numpy would take longer.
+        head, tail = (
+            range(first // per_block * per_block, first),
+            range(last, -(-last // per_block) * per_block),
+        )
+        for rest in (head, tail):
+            if rest.start // per_block * per_block * route.cell_tokens >= span.local_tokens:
+                found += rest
+    if not found:
+        return dst_table[:0], dst_table[:0]
+    number = np.array(found, np.int64)
+    for interleave in route.interleaves:
+        number = number[interleave.holds(number)]
+    held = route.dst_interleave.index_of(number)
+    return dst_table[held // route.dst_cells], held
 
 
 def check_part_edges(route: Route, kind: GroupKind, span: LoadSpan) -> None:
     """Raise TransferError if a part of a prefix shares a destination block with an adjacent part."""
     if span.part is None or not attends_to_all(kind):
         return
-    block = route.cell_tokens * route.dst_cells
+    block = route.cell_tokens * route.dst_block_cells
     for at in ({span.begins} - {span.local_tokens}) | ({span.ends} - {span.total}):
         # Both parts would write the block, so one would overwrite tokens of the other.
         if at % block:

@@ -1,8 +1,8 @@
 """Templates: the copies from each rank of a peer to this rank, computed once per handshake.
 
-A `Route` is a set of layers that share groups, block sizes and block strides on both sides. A `Template`
-holds all routes from one source rank. Each part of a field is read from exactly one source rank. If several
-ranks hold copies, the readers are spread over them.
+A `Route` is a set of layers that share groups, block sizes, interleaves and block strides on both sides. A
+`Template` holds all routes from one source rank. Each part of a field is read from exactly one source rank.
+If several ranks hold copies, the readers are spread over them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from kvferry.common.errors import Incompatible
-from kvferry.geometry import Field, GroupKind, Layer, PageFormat, RankGeometry
+from kvferry.geometry import NOT_INTERLEAVED, Field, GroupKind, Interleave, Layer, PageFormat, RankGeometry
 from kvferry.planning.cell_copy import CellCopy, PageCopy, differences, merge_cell_copies, plan_page_copy
 from kvferry.planning.descriptors import Descriptors, Int64s, concatenate
 from kvferry.planning.strided_copy import StridedCopy
@@ -82,13 +82,26 @@ class Route:
     dst_group: int
     layers: tuple[str, ...]
     cell_tokens: int  # 0 for a snapshot
-    src_cells: int  # cells per block
+    src_cells: int  # cells per page
     dst_cells: int
     src_stride: int  # bytes from one block to the next
     dst_stride: int
     src_blocks: int  # in the pool
     dst_blocks: int
     cell_copies: tuple[CellCopy, ...]  # of a cell of block 0, at absolute addresses
+    src_interleave: Interleave = NOT_INTERLEAVED  # of the cells of a sequence, with context parallelism
+    dst_interleave: Interleave = NOT_INTERLEAVED
+
+    @cached_property
+    def interleaves(self) -> tuple[Interleave, ...]:
+        """Those of the sides whose pages hold only some cells."""
+        sides = self.src_interleave, self.dst_interleave
+        return tuple(side for side in sides if side != NOT_INTERLEAVED)
+
+    @cached_property
+    def dst_block_cells(self) -> int:
+        """Cells of the tokens that a block of the destination covers, over all its ranks."""
+        return self.dst_cells * self.dst_interleave.ranks
 
     @cached_property
     def cell_bytes(self) -> int:
@@ -154,7 +167,9 @@ class Template:
 
 
 _Pair: TypeAlias = tuple[Layer, Layer]
-_RouteKey: TypeAlias = tuple[int, int, frozenset[str], tuple[int, int], tuple[int, int]]
+_RouteKey: TypeAlias = tuple[
+    int, int, frozenset[str], tuple[int, Interleave, int, Interleave], tuple[int, int]
+]
 
 _OTHER_SCALES = (
     "its quantised cache has other scales there than here; "
@@ -193,11 +208,10 @@ def build_templates(srcs: Sequence[RankGeometry], dst: RankGeometry) -> tuple[Te
                 holder = holders[number]
                 theirs = holder.layer
                 # A route has one cell size and one stride per side. Page formats may differ inside a route.
-                block_tokens = theirs.page.block_tokens, layer.page.block_tokens
+                src, dst_page = theirs.page, layer.page
+                tokens = src.block_tokens, src.interleave, dst_page.block_tokens, dst_page.interleave
                 strides = theirs.block_stride, layer.block_stride
-                routes[holder.index][holder.group, dst_group, fields, block_tokens, strides].append(
-                    (theirs, layer)
-                )
+                routes[holder.index][holder.group, dst_group, fields, tokens, strides].append((theirs, layer))
     if found:
         raise Incompatible([f"{_named_layers(names)}: {text}" for text, names in found.items()])
     return tuple(
@@ -293,27 +307,45 @@ def _choose(holders: Sequence[_Holder], kind: GroupKind, layer: Layer, reader: i
     if found:
         raise Incompatible(list(found))
     fields_of: dict[int, set[str]] = defaultdict(set)
-    for field in layer.page.fields:
-        for number in _cover(holders, field, reader):
-            fields_of[number].add(field.name)
+    wanted = layer.page.interleave
+    # Ranks that divide the tokens of a head all hold this head.
+    for numbers in _by_interleave(holders, wanted):
+        for field in layer.page.fields:
+            for number in _cover(holders, numbers, field, reader // wanted.ranks):
+                fields_of[number].add(field.name)
     return tuple((number, frozenset(fields)) for number, fields in sorted(fields_of.items()))
 
 
-def _cover(holders: Sequence[_Holder], field: Field, reader: int) -> list[int]:
-    """Return the indices of holders that together hold the destination's part of a field, without overlap.
+def _by_interleave(holders: Sequence[_Holder], wanted: Interleave) -> list[list[int]]:
+    """Return the indices of the holders of equal tokens, for all that hold some of the wanted tokens."""
+    found: dict[Interleave, list[int]] = defaultdict(list)
+    for number, holder in enumerate(holders):
+        found[holder.layer.page.interleave].append(number)
+    turns = {(one.ranks, one.size) for one in found}
+    if len(turns) > 1:
+        raise Incompatible(["the peer's ranks divide the tokens of a block in different ways"])
+    ((ranks, size),) = turns
+    needed = [one for rank in range(ranks) if (one := Interleave(rank, ranks, size)).meets(wanted)]
+    if missing := [one.rank for one in needed if one not in found]:
+        raise Incompatible([f"no rank of the peer holds the tokens of turn {missing[0]} of {ranks}"])
+    return [found[one] for one in needed]
+
+
+def _cover(holders: Sequence[_Holder], numbers: Sequence[int], field: Field, reader: int) -> list[int]:
+    """Return those of the holders' indices that together hold the destination's part of a field once.
 
     Raise Incompatible if some part is missing, the holders' parts overlap, or the ranks of both sides divide
     the field along different axes.
     """
-    others = [other for h in holders for other in h.layer.page.fields if other.name == field.name]
-    sharded = {name for f in (field, *others) for name, _, _ in f.held}
+    others = {n: f for n in numbers for f in holders[n].layer.page.fields if f.name == field.name}
+    sharded = {name for f in (field, *others.values()) for name, _, _ in f.held}
     if len(sharded) > 1:
         raise Incompatible(
             [f"field {field.name!r}: sharded along {' and '.join(sorted(sharded))}, not one axis"]
         )
     along = sharded.pop() if sharded else ""
     ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, other in enumerate(others):
+    for number, other in others.items():
         ranges[_range(other, along)].append(number)
     reached, high = _range(field, along)
     chosen: list[int] = []
@@ -362,6 +394,8 @@ def _route(key: _RouteKey, layers: list[_Pair], src: RankGeometry, dst: RankGeom
         src_blocks=src.num_blocks,
         dst_blocks=dst.num_blocks,
         cell_copies=merge_cell_copies(parts),
+        src_interleave=page_copy.src_interleave,
+        dst_interleave=page_copy.dst_interleave,
     )
 
 

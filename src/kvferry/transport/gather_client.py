@@ -71,12 +71,14 @@ class _CellsRequest(msgspec.Struct, frozen=True):
     route: Count  # index in `AnnounceRoutes.routes`
     slot: Count  # word of the lease on the blocks
     generation: HalfWord  # low half of the word while the lease is valid
-    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]  # int32 per cell, native byte order
-    cell: Count  # index of the first cell within its block
+    # int32 per cell, native byte order: its block, and its index within the block
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
+    cells: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
 
-    def ids(self) -> Int64s:
-        """Return the block of each cell, int64 of shape (n,)."""
-        return np.frombuffer(self.blocks, np.int32).astype(np.int64)
+    def places(self) -> tuple[Int64s, Int64s]:
+        """Return the block of each cell, and its index within the block, int64 of shape (n,)."""
+        blocks, cells = (np.frombuffer(ids, np.int32).astype(np.int64) for ids in (self.blocks, self.cells))
+        return blocks, cells
 
 
 class Gather(_CellsRequest, frozen=True, tag="gather"):
@@ -138,8 +140,13 @@ def decode_request(data: bytes) -> Request:
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
         _check(message)
-    elif isinstance(message, Gather | Digest) and (not message.blocks or len(message.blocks) % 4):
-        raise ProtocolError(f"{len(message.blocks)} bytes of block ids, expected one or more of 4 bytes each")
+    elif isinstance(message, Gather | Digest):
+        size = len(message.blocks)
+        if not size or size % 4 or len(message.cells) != size:
+            raise ProtocolError(
+                f"{size} bytes of block ids and {len(message.cells)} of cells; expected 4 bytes for each of "
+                "one or more cells"
+            )
     return message
 
 
@@ -242,15 +249,18 @@ class GatherClient:
         self._receive()  # a reply that has arrived ends the silence
         return now < self.silent_until
 
-    def ask(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int, *, shared: bool = False) -> int:
+    def ask(
+        self, route: int, lease: LeaseWord, blocks: Int64s, cells: Int64s, *, shared: bool = False
+    ) -> int:
         """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
-        ids = blocks.astype(np.int32).tobytes()
-        return self._ask(Gather(self._next_segment(), route, lease.slot, lease.generation, ids, cell, shared))
+        ids, places = (each.astype(np.int32).tobytes() for each in (blocks, cells))
+        request = Gather(self._next_segment(), route, lease.slot, lease.generation, ids, places, shared)
+        return self._ask(request)
 
-    def ask_digest(self, route: int, lease: LeaseWord, blocks: Int64s, cell: int) -> int:
+    def ask_digest(self, route: int, lease: LeaseWord, blocks: Int64s, cells: Int64s) -> int:
         """Send a `Digest` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
-        ids = blocks.astype(np.int32).tobytes()
-        return self._ask(Digest(self._next_segment(), route, lease.slot, lease.generation, ids, cell))
+        ids, places = (each.astype(np.int32).tobytes() for each in (blocks, cells))
+        return self._ask(Digest(self._next_segment(), route, lease.slot, lease.generation, ids, places))
 
     def answer(self, segment: int) -> Reply | None:
         """Return the reply to a request and close the request; None if no reply has arrived yet."""

@@ -21,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from kvferry.common.errors import KVFerryError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
@@ -70,7 +68,7 @@ class GatherLimits:
     cells: int = 1 << 22  # cell offsets in readers' routes; likewise
     waiting: int = 4096  # requests
     waiting_of_reader: int = 1024
-    waiting_bytes: int = 64 << 20  # block ids of all waiting requests
+    waiting_bytes: int = 64 << 20  # block ids of all waiting requests, and as many bytes of cells
 
 
 @dataclass(slots=True)
@@ -237,7 +235,7 @@ class GatherServer:
             return self._refuse(sender, message, reason)
         route, copies = reader.routes[message.route]
         area = self._area(message)
-        allocation = area.allocate(len(message.ids()), route.image_stride)
+        allocation = area.allocate(len(message.places()[0]), route.image_stride)
         if allocation is None:
             return False
         reason = self._copy(message, area.images(route.image_stride), copies, allocation)
@@ -259,9 +257,9 @@ class GatherServer:
         if reason := self._refusal(reader, message) or self._no_digest(reader, message):
             self._refuse(sender, message, reason)
             return
-        blocks, (_, copies) = message.ids(), reader.routes[message.route]
+        _, copies = reader.routes[message.route]
         try:
-            digest = copies.digest(blocks, message.cell + np.arange(len(blocks)))
+            digest = copies.digest(*message.places())
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("digest", "gather channel: a digest failed", error)
             self._refuse(sender, message, f"the digest failed: {shown(str(error), 500)}")
@@ -279,8 +277,7 @@ class GatherServer:
         self, message: Gather, images: StagedImages, copies: StagingCopies, allocation: Allocation
     ) -> str | None:
         try:
-            blocks = message.ids()
-            copies.gather(blocks, message.cell + np.arange(len(blocks)), images, allocation.position)
+            copies.gather(*message.places(), images, allocation.position)
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("copy", "gather channel: a copy failed", error)
             return f"the copy failed: {shown(str(error), 500)}"
@@ -289,15 +286,15 @@ class GatherServer:
     def _refusal(self, reader: _Reader, message: Gather | Digest) -> str | None:
         if message.route >= len(reader.routes):
             return f"there is no route {message.route}"
-        (route, _), blocks = reader.routes[message.route], message.ids()
-        if message.cell >= route.cells:
-            return f"cell {message.cell} of {route.cells}"
+        (route, _), (blocks, cells) = reader.routes[message.route], message.places()
+        if cells.min() < 0 or cells.max() >= route.cells:
+            return f"cells {cells.min()} to {cells.max()} of {route.cells}"
         if blocks.min() < 1 or blocks.max() >= min(self._blocks, route.src_blocks):
             return f"blocks {blocks.min()} to {blocks.max()} are not in the pool"
         return self._ended(message)
 
     def _no_gathering(self, reader: _Reader, message: Gather) -> str | None:
-        (route, _), images = reader.routes[message.route], len(message.ids())
+        (route, _), images = reader.routes[message.route], len(message.places()[0])
         if message.segment in reader.allocations:
             return "a chunk of that name is held"
         if message.shared and self._shared is None:
@@ -307,7 +304,7 @@ class GatherServer:
         return None
 
     def _no_digest(self, reader: _Reader, message: Digest) -> str | None:
-        (route, _), cells = reader.routes[message.route], len(message.ids())
+        (route, _), cells = reader.routes[message.route], len(message.places()[0])
         if (size := cells * route.image_stride) > MAX_DIGEST_BYTES:
             return f"{size} bytes to digest, at most {MAX_DIGEST_BYTES} per request"
         return None

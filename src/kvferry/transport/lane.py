@@ -288,10 +288,9 @@ class Lane:
             self._deliver(ReadResult(order.key, str(error)))
             return None
         try:
-            # The read does not fill these blocks completely, and stale bytes may be NaN. They are zeroed
-            # before the READ is posted: it fills some of these bytes.
-            for copies, blocks in plan.clears:
-                copies.clear(blocks)
+            # The read does not fill these cells, and stale bytes may be NaN.
+            for copies, blocks, cells in plan.clears:
+                copies.clear(blocks, cells)
         except Exception as error:
             logger.exception("lane: blocks cannot be cleared")
             self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}"))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
@@ -25,8 +27,8 @@ from kvferry.planning.select import (
     Cells,
     needed_cells,
     needed_tokens,
-    partly_written_blocks,
     take_cells,
+    unfilled_cells,
     unwritten_blocks_needed,
 )
 from kvferry.planning.strategy import Strategy
@@ -54,7 +56,7 @@ class ReadPlan:
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
     packed: list[PackedRead]  # reads of images; the lane removes those that have ended
     verifications: list[Verification]  # the lane removes those that have ended
-    clears: list[tuple[StagingCopies, Int64s]]  # int64 ids of blocks that are zeroed before the read
+    clears: list[tuple[StagingCopies, Int64s, Int64s]]  # blocks and cells that are zeroed before the read
     # KV cache group, strategy and size of each route's share
     moved: list[tuple[int, Strategy, TransferCounts]]
     groups: int  # number of this engine's KV cache groups
@@ -111,6 +113,13 @@ class ConnectedPeer:
                 for card, template in zip(cards, templates, strict=True)
             )
             self._made = made.pop_all()
+        # Routes whose blocks a load may fill only in part.
+        self._of_cells = [
+            prepared
+            for source in self.sources
+            for prepared in source.routes
+            if prepared.route.dst_block_cells > 1
+        ]
 
     def plan(self, order: ReadOrder) -> ReadPlan:
         """Plan the read of one request's KV. Raise TransferError if the order does not fit both engines."""
@@ -118,13 +127,9 @@ class ConnectedPeer:
         self._check(order)
         settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
-        packed, clears = list[PackedRead](), list[tuple[StagingCopies, Int64s]]()
+        packed = list[PackedRead]()
+        clears = self._clears(order)
         read = list[tuple[SourceRank, PreparedRoute, Cells]]()
-        if order.share == 0:  # one lane is enough
-            # No read fills the draft layers that the peer lacks, and the blocks' old content may be NaN.
-            for at, copies in self._absent:
-                blocks = unwritten_blocks_needed(groups[at], span, order.dst_tables[at])
-                clears.append((copies, blocks))
         moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
         needed = [needed_tokens(group, span) for group in groups]
         for source in self.sources:
@@ -135,25 +140,21 @@ class ConnectedPeer:
                 first, last = needed_cells(route, groups[at].kind, span, needed[at])
                 size = (last - first) * route.cell_bytes
                 first, last = order.take_share(
-                    (first, last), route.dst_cells, size, settings.lane_bytes, number
+                    (first, last), route.dst_block_cells, size, settings.lane_bytes, number
                 )
                 number += 1
                 if first == last:
                     continue
                 cells = take_cells(route, first, last, order.src_tables[route.src_group], table)
-                method = prepared.cheapest(
-                    len(cells), source.speed.costs, order.strategy or settings.strategy
-                )
+                if not (count := len(cells)):  # all are other ranks'
+                    continue
+                method = prepared.cheapest(count, source.speed.costs, order.strategy or settings.strategy)
                 moved.append((at, method.method.strategy, method.counts(route, cells)))
                 if method.method.image is None:
                     indices.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
                 read.append((source, prepared, cells))
-                # A NaN in the rest of a block would spread. Only the lane that fills the block may zero it.
-                left = partly_written_blocks(route, groups[at], span, table)
-                if len(left) and len(left := _at_the_ends(left, cells)):
-                    clears.append((prepared.clearing, left))
             if indices:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
@@ -161,6 +162,23 @@ class ConnectedPeer:
         verifications = self._verifications(read, order.lease)
         seconds = time.perf_counter() - started
         return ReadPlan(sources, direct, packed, verifications, clears, moved, len(groups), seconds)
+
+    def _clears(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s, Int64s]]:
+        """Return the cells that no read fills in blocks that the load writes: old content may be NaN."""
+        found = list[tuple[StagingCopies, Int64s, Int64s]]()
+        if not (self._absent or self._of_cells):
+            return found
+        groups, span = self._lane.geometry.groups, order.span
+        # One lane is enough, and it may be any. Draft layers that the peer lacks have one cell per page.
+        for at, copies in self._absent if order.share == 0 else ():
+            blocks = unwritten_blocks_needed(groups[at], span, order.dst_tables[at])
+            found.append((copies, blocks, np.zeros_like(blocks)))
+        for prepared in self._of_cells[order.share :: order.shares]:
+            at = prepared.route.dst_group
+            blocks, cells = unfilled_cells(prepared.route, groups[at], span, order.dst_tables[at])
+            if len(blocks):
+                found.append((prepared.clearing, blocks, cells))
+        return found
 
     @property
     def measuring(self) -> bool:
@@ -202,14 +220,6 @@ class ConnectedPeer:
             )
         if not 0 <= order.lease.slot < self._leases:
             raise TransferError(f"lease slot {order.lease.slot} does not exist, the peer has {self._leases}")
-
-
-def _at_the_ends(partly_written: Int64s, cells: Cells) -> Int64s:
-    """Return the partly written blocks of a request that a share with these cells fills."""
-    # A partly written block is the first or the last of the request, and so of the share that has it.
-    first, last = cells.dst_block[0], cells.dst_block[-1]
-    found: Int64s = partly_written[(partly_written == first) | (partly_written == last)]
-    return found
 
 
 def pause_seconds(failures: int) -> float:

@@ -348,6 +348,7 @@ def _sizes_of_layer(layer: Layer) -> Iterator[tuple[str, int, int]]:
     for scale in layer.scales:
         yield "characters of a scale's source", len(scale.source), MAX_NAME
         yield "factors of a scale", len(scale.factors), MAX_FACTORS
+    yield "ranks that divide the tokens of a block", layer.page.interleave.ranks, MAX_RANKS
     yield "fields of a page", len(layer.page.fields), MAX_FIELDS
     for field in layer.page.fields:
         yield "characters of a field's name", len(field.name), MAX_NAME

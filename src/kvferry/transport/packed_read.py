@@ -171,9 +171,9 @@ class PackedRead:
             self._read_unpacked(segment, "it has not answered lately")
         else:
             cells, shared = segment.cells, self.method.shared is not None
-            first = int(cells.number[0]) % self._route.route.src_cells
+            places = cells.src_number % self._route.route.src_cells
             segment.number = self._client.ask(
-                self.method.announced_route, self._lease, cells.src_block, first, shared=shared
+                self.method.announced_route, self._lease, cells.src_block, places, shared=shared
             )
             segment.state = _SegmentState.ASKED
         return True
@@ -270,7 +270,7 @@ class PackedRead:
     def _scatter(self, segment: _Segment, area: StagingArea, first: int) -> None:
         copies, cells = self.method.scatter, segment.cells
         assert copies is not None  # noqa: S101 - only a method that scatters has images to unpack
-        copies.scatter(cells.dst_block, cells.number, area.images(self.method.stride), first)
+        copies.scatter(cells.dst_block, cells.dst_number, area.images(self.method.stride), first)
 
     def _fail(self, segment: _Segment, reason: str, *, peer_lost: bool = False) -> None:
         self.abandon(reason)

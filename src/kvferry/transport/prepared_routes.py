@@ -142,7 +142,7 @@ class PreparedMethod:
         if self.scatter is not None:
             dst = np.arange(landing, landing + count, dtype=np.int32)
         return DescriptorIndices(
-            self.src.of(self.rows, src, cells.number), self.dst.of(self.rows, dst, cells.number)
+            self.src.of(self.rows, src, cells.src_number), self.dst.of(self.rows, dst, cells.dst_number)
         )
 
     def counts(self, route: Route, cells: Cells) -> TransferCounts:

@@ -33,8 +33,7 @@ class ReadOrder:
     ) -> tuple[int, int]:
         """Return the range ``[first, last)`` of a route's `cells` that belongs to this share.
 
-        Every cell is in exactly one share. All cells of a route and destination block are in the same share,
-        so that a single lane fills the block and zeroes its unfilled bytes.
+        Every cell is in exactly one share. All cells of a route and destination block are in the same share.
 
         Args:
             cells: range ``[first, last)`` of all cells to read. `cells_per_block` is for destination blocks.

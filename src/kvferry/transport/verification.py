@@ -109,8 +109,8 @@ class Verification:
         return moved
 
     def _ask(self, cells: Cells) -> int:
-        first = int(cells.number[0]) % self._route.src_cells
-        return self._client.ask_digest(self._digest.announced_route, self._lease, cells.src_block, first)
+        places = cells.src_number % self._route.src_cells
+        return self._client.ask_digest(self._digest.announced_route, self._lease, cells.src_block, places)
 
     def _take_answers(self) -> bool:
         moved = False
@@ -129,7 +129,7 @@ class Verification:
         return moved
 
     def _compare(self, cells: Cells, digest: bytes) -> None:
-        if self._digest.copies.digest(cells.dst_block, cells.number) != digest:
+        if self._digest.copies.digest(cells.dst_block, cells.dst_number) != digest:
             self.corrupt = True
             self.abandon(
                 f"{self._named(cells)} arrived with other bytes than the peer holds (verify_transfers); look "
@@ -141,7 +141,8 @@ class Verification:
         layers = f"{first} and {len(others)} more layers" if others else first
         if not (tokens := self._route.cell_tokens):
             return f"the recurrent state of {layers}"
-        low, high = int(cells.number[0]) * tokens, (int(cells.number[-1]) + 1) * tokens
+        held = self._route.dst_interleave.held(int(cells.dst_number[-1]) + 1)
+        low, high = int(held[cells.dst_number[0]]) * tokens, (int(held[-1]) + 1) * tokens
         return f"tokens {low} to {high} of {layers}"
 
 

@@ -52,7 +52,7 @@ SECOND_RUNNER = tuple(
 )  # fmt: skip
 """Test files, the short tests too, that also run with vLLM's second model runner, the default on GPUs."""
 DEEPSEEK_V4 = tuple(f"tests/engine/test_{name}.py" for name in ("families", "tiers"))
-TRITON = "tests/engine/test_triton.py"
+TRITON = ("tests/engine/test_triton.py", "tests/engine/test_context_parallel.py")
 """Tests with Triton's attention backends for GPUs, which run on that runner."""
 
 
@@ -72,7 +72,7 @@ class Part:
 
 
 def _long(*arguments: str) -> tuple[str, ...]:
-    ignored = [f"--ignore={path}" for path in (*APART.values(), ACCURACY, TRITON) if path not in arguments]
+    ignored = [f"--ignore={path}" for path in (*APART.values(), ACCURACY, *TRITON) if path not in arguments]
     return (*PYTEST, "-m", "long", *ignored, *arguments)
 
 
@@ -101,7 +101,7 @@ def parts() -> dict[str, Part]:
     # Only the second runner runs it on a CPU.
     of_v4 = (*PYTEST, "--timeout=1500", "-k", "dsv4 and not every_length", *DEEPSEEK_V4)
     triton = replace(
-        second_runner, command=_long(TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}
+        second_runner, command=_long(*TRITON), environment={VARIABLE: "2", "KVFERRY_TEST_BACKEND": "triton"}
     )
     return {
         "unit": Part(_long(*on_all_cores, "tests/unit"), (f"{VENV}/.triton",)),

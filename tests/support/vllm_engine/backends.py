@@ -41,6 +41,33 @@ def declare() -> None:
     _custom_ops.concat_and_cache_mla = latents
     kernel_blocks.keep_block_size()
     _multiply_bfloat16()
+    _combine_ranks()
+
+
+def _combine_ranks() -> None:
+    """Let Triton's interpreter run the kernel that combines what ranks with context parallelism computed."""
+    import inspect
+
+    from triton.runtime.interpreter import InterpretedFunction
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.attention.ops.dcp import CPTritonContext
+
+    def constants(self: Any) -> list[str]:
+        found = inspect.signature(self.fn).parameters.values()
+        return [one.name for one in found if "constexpr" in str(one.annotation)]
+
+    def launch(self: Any, kernel: Any, grid: Any, *args: Any, **more: Any) -> None:
+        kernel[grid](*args, **more)  # there is no compiled one to keep
+
+    def reduce_scatter(self: Any, tensor: Any, dim: int = -1) -> Any:
+        """Gloo has no such operation: each rank takes its part of the sums."""
+        return (
+            self.all_reduce(tensor.contiguous()).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
+        )
+
+    InterpretedFunction.constexprs = property(constants)
+    CPTritonContext.call_kernel = launch
+    CpuCommunicator.reduce_scatter = reduce_scatter
 
 
 def _multiply_bfloat16() -> None:
@@ -63,6 +90,8 @@ def check(engine: Any) -> None:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionBackend
 
+    if engine.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
+        return  # its layers are in the workers, which are copies of this process
     layers = get_layers_from_vllm_config(engine.llm_engine.vllm_config, AttentionLayerBase)
     found = {layer.get_attn_backend() for layer in layers.values()}
     triton = {backend for backend in found if backend.get_name() in ("TRITON_ATTN", "TRITON_MLA")}

@@ -20,7 +20,10 @@ heads is head 0."""
 
 
 def digests_of(worker: Any, tables: Any, span: LoadSpan) -> Digests:
-    """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout."""
+    """Digests of all that a continuation over `span` needs: equal for equal content in whatever layout.
+
+    With context parallelism, those of the tokens that this rank holds.
+    """
     result = {}
     for group, table in zip(worker.geometry.groups, tables, strict=True):
         ids = blocks_needed(group, span, np.array(table, np.int64))
@@ -30,7 +33,8 @@ def digests_of(worker: Any, tables: Any, span: LoadSpan) -> Digests:
             for head, field in (each for whole in layer.page.fields for each in _by_head(whole)):
                 rows = [row for block in ids for row in _content(worker, layer, field, int(block))]
                 if field.axis(TOKEN) is not None:
-                    rows = rows[low - at : high - at]
+                    tokens = at + layer.page.interleave.held(len(rows))
+                    rows = [row for row, token in zip(rows, tokens, strict=True) if low <= token < high]
                 result[f"{layer.identity}/{field.name}/{head}"] = [_digest(row) for row in rows]
     return result
 

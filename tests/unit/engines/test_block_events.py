@@ -12,23 +12,24 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvferry.connector.events import BlocksRemoved, BlocksStored, LateBlocks
 from kvferry.engines.vllm.compat.block_events import BlockEventPublisher
 from kvferry.engines.vllm.compat.requests import VLLMRequest
+from kvferry.engines.vllm.compat.specs import scheduled_groups
 
 HASHED, SHAPE = 16, {"num_kv_heads": 1, "head_size": 8, "dtype": None}
 GROUPS = [
-    SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16, **SHAPE)),
-    SimpleNamespace(kv_cache_spec=SlidingWindowSpec(block_size=32, sliding_window=64, **SHAPE)),
+    KVCacheGroupSpec(["one"], FullAttentionSpec(block_size=16, **SHAPE)),
+    KVCacheGroupSpec(["two"], SlidingWindowSpec(block_size=32, sliding_window=64, **SHAPE)),
 ]
 
 
 @pytest.fixture
 def publisher():
-    return BlockEventPublisher(SimpleNamespace(kv_cache_groups=GROUPS))
+    return BlockEventPublisher(GROUPS)
 
 
 def request(tokens, **options):
@@ -93,3 +94,12 @@ def test_a_removed_block_names_the_same_hash_and_tier(publisher):
 def test_without_prefix_caching_there_are_no_blocks_to_name(publisher):
     unhashed = VLLMRequest(request(range(32)).raw, None)
     assert publisher.describe(unhashed, 0, range(32)) is None
+
+
+def test_a_block_that_ranks_share_has_the_tokens_of_all_of_them():
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2))
+    publisher = BlockEventPublisher(scheduled_groups(engine, KVCacheConfig(8, [], GROUPS[:1])))
+    one = request(range(100))
+    run = publisher.describe(one, 0, range(32, 100))
+    assert run.hashes == (one.raw.block_hashes[3], one.raw.block_hashes[5])
+    assert (run.block_tokens, run.tokens) == (32, array("I", range(32, 96)))

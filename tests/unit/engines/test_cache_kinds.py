@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.common.errors import ConfigError, Incompatible
+from kvferry.engines.vllm.compat.process import WorkerRanks
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
@@ -66,7 +67,7 @@ def described(make: Make, *, tp: int = 1, rank: int = 0, block: int = 64) -> Ran
     config.compilation_config.static_forward_context["layer.0"] = layer
     held = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(["layer.0"], spec)])
     _KEPT.append(PlayedWorker(config, layer))
-    geometry = describe_cache(config, held, {"layer.0": view}, rank, 0)
+    geometry = describe_cache(config, held, {"layer.0": view}, WorkerRanks(rank))
     _KEPT.append(memory)
     return geometry
 
@@ -218,14 +219,14 @@ def test_shuffled_keys_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_encoder_without_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"keeps no KV cache.*without a KV connector"):
-        describe_cache(config_of(), KVCacheConfig(1, [], []), {}, 0, 0)
+        describe_cache(config_of(), KVCacheConfig(1, [], []), {}, WorkerRanks())
 
 
 def test_a_layer_that_is_refused_is_named() -> None:
     spec = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     held = KVCacheConfig(1, [], [KVCacheGroupSpec(["decoder.0"], spec)])
     with pytest.raises(ConfigError, match=r"^layer decoder\.0: kvferry cannot move CrossAttentionSpec"):
-        describe_cache(config_of(), held, {}, 0, 0)
+        describe_cache(config_of(), held, {}, WorkerRanks())
 
 
 @pytest.mark.parametrize(
@@ -245,4 +246,6 @@ def test_a_model_that_pools_over_every_token_is_refused_and_no_other(pooling: st
     model.is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported.fget(model)
     config.model_config = model
     with pytest.raises(ConfigError, match=said):
-        describe_cache(config, KVCacheConfig(1, [], [KVCacheGroupSpec(["decoder.0"], spec)]), {}, 0, 0)
+        describe_cache(
+            config, KVCacheConfig(1, [], [KVCacheGroupSpec(["decoder.0"], spec)]), {}, WorkerRanks()
+        )

@@ -27,7 +27,7 @@ from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.chunk_cells import cells_to_load
 from kvferry.planning.coverage import NO_TIER
-from kvferry.planning.select import Cells, LoadSpan, partly_written_blocks, select_cells, writable_blocks
+from kvferry.planning.select import Cells, LoadSpan, select_cells, unfilled_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.offer import Offer, write_offer
@@ -203,7 +203,7 @@ class Brought:
 
     def take(self, route: Route, cells: Cells, tier_numbers: Sequence[int]) -> None:
         """So many cells more; `tier_numbers` are positions of what source ids mean."""
-        for src, dst, cell in zip(cells.src_block, cells.dst_block, cells.number.tolist(), strict=True):
+        for src, dst, cell in zip(cells.src_block, cells.dst_block, cells.dst_number.tolist(), strict=True):
             assert (cell // route.src_cells, cell // route.dst_cells) == (tier_numbers[src - 1], dst - 1)
             self.cells.append(range(cell * route.cell_tokens, (cell + 1) * route.cell_tokens))
             self.tokens.update(self.cells[-1])
@@ -293,7 +293,7 @@ class TwoSources:
             )
             if route.cell_tokens:
                 to.take(route, cells, range(BLOCKS))
-                to.cleared |= {int(block) - 1 for block in partly_written_blocks(route, group, span, table)}
+                to.cleared |= set((unfilled_cells(route, group, span, table)[0] - 1).tolist())
             else:
                 to.snapshots += [self.case.offered] * len(cells)
         return found
@@ -310,8 +310,7 @@ class TwoSources:
                 chunks = numbers[canonical]
                 table = np.array((1,) if of.kind is STATE else range(1, BLOCKS))
                 if route.cell_tokens:
-                    left = partly_written_blocks(route, group, span, table)
-                    to.cleared |= {int(block) - 1 for block in left}
+                    to.cleared |= set((unfilled_cells(route, group, span, table)[0] - 1).tolist())
                 if not chunks:
                     continue
                 for cells in cells_to_load(route, case.chunk_tokens, group, span, chunks, table):

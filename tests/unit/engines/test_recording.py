@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
@@ -35,7 +35,7 @@ def start() -> Iterator[Callable[..., KVFerryConnector]]:
 
     def one(index: int = 0, **settings: Any) -> KVFerryConnector:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float16)
-        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
+        group = KVCacheGroupSpec(["layers.0"], spec)
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=8, hash_block_size=BLOCK)
         config = ConnectorConfig(explain_requests=0, **settings)
         half = scheduler_connector(configured(index=index), cache, config)

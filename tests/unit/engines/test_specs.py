@@ -277,19 +277,23 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "unit", "second", "writes"),
+    ("groups", "unit", "dcp", "second", "writes"),
     [
-        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec)], None, True, False),
-        ([spec_of(FullAttentionSpec)], BLOCK, True, False),
-        ([spec_of(FullAttentionSpec)], BLOCK // 2, True, True),
-        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec, block_size=2 * BLOCK)], None, True, True),
-        ([spec_of(FullAttentionSpec), spec_of(FullAttentionSpec, dtype=torch.float16)], None, True, True),
-        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], None, True, True),
-        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], BLOCK // 2, False, False),
+        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec)], None, 1, True, False),
+        ([spec_of(FullAttentionSpec)], BLOCK, 1, True, False),
+        ([spec_of(FullAttentionSpec)], 2 * BLOCK, 2, True, False),
+        ([spec_of(FullAttentionSpec)], BLOCK, 2, True, True),
+        ([spec_of(FullAttentionSpec)], BLOCK // 2, 1, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(SlidingWindowSpec, block_size=2 * BLOCK)], None, 1, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(FullAttentionSpec, dtype=torch.float16)], None, 1, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], None, 1, True, True),
+        ([spec_of(FullAttentionSpec), spec_of(MambaSpec)], BLOCK // 2, 1, False, False),
     ],
     ids=[
         "attention",
         "whole blocks",
+        "whole blocks of two ranks",
+        "parts of blocks of two ranks",
         "parts of blocks",
         "two sizes",
         "two precisions",
@@ -298,9 +302,13 @@ def test_a_ring_is_one_block_however_long_the_prompt() -> None:
     ],
 )
 def test_second_runner_writes_before_hooks_if_it_zeroes_or_copies(
-    groups: list[Any], unit: int | None, second: bool, writes: bool
+    groups: list[Any], unit: int | None, dcp: int, second: bool, writes: bool
 ) -> None:
-    engine = SimpleNamespace(use_v2_model_runner=second, cache_config=SimpleNamespace(prefix_match_unit=unit))
+    engine = SimpleNamespace(
+        use_v2_model_runner=second,
+        cache_config=SimpleNamespace(prefix_match_unit=unit),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+    )
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec([str(n)], one) for n, one in enumerate(groups)])
     assert writes_before_hooks(engine, config) == writes
 

@@ -114,7 +114,7 @@ def test_clearing_touches_the_absent_layers_of_these_blocks_and_nothing_else(acr
     here = replace(rank, groups=groups, regions=regions)
     ((number, loops),) = page_clearings(absent_layers(build_templates([without_last(here)], here), here))
     assert number == 0
-    loops.clear(np.array([1, 3]))
+    loops.clear(np.array([1, 3]), np.zeros(2, np.int64))
     expected = np.ones(size, np.uint8)
     layer: Layer = here.groups[0].layers[-1]
     for block in (1, 3):

@@ -74,7 +74,9 @@ def test_cells_that_lie_across_kernel_blocks_differently_are_planes_of_their_own
 
 
 def test_tokens_that_descend_begin_at_the_cell_that_lies_lowest():
-    ((src_at, dst_at, src, dst),) = split_tokens(np.arange(6) * -4, np.arange(6) * 4, 2)
+    ((src_at, dst_at, src, dst),) = split_tokens(
+        np.arange(6).reshape(3, 2) * -4, np.arange(6).reshape(3, 2) * 4
+    )
     assert (src_at, src.tolist()) == ((16, 8, 0), [-16, -20])
     assert (dst_at, dst.tolist()) == ((0, 8, 16), [0, 4])
 
@@ -130,5 +132,6 @@ def test_the_last_cell_of_a_block_may_touch_the_first_of_the_next():
         src_stride=64, dst_stride=64, src_blocks=9, dst_blocks=9, cell_copies=(cell_copy,),
     )  # fmt: skip
     ids, number = np.array([1, 1, 2, 2]), np.arange(4)
-    assert count_transfer(route, Cells(ids, ids, number)) == TransferCounts(64, 4, 3, 32)
-    assert count_transfer(route, Cells(ids, np.array([1, 1, 3, 3]), number)) == TransferCounts(64, 4, 4, 16)
+    assert count_transfer(route, Cells(ids, ids, number, number)) == TransferCounts(64, 4, 3, 32)
+    apart = Cells(ids, np.array([1, 1, 3, 3]), number, number)
+    assert count_transfer(route, apart) == TransferCounts(64, 4, 4, 16)

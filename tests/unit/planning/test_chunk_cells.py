@@ -10,16 +10,18 @@ from hypothesis import assume, given, strategies as st
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import Attention, GroupKind
+from kvferry.geometry.canonical import canonical_form_of, chunk_pool
 from kvferry.planning.chunk_cells import (
     TableSlice,
+    cells_to_blank,
     cells_to_load,
     cells_to_store,
     runs_of,
     slice_table,
-    unfilled_cells,
 )
 from kvferry.planning.select import LoadSpan, needed_tokens, select_cells
 from kvferry.planning.template import Route, build_templates
+from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.examples import examples
 from support.pages import kv_page, rank_of, state_page
 
@@ -38,7 +40,9 @@ def triples(cells):
     found = [
         triple
         for each in cells
-        for triple in zip(each.src_block.tolist(), each.dst_block.tolist(), each.number.tolist(), strict=True)
+        for triple in zip(
+            each.src_block.tolist(), each.dst_block.tolist(), each.dst_number.tolist(), strict=True
+        )
     ]
     assert len(set(found)) == len(found)
     return set(found)
@@ -84,15 +88,13 @@ def test_chunks_are_filled_from_all_cells_that_hold_their_tokens(data, block, ch
     ]
     assert triples(found) == triples(whole)
     for index in (0, len(numbers) - 1):
-        beside = unfilled_cells(out, chunk, numbers[index], range(low, until))
-        filled = {t[2] for t in triples(found) if t[1] == index + 1}
-        blank = {t[2] for t in triples([beside])}
+        beside = cells_to_blank(out, chunk, numbers[index], range(low, until)).tolist()
+        filled, blank = {t[2] for t in triples(found) if t[1] == index + 1}, set(beside)
         first = numbers[index] * chunk // out.cell_tokens
         of_chunk = range(first, first + chunk // out.cell_tokens)
         assert not filled & blank
         assert sorted(filled | blank) == list(of_chunk)
         assert len(beside) + sum(t[1] == index + 1 for t in triples(found)) == len(of_chunk)
-        assert set(beside.dst_block.tolist()) <= {1}
 
 
 @examples(100)
@@ -125,7 +127,7 @@ def test_a_snapshot_moves_whole():
     assert triples(cells_to_store(route, 64, [3], range(256), TableSlice(0, (7,)))) == {(7, 1, 0)}
     group = Attention(GroupKind.STATE, 0)
     assert triples(cells_to_load(route, 64, group, LoadSpan(64, 256, 300), [3], np.array([7]))) == {(1, 7, 0)}
-    assert len(unfilled_cells(route, 64, 3, range(250))) == 0
+    assert len(cells_to_blank(route, 64, 3, range(250))) == 0
 
 
 def test_null_or_missing_block_is_refused():
@@ -163,3 +165,21 @@ def test_table_slice_has_the_blocks_of_its_tokens(block, low, length):
     wanted = sorted({token // block for token in range(low, low + length)})
     assert (stretch.first, list(stretch.ids)) == (wanted[0], [ids[at] for at in wanted])
     assert stretch.table()[wanted].tolist() == [ids[at] for at in wanted]
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 16])
+def test_ranks_that_share_tokens_blank_and_fill_each_token_of_a_chunk_once(interleave):
+    family = Family(GroupKind.MLA, fields=(Stored("latent", 1, 0, (("content", 1),)),))
+    group = GroupSpec(GroupKind.MLA, 0, (0,), 16, turns=(2, interleave))
+    sources = ranks(EngineSpec(2, (1,), (group,), "LBNHC", Interior(), 9), [family])
+    pool = chunk_pool(canonical_form_of(sources, 48), 0, 1 << 50, 9)
+    touched = np.zeros(48, np.int64)
+    for (route,) in (template.routes for template in build_templates(sources, pool)):
+        (cells,) = cells_to_store(route, 48, [1], range(64, 80), TableSlice(0, (1, 2, 3)))
+        blank = cells_to_blank(route, 48, 1, range(64, 80))
+        for number in (*cells.dst_number.tolist(), *blank.tolist()):
+            for part in route.cell_copies:
+                start = part.dst_offsets[number % route.dst_cells] - pool.groups[0].layers[0].address
+                for first, length in zip(part.descriptors.dst, part.descriptors.length, strict=True):
+                    touched[first + start : first + start + length] += 1
+    assert (touched == 1).all()

@@ -16,8 +16,8 @@ from kvferry.planning.select import (
     attends_to_all,
     needed_tokens,
     next_part,
-    partly_written_blocks,
     select_cells,
+    unfilled_cells,
 )
 from kvferry.planning.template import Route, build_templates
 from support.examples import examples
@@ -61,7 +61,9 @@ def cells(route: Route, kind: GroupKind, window: int, span: LoadSpan) -> list[tu
     blocks = 1 if kind is GroupKind.STATE else 24
     table = np.arange(1, blocks + 1)
     found = select_cells(route, Attention(kind, window), span, table, table)
-    return list(zip(found.src_block.tolist(), found.dst_block.tolist(), found.number.tolist(), strict=True))
+    return list(
+        zip(found.src_block.tolist(), found.dst_block.tolist(), found.dst_number.tolist(), strict=True)
+    )
 
 
 @examples(60)
@@ -99,12 +101,10 @@ def test_parts_of_a_load_move_each_cell_of_the_whole_once(blocks, total, local, 
             low, high = needed_tokens(Attention(kind, window), part)
             assert low % destination == high % destination == 0 or low == span.begins
         group = Attention(kind, window)
-        cleared = [
-            partly_written_blocks(of, Attention(kind, window), part, np.arange(1, 25)).tolist()
-            for _, part in found
-        ]
-        of_whole = partly_written_blocks(of, group, span, np.arange(1, 25)).tolist()
-        assert sorted(block for some in cleared for block in some) == of_whole, (
+        table = np.arange(1, 25)
+        cleared = [unfilled_cells(of, group, part, table)[1].tolist() for _, part in found]
+        of_whole = unfilled_cells(of, group, span, table)[1].tolist()
+        assert sorted(cell for some in cleared for cell in some) == of_whole, (
             "a block that an earlier part has filled stays as it is"
         )
 

@@ -6,7 +6,7 @@ from hypothesis import event, given, strategies as st
 from kvferry.geometry import RankGeometry
 from kvferry.planning.descriptors import merge
 from kvferry.planning.prepared_lists import PreparedEntries, TransferCounts, count_transfer
-from kvferry.planning.select import Cells, select_cells
+from kvferry.planning.select import Cells, select_cells, unfilled_cells
 from kvferry.planning.template import Route, Template, build_templates
 from support.engines import ranks
 from support.examples import examples
@@ -52,7 +52,9 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
     for rank in destinations:
         rank.check()
         memory = Memory.of(rank, 1000)
-        expected = expect(rank, sources, transfer.spans, transfer.dst_tables, memory.bytes.copy())
+        expected = expect(
+            rank, sources, transfer.spans, transfer.dst_tables, memory.bytes.copy(), cleared=True
+        )
         writes = np.zeros(len(memory.bytes), np.int64)
         for source, template in enumerate(build_templates(sources, rank)):
             for route in template.routes:
@@ -61,13 +63,37 @@ def check_bytes(transfer: Transfer, how: str, gap: int) -> None:
                     copy(expand_cells(route, cells), memories[source], memory, writes)
                 else:
                     move(route, way_of(route, how, gap), cells, memories[source], memory, writes)
+                # After some routes and before others: no route fills these cells.
+                clear(transfer, route, memory)
         expected.check(memory.bytes)
         assert writes.max(initial=0) <= 1, "a byte was read from two places"
         event("moves something" if writes.any() else "moves nothing")
 
 
+@examples(160)
+@given(
+    transfers(shared=True),
+    st.sampled_from(("direct", "direct", "over-read", "staged", "staged, landed")),
+    GAPS,
+)
+def test_ranks_that_share_the_tokens_of_a_block_move_correctly(transfer: Transfer, how: str, gap: int):
+    try:
+        check_bytes(transfer, how, gap)
+    except BaseException as error:
+        error.add_note(f"\ndef test_this_case():\n    check_bytes({source_of(transfer)}, {how!r}, {gap})\n")
+        raise
+    shares = [max(group.turns[0] for group in side.groups) for side in (transfer.src, transfer.dst)]
+    event(f"ranks that share tokens: {shares[0]} to {shares[1]}")
+
+
 @examples(40)
-@given(st.one_of(transfers(), transfers(st.sampled_from([(49, 1), (7, 7), (25, 1), (5, 5)]), tokens=60)))
+@given(
+    st.one_of(
+        transfers(),
+        transfers(shared=True),
+        transfers(st.sampled_from([(49, 1), (7, 7), (25, 1), (5, 5)]), tokens=60),
+    )
+)
 def test_prepared_indices_and_counts_describe_the_same_descriptors(transfer: Transfer):
     for template in templates(transfer):
         src_list, dst_list, bases = prepared(template)
@@ -77,8 +103,11 @@ def test_prepared_indices_and_counts_describe_the_same_descriptors(transfer: Tra
             src = PreparedEntries(src_base, route.src_blocks, route.src_cells)
             dst = PreparedEntries(dst_base, route.dst_blocks, route.dst_cells)
             here, there = (
-                each.of(len(route.runs), ids, cells.number)
-                for each, ids in ((src, cells.src_block), (dst, cells.dst_block))
+                each.of(len(route.runs), ids, numbers)
+                for each, ids, numbers in (
+                    (src, cells.src_block, cells.src_number),
+                    (dst, cells.dst_block, cells.dst_number),
+                )
             )
             assert (src_list[here] == np.stack([expand_copies.src, expand_copies.length], 1)).all()
             assert (dst_list[there] == np.stack([expand_copies.dst, expand_copies.length], 1)).all()
@@ -100,6 +129,17 @@ def cells_of(transfer: Transfer, route: Route) -> Cells:
         route, group, transfer.spans[route.dst_group],
         transfer.src_tables[route.src_group], transfer.dst_tables[route.dst_group],
     )  # fmt: skip
+
+
+def clear(transfer: Transfer, route: Route, memory: Memory) -> None:
+    group = transfer.dst.groups[route.dst_group]
+    span, table = transfer.spans[route.dst_group], transfer.dst_tables[route.dst_group]
+    blocks, cells = unfilled_cells(route, group, span, table)
+    for part in route.cell_copies:
+        starts = blocks * route.dst_stride + np.array(part.dst_offsets)[cells % route.dst_cells]
+        for start in starts.tolist():
+            for first, length in zip(part.descriptors.dst, part.descriptors.length, strict=True):
+                memory.bytes[memory.at(int(first) + start, int(length))] = 0
 
 
 def counted_one_by_one(route: Route, cells: Cells) -> TransferCounts:

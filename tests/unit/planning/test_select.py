@@ -13,8 +13,8 @@ from kvferry.planning.select import (
     max_writable_blocks,
     needed_tokens,
     partial_block,
-    partly_written_blocks,
     select_cells,
+    unfilled_cells,
     unwritten_blocks_needed,
     windows_survive_load,
     writable_blocks,
@@ -124,7 +124,7 @@ def test_blocks_of_48_and_32_meet_in_cells_of_16():
     cells = select_cells(route(48, 32), Attention(FULL), LoadSpan(0, 96, 96), table(1, 2), table(3, 4, 5))
     assert cells.src_block.tolist() == [1, 1, 1, 2, 2, 2]
     assert cells.dst_block.tolist() == [3, 3, 4, 4, 5, 5]
-    assert cells.number.tolist() == [0, 1, 2, 3, 4, 5]
+    assert cells.src_number.tolist() == cells.dst_number.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_cell_that_would_overwrite_the_local_prefix_is_an_error(kind, attentio
 
 @pytest.mark.parametrize(("kind", "attention_span"), [(FULL, 0), (SLIDING, 24), (CHUNKED, 32)])
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (32, 48), (48, 16), (16, 16), (24, 64)])
-def test_partly_written_blocks_are_empty_blocks_that_cells_fill_in_part(
+def test_unfilled_cells_are_the_rest_of_empty_blocks_that_cells_fill_in_part(
     src_tokens, dst_tokens, kind, attention_span
 ):
     found = replace(route(src_tokens, dst_tokens), src_blocks=40, dst_blocks=40)
@@ -187,16 +187,22 @@ def test_partly_written_blocks_are_empty_blocks_that_cells_fill_in_part(
         for total in range(local_tokens, 200, 7):
             span = LoadSpan(local_tokens, total, total + 1)
             cells = select_cells(found, Attention(kind, attention_span), span, ids, ids)
-            blocks, counts = np.unique(cells.dst_block, return_counts=True)
-            partial = blocks[counts < found.dst_cells]
-            wanted = [b for b in partial.tolist() if (b - 1) * dst_tokens >= local_tokens]
-            assert partly_written_blocks(found, Attention(kind, attention_span), span, ids).tolist() == wanted
+            filled = set(cells.dst_number.tolist())
+            wanted = [
+                (block, number)
+                for block in np.unique(cells.dst_block).tolist()
+                if (block - 1) * dst_tokens >= local_tokens
+                for number in range((block - 1) * found.dst_cells, block * found.dst_cells)
+                if number not in filled
+            ]
+            left = unfilled_cells(found, Attention(kind, attention_span), span, ids)
+            assert list(zip(*(each.tolist() for each in left), strict=True)) == wanted
             seen += len(wanted)
     assert (seen > 0) == (found.dst_cells > 1)
 
 
-def test_snapshot_writes_no_block_partly():
-    assert len(partly_written_blocks(state_route(), Attention(STATE), LoadSpan(0, 40, 40), table(3))) == 0
+def test_snapshot_leaves_no_cell_unfilled():
+    assert len(unfilled_cells(state_route(), Attention(STATE), LoadSpan(0, 40, 40), table(3))[0]) == 0
 
 
 @examples(80)
@@ -251,19 +257,21 @@ def test_parts_of_a_prefix_select_each_cell_of_the_whole_once(data, kind, attent
     moved = [triples(select_cells(of, Attention(kind, attention_span), part, src, dst)) for part in parts]
     assert sum(map(len, moved)) == len(set().union(*moved))
     assert set().union(*moved) == triples(select_cells(of, Attention(kind, attention_span), span, src, dst))
-    cleared = [
-        set(partly_written_blocks(of, Attention(kind, attention_span), part, dst).tolist()) for part in parts
-    ]
-    assert set().union(*cleared) == set(
-        partly_written_blocks(of, Attention(kind, attention_span), span, dst).tolist()
+    group = Attention(kind, attention_span)
+    head, tail, whole = (
+        set(unfilled_cells(of, group, one, dst)[1].tolist()) if kind is not STATE else set()
+        for one in (*parts, span)
     )
-    (head, tail), (of_head, of_tail) = cleared, ({block for _, block, _ in one} for one in moved)
+    assert head | tail == whole
+    of_head, of_tail = ({number for _, _, number in one} for one in moved)
     assert not head & of_tail
     assert not tail & of_head, "what another part fills is cleared"
 
 
 def triples(cells):
-    return set(zip(cells.src_block.tolist(), cells.dst_block.tolist(), cells.number.tolist(), strict=True))
+    return set(
+        zip(cells.src_block.tolist(), cells.dst_block.tolist(), cells.dst_number.tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("part", [(0, 24), (24, 56)])

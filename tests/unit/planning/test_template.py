@@ -218,3 +218,55 @@ def test_addresses_in_rows_are_those_of_block_zero():
     (template,) = build_templates([rank_of(kv_page())], rank_of(kv_page(), address=2 * ADDRESS))
     rows = template.routes[0].runs
     assert (rows.src.tolist(), rows.dst.tolist(), rows.length.tolist()) == ([ADDRESS], [2 * ADDRESS], [512])
+
+
+# -- ranks that divide the tokens of a block
+
+
+def sharing(tp: int, *turns: int, block: int = 16, address: int = 1 << 40) -> list[RankGeometry]:
+    """The ranks of an engine with one layer of latents."""
+    family = Family(GroupKind.MLA, fields=(Stored("latent", 2, 0, (("content", 8),)),))
+    group = GroupSpec(GroupKind.MLA, 0, (0,), block, turns=turns or (1, 1))
+    return ranks(EngineSpec(tp, (1,), (group,), "LBHNC", Interior(), 9, address), [family])
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 16])
+def test_pages_of_equal_tokens_move_whole_and_from_their_ranks_alone(interleave):
+    for number, rank in enumerate(sharing(2, 2, interleave)):
+        templates = build_templates(sharing(2, 2, interleave), rank)
+        assert bytes_read(templates) == ([256, 0], [0, 256])[number]
+        (route,) = templates[number].routes
+        assert (route.cell_tokens, route.src_cells, route.dst_cells, route.interleaves) == (32, 1, 1, ())
+        assert route.runs.length.tolist() == [256]
+
+
+def test_turns_as_long_as_a_page_move_whole_pages():
+    templates = build_templates(sharing(2, 2, 16), sharing(1)[0])
+    assert [[route.runs.length.tolist() for route in one.routes] for one in templates] == [[[256]]] * 2
+    assert [one.routes[0].src_interleave.rank for one in templates] == [0, 1]
+
+
+def test_shorter_turns_are_a_part_of_every_cell():
+    (first, _) = build_templates(sharing(2, 2, 4), sharing(1)[0])
+    assert first.routes[0].interleaves == ()
+    assert first.routes[0].runs.length.tolist() == [64, 64]
+
+
+def test_ranks_read_from_different_copies_of_their_tokens():
+    srcs, dsts = sharing(8, 2, 1), sharing(8, 2, 1, address=1 << 44)
+    read = [[bool(size) for size in bytes_read(build_templates(srcs, dst))] for dst in dsts]
+    assert [one.index(True) for one in read] == list(range(8))
+    assert [sum(one) for one in read] == [1] * 8
+
+
+def test_tokens_that_no_rank_holds_are_named():
+    assert complaints(sharing(2, 2, 4)[:1], sharing(1)[0]) == (
+        "layer 'layers.0': no rank of the peer holds the tokens of turn 1 of 2",
+    )
+    assert build_templates(sharing(2, 2, 4)[:1], sharing(2, 2, 4)[0]), "nobody needs it"
+
+
+def test_ranks_that_divide_tokens_in_different_ways_are_refused():
+    assert complaints([sharing(2, 2, 4)[0], sharing(2, 2, 8)[1]], sharing(1)[0]) == (
+        "layer 'layers.0': the peer's ranks divide the tokens of a block in different ways",
+    )

@@ -44,7 +44,7 @@ REQUESTS = [
             PROTOCOL, [gather.GatherRoute(4096, 9, 128, (PoolCopies((0, 8), (COPY,)),) * 2)]
         ),
     ),
-    Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, 2)),
+    Sample(gather, gather.Gather(7, 1, 3, 2**32 - 1, BLOCKS, BLOCKS)),
     Sample(gather, gather.Done(9)),
 ]
 REPLIES = [

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.common.errors import ProtocolError
-from kvferry.geometry import Region
+from kvferry.geometry import Interleave, Region
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
@@ -123,6 +123,7 @@ def test_more_than_anyone_has_is_refused_quickly():
     (card,) = cards()
     region, layer = card.geometry.regions[0], card.geometry.groups[0].layers[0]
     many = [replace(layer, name=str(number)) for number in range(MAX_LAYERS)]
+    shared = replace(layer.page, block_tokens=16 * 512, interleave=Interleave(0, 512, 1))
     few = [Region(4096 * (number + 1), 10) for number in range(MAX_REGIONS)]
     cases = [
         ([card] * (MAX_RANKS + 1), "length <= 256"),
@@ -130,6 +131,7 @@ def test_more_than_anyone_has_is_refused_quickly():
         ([with_layers(card, lambda of: [*of, *many])], f"layers of a rank, at most {MAX_LAYERS}"),
         ([with_layers(card, lambda of: [replace(of[0], name="x" * (MAX_NAME + 1))])], "of a name, at most"),
         ([changed(card, groups=card.geometry.groups * 300)], "groups of a rank, at most"),
+        ([with_layers(card, lambda of: [replace(of[0], page=shared)])], "512 ranks that divide the tokens"),
     ]
     for ranks, says in cases:
         data = encode(Ranks(list(ranks)))

@@ -21,7 +21,7 @@ def _way(room: int, gather: int = 0, rows: int = 3, cells: int = 1) -> PreparedM
 
 def _cells(count: int) -> Cells:
     blocks = np.arange(1, count + 1, dtype=np.int64)
-    return Cells(blocks, blocks[::-1], blocks + 5)
+    return Cells(blocks, blocks[::-1], blocks + 5, blocks + 5)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,10 @@ def answer(client, segment):
 
 def test_a_request_is_heard_and_answered_once(ends):
     client, rank = ends
-    segment = client.ask(4, TICKET, BLOCKS, 1)
-    assert rank.hear() == Gather(segment, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), 1)
+    segment = client.ask(4, TICKET, BLOCKS, BLOCKS + 1)
+    assert rank.hear() == Gather(
+        segment, 4, 3, 9, BLOCKS.astype(np.int32).tobytes(), (BLOCKS + 1).astype(np.int32).tobytes()
+    )
     assert client.answer(segment) is None
     rank.say(Gathered(segment, 1, 2, 3))
     assert answer(client, segment) == Gathered(segment, 1, 2, 3)
@@ -85,7 +87,7 @@ def test_a_request_is_heard_and_answered_once(ends):
 
 def test_answers_come_in_any_order_and_garbage_between_them(ends):
     client, rank = ends
-    first, second = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
+    first, second = (client.ask(0, TICKET, BLOCKS, BLOCKS) for _ in range(2))
     rank.hear()
     for reply in (
         b"",
@@ -104,7 +106,7 @@ def test_answers_come_in_any_order_and_garbage_between_them(ends):
 
 def test_an_answer_that_is_too_long_ends_the_connection(ends):
     client, rank = ends
-    segment = client.ask(0, TICKET, BLOCKS, 0)
+    segment = client.ask(0, TICKET, BLOCKS, BLOCKS)
     rank.hear()
     poller = zmq.Poller()
     poller.register(client.socket, zmq.POLLIN)
@@ -117,7 +119,7 @@ def test_an_answer_that_is_too_long_ends_the_connection(ends):
 
 def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
     client, rank = ends
-    segment, other = (client.ask(0, TICKET, BLOCKS, 0) for _ in range(2))
+    segment, other = (client.ask(0, TICKET, BLOCKS, BLOCKS) for _ in range(2))
     client.done(segment)
     for _ in range(3):
         rank.hear()
@@ -132,7 +134,7 @@ def test_an_answer_that_is_no_longer_wanted_is_forgotten(ends):
 
 def test_an_unknown_reader_announces_its_routes_again_once(ends):
     client, rank = ends
-    chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
+    chunks = [client.ask(0, TICKET, BLOCKS, BLOCKS) for _ in range(3)]
     for segment in chunks:
         assert rank.hear().segment == segment
         rank.say(NotGathered(segment, "who are you", unknown=True))
@@ -141,7 +143,7 @@ def test_an_unknown_reader_announces_its_routes_again_once(ends):
             pass
         assert found.reason == "who are you"
     assert rank.hear() == AnnounceRoutes(PROTOCOL, ROUTES)
-    segment = client.ask(0, TICKET, BLOCKS, 0)
+    segment = client.ask(0, TICKET, BLOCKS, BLOCKS)
     assert rank.hear().segment == segment, "of three such answers to what was asked before, one counts"
     rank.say(NotGathered(segment, "who are you", unknown=True))
     answer(client, segment)
@@ -150,7 +152,7 @@ def test_an_unknown_reader_announces_its_routes_again_once(ends):
 
 def test_any_answer_ends_silence(ends):
     client, rank = ends
-    segment = client.ask(0, TICKET, BLOCKS, 0)
+    segment = client.ask(0, TICKET, BLOCKS, BLOCKS)
     rank.hear()
     client.silent_until = 1e9
     client.done(segment)
@@ -171,7 +173,7 @@ def test_a_rank_that_takes_no_more_requests_refuses_at_once(monkeypatch):
     monkeypatch.setattr("kvferry.transport.gather_client._QUEUED", 1)
     context = zmq.Context()
     client = GatherClient(context, "127.0.0.1", 1, ROUTES, KEYS)
-    chunks = [client.ask(0, TICKET, BLOCKS, 0) for _ in range(3)]
+    chunks = [client.ask(0, TICKET, BLOCKS, BLOCKS) for _ in range(3)]
     assert client.answer(chunks[-1]).reason == "the producer's worker does not take requests"
     client.done(chunks[-1])
     client.close()

@@ -40,8 +40,9 @@ def ids(*blocks: int) -> bytes:
     return np.array(blocks, np.int32).tobytes()
 
 
-def test_block_ids_are_read_as_they_were_written():
-    assert Gather(1, 0, 0, 0, ids(5, 2**31 - 1, 1), 0).ids().tolist() == [5, 2**31 - 1, 1]
+def test_blocks_and_cells_are_read_as_they_were_written():
+    blocks, cells = Gather(1, 0, 0, 0, ids(5, 2**31 - 1, 1), ids(0, 3, 0)).places()
+    assert (blocks.tolist(), cells.tolist()) == ([5, 2**31 - 1, 1], [0, 3, 0])
 
 
 numbers = st.one_of(
@@ -142,12 +143,13 @@ def test_a_copy_that_would_write_elsewhere_or_endlessly_is_refused(copy, says):
         (introduce(stride=129), "packed cells every 129 bytes"),
         (AnnounceRoutes(PROTOCOL + 1, []), f"protocol {PROTOCOL + 1} there, {PROTOCOL} here"),
         (introduce(stride=1 << 40), "not a gather request"),
-        (Gather(1, 0, 0, 0, b"", 0), "0 bytes of block ids"),
-        (Gather(1, 0, 0, 0, b"12345", 0), "5 bytes of block ids"),
-        (Gather(1, 0, 0, 0, bytes(4 * MAX_CELLS + 4), 0), "not a gather request"),
-        (Gather(1 << 31, 0, 0, 0, ids(1), 0), "not a gather request"),
-        (Gather(1, 0, 0, 1 << 32, ids(1), 0), "not a gather request"),
-        (Gather(1, 0, 0, 0, ids(1), -1), "not a gather request"),
+        (Gather(1, 0, 0, 0, b"", b""), "0 bytes of block ids"),
+        (Gather(1, 0, 0, 0, b"12345", b"12345"), "5 bytes of block ids"),
+        (Gather(1, 0, 0, 0, ids(1, 2), ids(0)), "8 bytes of block ids and 4 of cells"),
+        (Gather(1, 0, 0, 0, bytes(4 * MAX_CELLS + 4), ids(0)), "not a gather request"),
+        (Gather(1, 0, 0, 0, ids(0), bytes(4 * MAX_CELLS + 4)), "not a gather request"),
+        (Gather(1 << 31, 0, 0, 0, ids(1), ids(0)), "not a gather request"),
+        (Gather(1, 0, 0, 1 << 32, ids(1), ids(0)), "not a gather request"),
         (Done(-1), "not a gather request"),
     ],
 )

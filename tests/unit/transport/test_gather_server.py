@@ -153,9 +153,10 @@ def closed(server: GatherServer) -> bool:
 
 
 def ask(
-    segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cell: int = 0, shared=False
+    segment: int, blocks=(1,), route: int = 0, slot: int = 0, generation: int = 0, cells=None, shared=False
 ) -> Gather:
-    return Gather(segment, route, slot, generation, np.array(blocks, np.int32).tobytes(), cell, shared)
+    ids, places = (np.array(each, np.int32).tobytes() for each in (blocks, cells or [0] * len(blocks)))
+    return Gather(segment, route, slot, generation, ids, places, shared)
 
 
 def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cell: int = 0) -> Digest:
@@ -189,16 +190,15 @@ def test_gathered_images_hold_the_bytes_that_the_copies_name(world):
     assert (world.images(found.position, 64, 3) == expected).all()
 
 
-@pytest.mark.parametrize("cell", [0, 1, 2])
-def test_cells_begin_anywhere_in_a_block_and_follow_one_another(world, cell):
+@pytest.mark.parametrize("cells", [(0, 1, 2, 0, 1), (2, 0, 1, 2, 0), (1, 1, 0, 2, 0)])
+def test_cells_lie_anywhere_in_their_blocks(world, cells):
     one = world.route(StridedCopy(0, 0, 40), at=(0, 1000, 3000))
     other = world.route(StridedCopy(7, 40, 24), at=(0, 24, 48))
     both = GatherRoute(STRIDE, BLOCKS, 64, one.parts + other.parts)
     reader = world.reader(both)
-    reader.say(ask(1, (1, 2, 3, 4, 5), cell=cell))
+    reader.say(ask(1, (1, 2, 3, 4, 5), cells=cells))
     found = world.images(reader.hear().position, 64, 5)
-    for number, block in enumerate((1, 2, 3, 4, 5)):
-        place = (cell + number) % 3
+    for number, (block, place) in enumerate(zip((1, 2, 3, 4, 5), cells, strict=True)):
         first = block * STRIDE + (0, 1000, 3000)[place]
         second = block * STRIDE + 7 + 24 * place
         assert (found[number, :40] == world.pool[first : first + 40]).all()
@@ -329,7 +329,8 @@ def test_a_copy_that_fails_when_its_turn_comes_holds_up_nobody(world):
     ("order", "says"),
     [
         (ask(1, route=1), "there is no route 1"),
-        (ask(1, cell=1), "cell 1 of 1"),
+        (ask(1, cells=(1,)), "cells 1 to 1 of 1"),
+        (ask(1, cells=(-1,)), "cells -1 to -1 of 1"),
         (ask(1, (3, 0)), "blocks 0 to 3 are not in the pool"),
         (ask(1, (-1, 3)), "blocks -1 to 3 are not in the pool"),
         (ask(1, (BLOCKS - 1,)), f"blocks {BLOCKS - 1} to {BLOCKS - 1} are not in the pool"),

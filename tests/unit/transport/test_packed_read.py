@@ -86,10 +86,10 @@ class Source:
     def is_silent(self, now):
         return now < self.silent_until
 
-    def ask(self, route, lease, blocks, cell, *, shared=False):
+    def ask(self, route, lease, blocks, cells, *, shared=False):
         if self.fails:
             raise RuntimeError("no such socket")
-        self.asked.append((route, blocks.tolist(), cell))
+        self.asked.append((route, blocks.tolist(), cells.tolist()))
         self.into_file.append(shared)
         return len(self.asked)
 
@@ -131,7 +131,7 @@ class Table:
         self.indices: list[tuple[int, int]] = []
         ids = np.arange(1, cells + 1)
         source = SourceRank(CARD, "P", (), *LISTS, self.source if gathers else None, None, "")
-        cells = Cells(ids, ids + 20, ids + 1)
+        cells = Cells(ids, ids + 20, ids + 1, ids + 1)
         self.read = PackedRead(self.lane, source, route, self.method, cells, LeaseWord(0, 0, 1))
 
     def _scatter(self, blocks, cells, slots, first):
@@ -182,7 +182,7 @@ class Table:
 def test_a_staged_chunk_is_asked_for_read_checked_and_scattered():
     table = Table(cells=1)
     table.run()
-    assert (table.source.asked, table.transport.posted) == ([(3, [1], 0)], [])
+    assert (table.source.asked, table.transport.posted) == ([(3, [1], [0])], [])
     assert table.read.awaited is table.source.socket
     assert not table.read.in_flight
     table.answer()
@@ -205,7 +205,7 @@ def test_a_shared_chunk_is_asked_for_scattered_from_the_sources_area_and_checked
     area = StagingArea(4 * UNIT_BYTES, Region(0, 1))
     table = Table(cells=1, shared=area)
     table.run()
-    assert (table.source.asked, table.source.into_file) == ([(3, [1], 0)], [True])
+    assert (table.source.asked, table.source.into_file) == ([(3, [1], [0])], [True])
     assert table.transport.posted == []
     table.answer()
     table.run()
@@ -261,10 +261,10 @@ def test_a_word_that_was_raised_is_a_failure_and_nothing_is_scattered():
     assert table.all_given_back()
 
 
-def test_chunks_begin_where_their_first_cell_lies_in_its_block():
+def test_cells_are_asked_for_by_where_they_lie_in_their_blocks():
     table = Table(cells=5, src_cells=3, per_segment=3)
     table.run()
-    assert table.source.asked == [(3, [1, 2, 3], 2), (3, [4, 5], 2)]
+    assert table.source.asked == [(3, [1, 2, 3], [2, 0, 1]), (3, [4, 5], [2, 0])]
     table.answer()
     table.run()
     table.land()

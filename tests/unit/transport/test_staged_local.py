@@ -661,7 +661,7 @@ def test_blocks_that_cannot_be_cleared_fail_that_read_only(world, monkeypatch):
     tables = scattered_tables(dense(), 16, 1)
     order = ReadOrder("a", "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1))
 
-    def failing(self, blocks):
+    def failing(self, blocks, cells):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr("kvferry.memory.copies.StagingCopies.clear", failing)
@@ -805,7 +805,7 @@ def test_a_worker_gathers_for_peers_of_its_settings_alone(world):
             reader.linger = 0
             secure_client(reader, KEYS)
             reader.connect(f"tcp://127.0.0.1:{outgoing.port}")
-            reader.send(encode(Gather(1, 0, 0, 1, bytes(4), 0)))
+            reader.send(encode(Gather(1, 0, 0, 1, bytes(4), bytes(4))))
             found.append(bool(reader.poll(500)))
     assert found == [False, True]
 

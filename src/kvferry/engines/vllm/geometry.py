@@ -15,12 +15,15 @@ from kvferry.engines.vllm.compat.model import (
     conv_channels_first,
     pools_every_token,
 )
+from kvferry.engines.vllm.compat.process import WorkerRanks
 from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
+    interleave_of,
     is_recurrent,
     is_replicated,
     is_ring,
     kind_of,
+    scheduled_groups,
     spec_of_layer,
 )
 from kvferry.engines.vllm.content import Shard, page_of_attention, scales_of, whole_page
@@ -88,7 +91,7 @@ def shards(vllm_config: Any, layers: Mapping[str, tuple[Any, Any]], rank: int) -
 
 
 def describe_cache(
-    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int, pp_rank: int
+    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], ranks: WorkerRanks
 ) -> RankGeometry:
     """Describe the memory of a worker's KV cache: groups, layers, page formats and memory regions.
 
@@ -100,10 +103,7 @@ def describe_cache(
         ConfigError: kvferry cannot move a part of the cache.
     """
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "context parallelism (DCP, PCP) splits tokens over ranks, which kvferry cannot move yet"
-        )
+    stage_ranks = _stage_ranks(parallel)
     if not kv_cache_config.kv_cache_groups:
         raise ConfigError(
             "this model keeps no KV cache (an encoder, for instance): there is nothing to move or to store; "
@@ -115,10 +115,10 @@ def describe_cache(
             "computed; serve it without a KV connector"
         )
     drafts = draft_layers(vllm_config)
-    blocks, kv_groups = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups
+    blocks, kv_groups = kv_cache_config.num_blocks, scheduled_groups(vllm_config, kv_cache_config)
     # Before the pages: a group that kvferry cannot move has no page format.
     kinds = [kind_of_group(group) for group in kv_groups]
-    pages = _pages(vllm_config, kv_cache_config, caches, tp_rank)
+    pages = _pages(vllm_config, kv_cache_config, caches, ranks)
 
     def layer(name: str) -> Layer:
         tensor = caches[name]
@@ -128,9 +128,10 @@ def describe_cache(
         return Layer(name, tensor.data_ptr(), stride, pages[name], scales, draft=drafts.get(name, ""))
 
     geometry = RankGeometry(
-        tp_rank=tp_rank,
-        tp_size=parallel.tensor_parallel_size,
-        pp_rank=pp_rank,
+        # As vLLM numbers the workers' handshakes.
+        tp_rank=ranks.pcp * parallel.tensor_parallel_size + ranks.tp,
+        tp_size=stage_ranks,
+        pp_rank=ranks.pp,
         pp_size=parallel.pipeline_parallel_size,
         num_blocks=blocks,
         groups=tuple(
@@ -148,6 +149,19 @@ def describe_cache(
     return geometry
 
 
+def _stage_ranks(parallel: Any) -> int:
+    """Return the number of ranks of a pipeline stage."""
+    tp, pcp = int(parallel.tensor_parallel_size), int(parallel.prefill_context_parallel_size)
+    if pcp > 1 and parallel.decode_context_parallel_size == 1:
+        # vLLM keys the workers' handshakes by stage and tensor-parallel rank, so one replaces the others.
+        raise ConfigError(
+            f"prefill context parallelism (PCP) of {pcp} ranks without decode context parallelism (DCP): all "
+            "of them have the same KV, and vLLM names only one of them to the scheduler; set "
+            f"--decode-context-parallel-size to {pcp} or {tp * pcp}, or --prefill-context-parallel-size to 1"
+        )
+    return tp * pcp
+
+
 def kind_of_group(group: Any) -> GroupKind:
     """Return the kind of one of vLLM's KVCacheGroupSpec, or raise a ConfigError that names a layer."""
     try:
@@ -157,11 +171,11 @@ def kind_of_group(group: Any) -> GroupKind:
 
 
 def _pages(
-    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], tp_rank: int
+    vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], ranks: WorkerRanks
 ) -> dict[str, PageFormat]:
     blocks = kv_cache_config.num_blocks
     size = int(vllm_config.parallel_config.tensor_parallel_size)
-    states = Rank(tp_rank, size, conv_channels_first())
+    states = Rank(ranks.tp, size, conv_channels_first())
     # vLLM disables the transfer of some groups. Their layers are left out.
     layers = {
         name: (attention_layer(vllm_config, name), spec_of_layer(group.kv_cache_spec, name))
@@ -169,17 +183,20 @@ def _pages(
         if group.enable_kv_transfer
         for name in group.layer_names
     }
-    heads = shards(vllm_config, {name: of for name, of in layers.items() if not is_recurrent(of[1])}, tp_rank)
+    heads = shards(
+        vllm_config, {name: of for name, of in layers.items() if not is_recurrent(of[1])}, ranks.tp
+    )
     pages = {}
     for name, (layer, spec) in layers.items():
         tensor = _checked(name, caches, blocks)
+        interleave = interleave_of(vllm_config, spec, ranks.dcp)
         if is_recurrent(spec):
             pages[name] = page_of_state(layer, name, spec, tensor.device.type, states)
         elif is_ring(spec):
             why = "it is a ring that the layer overwrites in place"
             pages[name] = whole_page(layer, name, spec, tensor, blocks, heads[name], 0, why)
         else:
-            pages[name] = page_of_attention(layer, name, spec, tensor, blocks, heads[name])
+            pages[name] = page_of_attention(layer, name, spec, tensor, blocks, heads[name], interleave)
     return pages
 
 

@@ -23,6 +23,7 @@ from kvferry.engines.vllm.compat.specs import (
     attention_span_of,
     has_rings,
     reuses_prompts_only,
+    scheduled_groups,
     snapshot_tokens,
     state_block_tokens,
     writes_before_hooks,
@@ -42,7 +43,7 @@ def engine_info(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Collect what the connector's scheduler half must know about the engine: groups, limits and features."""
     return EngineFacts(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
-        groups=tuple(map(cache_group, kv_cache_config.kv_cache_groups)),
+        groups=tuple(map(cache_group, scheduled_groups(vllm_config, kv_cache_config))),
         num_blocks=int(kv_cache_config.num_blocks),
         longest_request=int(vllm_config.model_config.max_model_len),
         steps_in_flight=int(vllm_config.max_concurrent_batches),
@@ -67,7 +68,7 @@ def step_tokens(vllm_config: Any) -> int:
 
 
 def cache_group(group: Any) -> CacheGroup:
-    """Describe a KV cache group for the connector's scheduler half, from vLLM's KVCacheGroupSpec."""
+    """Describe one of the `scheduled_groups` for the connector's scheduler half."""
     spec = group.kv_cache_spec
     return CacheGroup(
         kind=kind_of_group(group),
@@ -113,7 +114,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         events = EventStream(self._fold)
         self._block_events: BlockEventPublisher | None = None
         if publishes_block_events(vllm_config):
-            self._block_events = BlockEventPublisher(self._kv_cache_config)
+            self._block_events = BlockEventPublisher(scheduled_groups(vllm_config, self._kv_cache_config))
             events.subscribe(self._block_events)
         if is_traced(vllm_config):
             events.subscribe(tracing())

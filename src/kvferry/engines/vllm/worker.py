@@ -12,7 +12,7 @@ from kvferry.engines.vllm import layout
 from kvferry.engines.vllm.built import built_of
 from kvferry.engines.vllm.cache_guard import CacheGuard, CopyBlocks, HostBuffer
 from kvferry.engines.vllm.compat.model import hook_weight_changes
-from kvferry.engines.vllm.compat.process import hook_sleep, tensor_and_pipeline_rank
+from kvferry.engines.vllm.compat.process import WorkerRanks, hook_sleep, worker_ranks
 from kvferry.engines.vllm.config import read_settings
 from kvferry.engines.vllm.geometry import describe_cache
 from kvferry.engines.vllm.messages import SchedulerMeta, WorkerCard
@@ -60,17 +60,17 @@ class VLLMWorker:
         if self._card is not None:
             return replace(self._card, info=self.half.info)
         caches, settings = self._caches, read_settings(self._vllm_config)
-        tp_rank, pp_rank = tensor_and_pipeline_rank()
+        ranks = worker_ranks()
         self.layout = layout.read_back(kv_cache_config, caches)
         layout.check_forced(self._vllm_config, settings, self.layout)
         # One rank logs for all of them.
-        if (tp_rank, pp_rank) == (0, 0):
+        if ranks == WorkerRanks():
             logger.info("KV cache layout %s (setting: %s)", self.layout, settings.layout)
         mirror: HostBuffer | None = None
         if settings.host_buffer:
             mirror = HostBuffer(caches, kv_cache_config.num_blocks, self.copy)
             caches = mirror.caches
-        geometry = describe_cache(self._vllm_config, kv_cache_config, caches, tp_rank, pp_rank)
+        geometry = describe_cache(self._vllm_config, kv_cache_config, caches, ranks)
         # Before anything is registered: transfers into other memory would silently give wrong answers.
         self._guard = CacheGuard(self._vllm_config, geometry, caches, self._caches)
         reads = self._vllm_config.kv_transfer_config.kv_role != "kv_producer"

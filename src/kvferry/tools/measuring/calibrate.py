@@ -326,7 +326,7 @@ class _GatherChannel:
         """
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
-        chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), 0)
+        chunk = self._client.ask(route, self._lease, np.ones(1, np.int64), np.zeros(1, np.int64))
         meanwhile()
         while (answer := self._client.answer(chunk)) is None:
             limit.check()

@@ -17,15 +17,18 @@ from kvferry.geometry.canonical import canonical_form_of
 from kvferry.memory import address_space, device_copy as host_registration, device_stream, pool_cells
 from kvferry.memory.address_space import tensor_over
 from kvferry.memory.device_copy import copy_cells_on_device
-from kvferry.planning.chunk_cells import slice_table
+from kvferry.planning.chunk_cells import TableSlice, slice_table
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 from kvferry.tools.measuring.owned import OwnedCache, allocate
 from kvferry.tools.models.layout import EngineShape
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
+from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.loads import made_up_load
+from support.oracle import expect, fill
 from support.recorded_cuda import RecordedCuda
 from support.waiting import wait_for
+from transport.memory import place, scattered_tables
 
 KV = tuple(StoredField(name, 2, 4, (("content", 8),)) for name in ("k", "v"))
 STATE = StoredField("ssm", 4, 4, (("width", 6),)), StoredField("conv", 2, 0, (("width", 5),))
@@ -374,3 +377,48 @@ def test_copies_that_were_queued_are_awaited_if_a_later_one_is_refused(arena: Ar
     with pytest.raises(IndexError):
         routes.load(pieces_of(a, range(3)), LoadSpan(0, TOKENS, 400), arrays(a)[:1], first=False)
     assert (calls[0], calls[-1]) == ("copy", "wait")
+
+
+LATENT = (Family(GroupKind.MLA, fields=(Stored("latent", 2, 0, (("content", 24),)),)),) * 2
+
+
+def sharing(tp: int, block: int, *turns: int) -> EngineSpec:
+    """An engine whose ranks share the tokens of a block: how many do, and the tokens of a turn."""
+    group = GroupSpec(GroupKind.MLA, 0, (0, 1), block, turns=turns or (1, 1))
+    return EngineSpec(tp, (2,), (group,), "LBNHC", Interior(), 40)
+
+
+@pytest.mark.parametrize("turns", [(2, 1), (2, 16), (4, 8)])
+def test_ranks_that_share_tokens_store_the_same_chunks_and_load_them(
+    arena: Arena, turns: tuple[int, int]
+) -> None:
+    shared, alone = sharing(4, 16, *turns), sharing(1, 32)
+    chunks = []
+    for spec in (shared, alone):
+        arena.memory[:] = 7
+        pieces = pieces_over(ranks(spec, LATENT))
+        tables = scattered_tables(spec, TOKENS, 1)
+        placed = [place(rank, seed) for seed, rank in enumerate(ranks(spec, LATENT))]
+        for rank, memory in placed:
+            fill(rank, tables, memory)
+        every = [rank for rank, _ in placed]
+        for rank in every:
+            routes = ChunkRoutes(canonical_form_of(every, CHUNK), every, (0, rank.tp_rank), arena.memory)
+            routes.store(StoreOrder("s", pieces, (TableSlice(0, tuple(tables[0].tolist())),), WHOLE))
+        chunks.append(arena.memory.copy())
+    assert np.array_equal(*chunks)
+    assert (chunks[0] != 7).sum() > 0.9 * TOKENS * 2 * 48, "chunks are stored"
+    span = LoadSpan(0, TOKENS - 20, TOKENS)
+    tables = scattered_tables(shared, TOKENS, 2)
+    placed = [place(rank, seed) for seed, rank in enumerate(ranks(shared, LATENT))]
+    every = [rank for rank, _ in placed]
+    for rank, memory in placed:
+        expected = expect(rank, ranks(alone, LATENT), [span], tables, memory.bytes.copy(), cleared=True)
+        routes = ChunkRoutes(canonical_form_of(every, CHUNK), every, (0, rank.tp_rank), arena.memory)
+        routes.load(pieces, span, tables, first=True)
+        expected.check(memory.bytes)
+
+
+def pieces_over(every: list[RankGeometry]) -> tuple[Piece, ...]:
+    (group,) = canonical_form_of(every, CHUNK).groups
+    return tuple(Piece(0, chunk, 4096 + chunk * group.chunk_bytes) for chunk in range(TOKENS // CHUNK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -37,8 +38,9 @@ def publishes_block_events(vllm_config: Any) -> bool:
 class BlockEventPublisher:
     """Listener that turns events about blocks in tiers into vLLM's KV events, until vLLM takes them."""
 
-    def __init__(self, kv_cache_config: Any) -> None:
-        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    def __init__(self, groups: Sequence[Any]) -> None:
+        """Create a publisher without events. `groups` are those of `scheduled_groups`."""
+        self._specs = [group.kv_cache_spec for group in groups]
         self._events: list[Any] = []
 
     def __call__(self, event: Event) -> None:

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from functools import wraps
 from queue import Queue
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.tracing import SpanAttributes, extract_trace_context, is_tracing_available
 from vllm.utils.network_utils import get_ip
 from vllm.v1.engine import EngineCoreRequestType, core as engine_core
@@ -65,9 +65,19 @@ def sleep_between_polls(vllm_config: VllmConfig) -> None:
         shm_broadcast.sched_yield = lambda: time.sleep(_SLEEP_SECONDS)
 
 
-def tensor_and_pipeline_rank() -> tuple[int, int]:
-    """Return the tensor-parallel rank and the pipeline-parallel rank of the worker in this process."""
-    return int(get_tp_group().rank_in_group), int(get_pp_group().rank_in_group)
+class WorkerRanks(NamedTuple):
+    """Ranks of a worker in its groups: pipeline stages, tensor and context parallelism."""
+
+    tp: int = 0
+    pp: int = 0
+    pcp: int = 0
+    dcp: int = 0
+
+
+def worker_ranks() -> WorkerRanks:
+    """Return the ranks of the worker in this process."""
+    groups = get_tp_group(), get_pp_group(), get_pcp_group(), get_dcp_group()
+    return WorkerRanks(*(int(group.rank_in_group) for group in groups))
 
 
 def node_address() -> str:

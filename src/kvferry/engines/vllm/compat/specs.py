@@ -19,11 +19,13 @@ vLLM.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -44,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind
+from kvferry.geometry import NOT_INTERLEAVED, GroupKind, Interleave
 
 KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
@@ -86,6 +88,33 @@ if (_KPOOL := getattr(kv_cache_interface, "KpoolTailSpec", None)) is not None:
         "it is a ring of one block, which vLLM 0.31 describes as a sliding window; "
         "install vLLM 0.32 or newer, or serve this model without a KV connector"
     )
+
+
+def scheduled_groups(vllm_config: Any, kv_cache_config: Any) -> list[Any]:
+    """Return the KV cache groups, with the block sizes by which vLLM's scheduler counts tokens.
+
+    With decode context parallelism, a block covers as many times the tokens that a rank holds of it as ranks
+    share them.
+    """
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    return [
+        replace(group, kv_cache_spec=resolve_dcp_kv_cache_spec(group.kv_cache_spec, ranks))
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
+def interleave_of(vllm_config: Any, spec: Any, dcp_rank: int) -> Interleave:
+    """Return which tokens of a block a rank holds of a layer with this spec."""
+    parallel = vllm_config.parallel_config
+    ranks = int(parallel.decode_context_parallel_size)
+    if ranks == 1 or not spec.dcp_sharded:
+        return NOT_INTERLEAVED
+    if is_ring(spec):
+        raise ConfigError(
+            f"decode context parallelism (DCP) of {ranks} ranks with {type(spec).__name__}: which tokens a "
+            "rank keeps of a ring is not known; set --decode-context-parallel-size to 1"
+        )
+    return Interleave(dcp_rank, ranks, int(parallel.cp_kv_cache_interleave_size))
 
 
 def layer_specs(spec: KVCacheSpec) -> dict[str, Any]:
@@ -225,7 +254,7 @@ def writes_before_hooks(vllm_config: Any, kv_cache_config: Any) -> bool:
     # The second one first zeroes new blocks, if the cache has recurrent state or several precisions. It then
     # copies a block for each prefix hit that ends inside one, which needs blocks that are larger than the
     # unit of prefixes (`GPUModelRunner.update_requests`).
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    sizes = {group.kv_cache_spec.block_size for group in scheduled_groups(vllm_config, kv_cache_config)}
     one_size = len(sizes) == 1 and vllm_config.cache_config.prefix_match_unit in (None, *sizes)
     return bool(kv_cache_config.needs_kv_cache_zeroing) or not one_size
 

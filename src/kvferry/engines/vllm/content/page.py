@@ -13,14 +13,20 @@ from kvferry.engines.vllm.content import cells, probe
 from kvferry.engines.vllm.content.adapters import ADAPTERS, fields_of
 from kvferry.engines.vllm.content.probe import element_types
 from kvferry.engines.vllm.content.strides import Shard, strides_of
-from kvferry.geometry import Field, PageFormat
+from kvferry.geometry import NOT_INTERLEAVED, Field, Interleave, PageFormat
 from kvferry.geometry.page import whole_page as whole_page_of
 
 logger = logging.getLogger(__name__)
 
 
 def page_of_attention(
-    layer: Any, name: str, spec: Any, tensor: torch.Tensor, num_blocks: int, shard: Shard
+    layer: Any,
+    name: str,
+    spec: Any,
+    tensor: torch.Tensor,
+    num_blocks: int,
+    shard: Shard,
+    interleave: Interleave = NOT_INTERLEAVED,
 ) -> PageFormat:
     """Describe the pages of an attention layer: as fields if they are proved, else as opaque bytes.
 
@@ -28,7 +34,9 @@ def page_of_attention(
         name: name of the layer, for messages.
         tensor: cache tensor of the layer, of shape (kernel blocks, head slots, tokens, content).
         num_blocks: number of blocks in the cache, as vLLM's block tables count them.
+        interleave: which tokens of a block the page holds.
     """
+    block_tokens = spec.block_size * interleave.ranks
     fields: tuple[Field, ...] = ()
     if not shard.total:
         why = f"which of the model's KV heads rank {shard.rank} holds is not certain"
@@ -38,9 +46,9 @@ def page_of_attention(
     else:
         fields, why = _proved(layer, spec, tensor, num_blocks, shard)
     if not fields:
-        return whole_page(layer, name, spec, tensor, num_blocks, shard, spec.block_size, why)
+        return whole_page(layer, name, spec, tensor, num_blocks, shard, block_tokens, why, interleave)
     reach = max(field.extent()[1] for field in fields)
-    return PageFormat(_content_id(layer, spec, tensor), spec.block_size, reach, fields)
+    return PageFormat(_content_id(layer, spec, tensor), block_tokens, reach, fields, interleave)
 
 
 def _content_id(layer: Any, spec: Any, tensor: torch.Tensor) -> str:
@@ -68,6 +76,7 @@ def whole_page(
     shard: Shard,
     block_tokens: int,
     why: str,
+    interleave: Interleave = NOT_INTERLEAVED,
 ) -> PageFormat:
     """Describe pages of unknown content, as opaque bytes that can only move whole.
 
@@ -79,11 +88,15 @@ def whole_page(
         why: reason why the content is unknown, for the log.
     """
     content = _content_id(layer, spec, tensor)
+    if interleave != NOT_INTERLEAVED:
+        # The planner cannot divide such a page, so its tokens are a part of what it is.
+        content += f" of {interleave.size} tokens in turn"
     logger.warning(
         "layer %s: content of %s pages is not known (%s): they move whole, between equal blocks and ranks",
         name, content, why,
     )  # fmt: skip
-    ranks = 1 if is_replicated(spec) else shard.ranks
+    # With copies of a head, it is tensor-parallel ranks that divide the tokens.
+    rank, ranks = (interleave.rank, interleave.ranks) if is_replicated(spec) else (shard.rank, shard.ranks)
     item = tensor.element_size()
     return whole_page_of(
         content,
@@ -91,7 +104,7 @@ def whole_page(
         (tensor.shape[0] // num_blocks, *tensor.shape[1:]),
         [stride * item for stride in tensor.stride()],
         item_bytes=item,
-        rank=shard.rank if ranks > 1 else 0,
+        rank=rank,
         ranks=ranks,
     )
 
