@@ -53,9 +53,11 @@ def check(transfer: Transfer, piece: int, long_run: int) -> None:
                 cells = cells_of(transfer, route)
                 moved = np.zeros(len(there.bytes), np.int64)
                 copy(expand_cells(route, cells), memory, there, moved)
-                of_src, _ = packed(image.src, image.stride, memory, cells, cells.src_block, route.src_stride)
+                of_src, _ = packed(
+                    image.src, image.stride, memory, cells.src_block, cells.src_number, route.src_stride
+                )
                 of_dst, read = packed(
-                    image.dst, image.stride, there, cells, cells.dst_block, route.dst_stride
+                    image.dst, image.stride, there, cells.dst_block, cells.dst_number, route.dst_stride
                 )
                 assert (of_src == of_dst).all()
                 assert (read == moved).all(), "other bytes are digested than were moved"
@@ -71,15 +73,15 @@ def packed(
     parts: tuple[PoolCopies, ...],
     image_stride: int,
     memory: Memory,
-    cells: Cells,
     blocks: np.ndarray,
+    cells: np.ndarray,
     stride: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the packed cells, and how often each byte of `memory` is in them."""
-    images = Memory(0, np.zeros(len(cells) * image_stride, np.uint8))
+    images = Memory(0, np.zeros(len(blocks) * image_stride, np.uint8))
     writes, read = np.zeros(len(images.bytes), np.int64), np.zeros(len(memory.bytes), np.int64)
     numbers = Memory(memory.address, np.arange(len(memory.bytes)))
-    for index, (block, number) in enumerate(zip(blocks.tolist(), cells.number.tolist(), strict=True)):
+    for index, (block, number) in enumerate(zip(blocks.tolist(), cells.tolist(), strict=True)):
         for part in parts:
             start = block * stride + part.at[number % len(part.at)]
             descriptors = shifted(runs(part.nests), start, index * image_stride)

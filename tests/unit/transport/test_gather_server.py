@@ -159,8 +159,9 @@ def ask(
     return Gather(segment, route, slot, generation, ids, places, shared)
 
 
-def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cell: int = 0) -> Digest:
-    return Digest(segment, route, slot, 0, np.array(blocks, np.int32).tobytes(), cell)
+def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cells=None) -> Digest:
+    ids, places = (np.array(each, np.int32).tobytes() for each in (blocks, cells or [0] * len(blocks)))
+    return Digest(segment, route, slot, 0, ids, places)
 
 
 @pytest.fixture
@@ -257,7 +258,7 @@ def test_a_lease_that_ends_while_its_blocks_are_gathered_is_refused_and_gives_it
 
 def test_a_digest_is_of_the_cells_of_the_blocks_and_takes_no_room(world):
     reader = world.reader(world.route(StridedCopy(16, 0, 4, (Loop(3, 100, 4),)), at=(0, 1000)))
-    reader.say(ask_digest(5, (3, 6, 1), cell=1))
+    reader.say(ask_digest(5, (3, 6, 1), cells=[1, 0, 1]))
     expected = b"".join(
         bytes(world.pool[block * STRIDE + at + 16 + 100 * row :][:4])
         for block, at in ((3, 1000), (6, 0), (1, 1000))

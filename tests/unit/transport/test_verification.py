@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvferry.geometry.interleave import NOT_INTERLEAVED
 from kvferry.planning.select import Cells
 from kvferry.transport import verification
 from kvferry.transport.gather_client import Digested, Gathered, NotGathered
@@ -22,14 +23,14 @@ def digest_of(blocks: np.ndarray) -> bytes:
 
 @dataclass
 class Source:
-    asked: list[tuple[int, list[int], int]] = field(default_factory=list)
+    asked: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     answers: dict[int, object] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     socket: str = "the socket"
 
-    def ask_digest(self, route, lease, blocks, cell):
+    def ask_digest(self, route, lease, blocks, cells):
         assert lease is LEASE
-        self.asked.append((route, blocks.tolist(), cell))
+        self.asked.append((route, blocks.tolist(), cells.tolist()))
         return len(self.asked)
 
     def answer(self, number):
@@ -49,14 +50,16 @@ class Table:
     def __init__(self, cells: int, cell_tokens: int = 16, layers: tuple[str, ...] = ("a", "b")) -> None:
         self.now, self.source, self.digested = 50.0, Source(), list[list[int]]()
         copies = SimpleNamespace(digest=self._digest)
-        route = SimpleNamespace(src_cells=3, cell_tokens=cell_tokens, layers=layers)
+        route = SimpleNamespace(
+            src_cells=3, cell_tokens=cell_tokens, layers=layers, dst_interleave=NOT_INTERLEAVED
+        )
         digest = SimpleNamespace(announced_route=7, stride=SEGMENT_BYTES // 2, copies=copies)
         numbers = np.arange(4, 4 + cells)
         self.read = Verification(
             SimpleNamespace(clock=lambda: self.now),
             SimpleNamespace(client=self.source),
             SimpleNamespace(route=route, digest=digest),
-            Cells(numbers + 10, numbers + 110, numbers),
+            Cells(numbers + 10, numbers + 110, numbers, numbers),
             LEASE,
         )
         self.spoiled: set[int] = set()
@@ -79,7 +82,7 @@ class Table:
 def test_segments_are_compared_in_order_when_all_has_landed_and_not_before():
     table = Table(5)
     table.run(landed=False)
-    assert table.source.asked == [(7, [14, 15], 1), (7, [16, 17], 0), (7, [18], 2)]
+    assert table.source.asked == [(7, [14, 15], [1, 2]), (7, [16, 17], [0, 1]), (7, [18], [2])]
     table.source.tell(3, 1)
     table.run(landed=False)
     assert not table.digested
@@ -155,7 +158,7 @@ def test_a_source_that_has_forgotten_the_routes_is_asked_again():
     table.run(landed=False)
     table.source.answers[1] = NotGathered(1, "who are you?", unknown=True)
     table.run(landed=False)
-    assert table.source.asked == [(7, [14], 1)] * 2
+    assert table.source.asked == [(7, [14], [1])] * 2
     table.source.tell(2)
     table.run(landed=True)
     assert table.read.finished
