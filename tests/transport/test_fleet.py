@@ -265,7 +265,7 @@ def test_engine_does_not_read_from_itself():
 
 @pytest.fixture
 def directory():
-    with ValkeyServer() as server:
+    with reserved_port() as port, ValkeyServer(port=port) as server:
         yield server
 
 
