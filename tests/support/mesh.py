@@ -94,6 +94,9 @@ class NearClient:
         self._queries = TurnQueries(network.clock)
         self._held: dict[Address, set[bytes]] = defaultdict(set)
         self._late: list[tuple[Address, Any]] = []
+        self.unsent: tuple[()] = ()
+
+    def flush(self) -> None: ...
 
     def look_up(self, address: Address, incarnation: int | None = None) -> PeerInfo | Unusable:
         server = self._network.servers.get(address[1])

@@ -98,7 +98,6 @@ ROWS: list[tuple[str, str, Callable[[], object]]] = [
         "`max_load_tokens`",
         lambda: "max_load_tokens" in fields(f"{_V1}.offloading.scheduler:RequestOffloadState"),
     ),
-    ("OffloadingConnector", "`p2p`", lambda: "p2p" in secondary_tiers()),
     (
         "MooncakeStoreConnector",
         "prefill context parallelism alone",

@@ -226,8 +226,9 @@ class TierSource:
         state.coverage = found = None
         if chunks is not None:
             if state.searches is None:
-                keys = chunks.all_keys(request.num_tokens) if self._cache.find_seconds else ()
-                state.searches = self._cache.find(keys, state.hints)
+                state.searches = ()
+                if self._cache.find_seconds:
+                    state.searches = self._cache.find(chunks.all_keys(request.num_tokens), state.hints)
             state.coverage = found = chunks.look_up(
                 request.num_tokens,
                 local_tokens,

@@ -30,7 +30,7 @@ class Worker:
         reads = SimpleNamespace(words=self.words, submit=self._submit, results=self._results)
         self.half = WorkerHalf(self.clock, transfers=reads)
 
-    def _submit(self, *orders) -> None:
+    def _submit(self, *orders, idle=False) -> None:
         self.submitted += [order.key for order in orders]
 
     def _results(self) -> list[ReadResult]:
