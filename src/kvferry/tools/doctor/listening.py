@@ -14,7 +14,8 @@ from kvferry.transport import existing_keys, is_loopback, key_location, parse_ip
 def check(config: ConnectorConfig) -> list[Finding]:
     """Check the network settings of an engine: key, allowed peers, advertised address and port."""
     if not config.transfers:
-        return [ok("listening", "no KV is exchanged, so nothing listens")]
+        listens = "only the fleet tier listens" if config.shares_host_memory else "nothing listens"
+        return [ok("listening", f"no KV is handed over, so {listens}")]
     found = [key(config.secret_file)]
     try:
         check_listening(config.host, config.port)
