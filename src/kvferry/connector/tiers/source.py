@@ -224,11 +224,14 @@ class TierSource:
         """Return what the tiers offer. The first bid is for the longest prefix."""
         chunks, state = self._prompts.get(request), self._requests[request.request_id]
         state.coverage = found = None
+        searching = False
         if chunks is not None:
             if state.searches is None:
                 state.searches = ()
                 if self._cache.find_seconds:
                     state.searches = self._cache.find(chunks.all_keys(request.num_tokens), state.hints)
+            # Before the look-up, which may miss what a search finds meanwhile.
+            searching = not all(one.over for one in state.searches)
             state.coverage = found = chunks.look_up(
                 request.num_tokens,
                 local_tokens,
@@ -236,7 +239,7 @@ class TierSource:
                 in_full=windows_survive_load(self._groups, request.num_tokens),
             )
         bids = self._bids(request, found, local_tokens)
-        if state.searches and not all(one.over for one in state.searches):
+        if searching:
             bids = *bids, *self._search_bid(request, bids, local_tokens)
         # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
         # the request is not to wait for the tiers.

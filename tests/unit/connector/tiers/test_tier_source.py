@@ -494,3 +494,53 @@ def test_a_load_fails_for_the_reason_of_its_chunk(came, miss):
     assert engine.feeds[load.key].miss(Report("as the ranks were told")) is miss
     assert engine.feeds[load.key].miss(LATE) is MissReason.DEADLINE
     assert engine.feeds[load.key].moved(LATE) == ()
+
+
+class Search:
+    over = False
+
+
+def searching(engine, monkeypatch, tier=0):
+    """A search of this tier for the request's chunks, of which no other tier has any."""
+    search, searched = Search(), engine.queues[tier].tier
+    monkeypatch.setattr(searched, "find_seconds", 0.5, raising=False)
+    monkeypatch.setattr(searched, "find", lambda keys, hints: search, raising=False)
+    return search
+
+
+def looking(engine):
+    return [(one.looking, one.tokens, one.within_seconds) for one in engine.source.ask(engine.one, 0).bids]
+
+
+def test_a_search_is_waited_for_and_what_it_has_found_is_offered(monkeypatch):
+    engine = with_tiers((), chunks=9)
+    search = searching(engine, monkeypatch)
+    assert looking(engine) == [(True, PROMPT - 1, 0.5)]
+    for key in engine.keys[:2]:
+        engine.queues[0].tier.keys.add(key)
+    search.over = True
+    assert looking(engine) == [(False, 2 * CHUNK, 0.0)]
+
+
+def test_what_a_search_finds_during_the_look_up_is_looked_up_again(monkeypatch):
+    engine = with_tiers((), chunks=9)
+    search, numbers = searching(engine, monkeypatch), engine.cache.tier_numbers
+
+    def found_meanwhile(tags, without=()):
+        found = numbers(tags, without)
+        for key in engine.keys[:2]:
+            engine.queues[0].tier.keys.add(key)
+        search.over = True
+        return found
+
+    engine.source.ask(engine.one, 0)  # the search begins
+    monkeypatch.setattr(engine.cache, "tier_numbers", found_meanwhile)
+    assert [one for one, _, _ in looking(engine)] == [True]
+    assert looking(engine) == [(False, 2 * CHUNK, 0.0)]
+
+
+def test_a_prompt_that_host_memory_has_waits_for_no_search(monkeypatch):
+    engine = with_tiers((), chunks=9)
+    searching(engine, monkeypatch)
+    store(engine, 0, 1, 2, 3)
+    assert looking(engine) == [(False, PROMPT, 0.0)]
