@@ -258,6 +258,9 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.poll(idle=idle)  # before loads take what has arrived
         started = self.admission.schedule(step.tokens.keys(), orders)
+        # The client's thread needs the interpreter, which a load that begins needs sooner.
+        if self._peering is not None and (computed or not orders.loads):
+            self._peering.client.flush()
         if self._tiering is not None:
             self._tiering.schedule(step, started, orders)
         return orders

@@ -240,7 +240,7 @@ class ControlClient:
         self._poller.close()
 
     def flush(self) -> None:
-        """Send the messages that wait for it. Call this before the engine computes."""
+        """Send the messages that wait for it. Call this in each step that begins no load."""
         if self.unsent and not self._woken:
             self._woken = True
             self._poller.wake()

@@ -161,9 +161,6 @@ class Peering:
         if self._standstill.claim_lapses(admitted, self.producer.leases_block):
             self.source.give_up_oldest_claim(self._standstill.reason)
         self.source.hand_over(orders)
-        if step.num_tokens:
-            # The client's thread needs the interpreter, which is free while the model computes.
-            self.client.flush()
         if self._copies_prompts:
             # Peers read a prompt from the host buffer, so it is copied in the step that completes it.
             for request in self.producer.completed_by(step.tokens):
