@@ -1,8 +1,9 @@
 """A NIXL agent, reduced to the operations that kvferry uses, and the environment that it is started in.
 
 A READ is a one-sided read of remote memory, as in RDMA. `Agent.post` starts it and may run all of it inside
-the call, so no engine hook calls it. NIXL cannot cancel a READ: its bytes still arrive after its handle is
-released. So release a handle only when the READ has ended, and keep the destination memory until then.
+the call, so a hook calls it only for a small READ of an idle engine (`Lane.read_now`). NIXL cannot cancel a
+READ: its bytes still arrive after its handle is released. So release a handle only when the READ has ended,
+and keep the destination memory until then.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class _ExportedMemory:
 class Transfers:
     """All KV transfers of one worker: it reads from peers, and makes its own memory readable for them.
 
-    Only the engine's thread may use it. Except for `close`, no method waits for a transfer.
+    Only the engine's thread may use it. Except for `close`, no method waits for a transfer. `submit` may do a
+    small one itself, for an idle engine.
 
     Attributes:
         words: lease words of this worker.

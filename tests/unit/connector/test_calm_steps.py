@@ -292,3 +292,21 @@ def test_a_paused_engine_keeps_no_unclaimed_lease():
         assert not step(half).ended
         half.on_pause(paused=True)
         assert set(step(half).ended) == {"r"}
+
+
+@pytest.mark.parametrize(("computed", "loads", "sent"), [(0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)])
+def test_messages_that_wait_are_sent_in_every_step_but_an_idle_one_that_begins_a_load(
+    half, monkeypatch, computed, loads, sent
+):
+    client, flushed = half._peering.client, []
+    monkeypatch.setattr(client, "flush", lambda: flushed.append(None))
+    client.unsent.append((("127.0.0.1", 1), None))  # else a step that computes is quiet
+
+    def schedule(requests, orders):
+        orders.loads.extend([None] * loads)
+        return set()
+
+    monkeypatch.setattr(half.admission, "schedule", schedule)
+    step(half, {"r": 1} if computed else {})
+    client.unsent.clear()
+    assert len(flushed) == sent

@@ -15,9 +15,8 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import Protocol
 
 from kvferry.tiers.index import TierKeys
 from kvferry.transport.handshake import Address
@@ -25,15 +24,6 @@ from kvferry.transport.handshake import Address
 MAX_CHUNKS = 1 << 18  # maximum number of chunks whose holders are remembered
 FRESH_SECONDS = 20.0
 MAX_HOLDERS = 4  # maximum number of holders of a chunk that are remembered
-
-
-class Finder(Protocol):
-    """Finds holders of chunks, in another thread."""
-
-    def find(self, keys: Sequence[bytes], hints: Sequence[Address], done: Callable[[], None]) -> int:
-        """Begin to look for holders, and return how often `done` will be called, each time by any thread."""
-
-    def close(self) -> None: ...
 
 
 class LookUp:
