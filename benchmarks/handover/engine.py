@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from benchmarks.runners import prepare_runner
 from benchmarks.served import Rest, prepare_process
 from kvferry.common.errors import TransferError
 from kvferry.connector.events import Event, LoadEnded, LoadOutcome
+from kvferry.memory.pages import PAGES_THREAD
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 
 _PATIENCE_SECONDS = 300.0
@@ -149,6 +151,8 @@ class HandoverEngine:
         _watch_worker(worker, self._watch)
         if setup.connector == "kvferry":
             scheduler.half.events.subscribe(self._on_event)
+            # The pair is paused between rounds, so its cache would move to huge pages in all of them.
+            wait_for_huge_pages()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Compute prompts; return the ``kv_transfer_params`` with which another engine continues each."""
@@ -233,6 +237,13 @@ class HandoverEngine:
         if (stamps := self._watch.of(event.request_id)) is not None:
             stamps.transfer_seconds = event.figures.transfer_seconds
             stamps.check_seconds = event.figures.check_seconds
+
+
+def wait_for_huge_pages() -> None:
+    """Wait until kvferry has moved this process's KV cache to huge pages."""
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join()
 
 
 def _watch_scheduler(connector: Any, watch: _Watch) -> None:

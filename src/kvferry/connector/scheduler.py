@@ -221,8 +221,6 @@ class SchedulerHalf:
             (whether the engine must keep the blocks, the ``kv_transfer_params`` of the response if any).
         """
         self.admission.finished(request.request_id)
-        if self._peering is not None:
-            self._peering.client.flush()  # no step may follow
         whole = self.parts.masked_tables(request.request_id, block_ids)
         self.parts.forget(request.request_id)
         if self._tiering is not None:
@@ -258,9 +256,8 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.poll(idle=idle)  # before loads take what has arrived
         started = self.admission.schedule(step.tokens.keys(), orders)
-        # The client's thread needs the interpreter, which a load that begins needs sooner.
-        if self._peering is not None and (computed or not orders.loads):
-            self._peering.client.flush()
+        if self._peering is not None:
+            self._peering.send_waiting(hurried=bool(orders.loads or started))
         if self._tiering is not None:
             self._tiering.schedule(step, started, orders)
         return orders

@@ -22,7 +22,12 @@ from kvferry.geometry import Region
 # MADV_POPULATE_WRITE (Linux 5.14) allocates memory at once, or fails.
 _HUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 23, 25
 _PAGE, _LARGE_PAGE = 4096, 2 << 20
-_COLLAPSE_STEP_BYTES, _PAUSE_SECONDS, _LOWEST_PRIORITY = 32 << 20, 0.02, 19
+# A collapse holds the lock of the process's memory, which other threads need for each page fault. With steps
+# of 32 MiB at the lowest priority, single hand-overs of 17 ms took 107 ms. With these they take up to 27 ms.
+_COLLAPSE_STEP_BYTES, _PAUSE_SECONDS = 4 << 20, 0.01
+
+PAGES_THREAD = "kvferry-pages"
+"""Name of all threads that allocate or move pages."""
 
 # The kernel waits for all cores once per call of MADV_COLLAPSE. While it allocates, the process can map no
 # other memory.
@@ -47,7 +52,7 @@ class HugePageCollapser:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions, self._stopped = [one for one in regions if _is_host_memory(one)], threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-pages", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=PAGES_THREAD, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -59,12 +64,8 @@ class HugePageCollapser:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._regions:
-            # The first requests of an engine come while its cache still moves.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for region in self._regions:
             for first, end in _steps(*_whole_pages(region)):
-                # The kernel has the lock of this process's memory meanwhile, which all other threads need.
                 if self._stopped.wait(_PAUSE_SECONDS):
                     return
                 if _advise(first, end - first, _COLLAPSE) == errno.EINVAL:
@@ -110,7 +111,7 @@ class PagePopulator:
         number = threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_THREADS)
         self._running = number
         self._threads = [
-            threading.Thread(target=self._run, name="kvferry-pages", daemon=True) for _ in range(number)
+            threading.Thread(target=self._run, name=PAGES_THREAD, daemon=True) for _ in range(number)
         ]
         for thread in self._threads:
             thread.start()

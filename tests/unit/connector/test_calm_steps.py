@@ -294,19 +294,41 @@ def test_a_paused_engine_keeps_no_unclaimed_lease():
         assert set(step(half).ended) == {"r"}
 
 
-@pytest.mark.parametrize(("computed", "loads", "sent"), [(0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)])
-def test_messages_that_wait_are_sent_in_every_step_but_an_idle_one_that_begins_a_load(
-    half, monkeypatch, computed, loads, sent
-):
-    client, flushed = half._peering.client, []
-    monkeypatch.setattr(client, "flush", lambda: flushed.append(None))
+@pytest.fixture
+def flushed(half, monkeypatch) -> Iterator[list[None]]:
+    """Let a message wait. Return a list that grows with each step that sends it."""
+    client, sent = half._peering.client, list[None]()
+    monkeypatch.setattr(client, "flush", lambda: sent.append(None))
     client.unsent.append((("127.0.0.1", 1), None))  # else a step that computes is quiet
+    yield sent
+    client.unsent.clear()
 
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize(("loads", "started", "sent"), [(1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)])
+def test_messages_wait_while_a_request_waits_for_its_first_token(
+    half, monkeypatch, flushed, computed, loads, started, sent
+):
     def schedule(requests, orders):
         orders.loads.extend([None] * loads)
-        return set()
+        return {"r"} if started else set()
 
     monkeypatch.setattr(half.admission, "schedule", schedule)
     step(half, {"r": 1} if computed else {})
-    client.unsent.clear()
     assert len(flushed) == sent
+
+
+def test_messages_wait_for_two_steps_at_most(half, monkeypatch, flushed):
+    monkeypatch.setattr(half.admission, "schedule", lambda requests, orders: {"r"})
+    waited = []
+    for _ in range(6):
+        before = len(flushed)
+        step(half)
+        waited.append(len(flushed) == before)
+    assert waited == [True, True, False] * 2
+
+
+def test_an_engine_runs_another_step_for_messages_that_wait(half, flushed):
+    assert half.busy
+    half._peering.client.unsent.clear()
+    assert not half.busy
