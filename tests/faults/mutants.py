@@ -134,10 +134,13 @@ def _no_pins(engine: Any) -> Iterator[None]:
     given_back = set[str]()
 
     def release(self: Any, reports: Any) -> None:
-        # A late load's blocks go at once; what is then reported of it frees nothing.
+        # A late load's blocks go at once; what is then reported of it frees nothing, and counts as nothing.
         for load in list(self):
             if load.late and load.key not in given_back:
                 given_back.add(load.key)
+                self.pinned -= len(load.blocks)
+                for blocks in (self._held, self._late):
+                    blocks[load.holder] -= len(load.blocks)
                 self._pool.free_blocks(reversed(load.blocks))
                 load.blocks = ()
         released(self, reports)
