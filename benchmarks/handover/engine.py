@@ -156,7 +156,7 @@ class HandoverEngine:
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Compute prompts; return the ``kv_transfer_params`` with which another engine continues each."""
-        names = [self._add(prompt, dict(ASK_FOR_KV)) for prompt in prompts]
+        names = [self._add(prompt, dict(ASK_FOR_KV), 1) for prompt in prompts]
         return [output.kv_transfer_params for output in self._run(names)]
 
     def decode(
@@ -168,7 +168,8 @@ class HandoverEngine:
             prompts: token ids of each prompt.
             params: ``kv_transfer_params`` of each, from `prefill` of the other engine.
         """
-        names = [self._add(*each) for each in zip(prompts, params, strict=True)]
+        # A second token, so that the end of the request is no part of the wait for the first one.
+        names = [self._add(*each, 2) for each in zip(prompts, params, strict=True)]
         outputs = self._run(names)
         return [
             (self._watch.stamps.pop(name), output.outputs[0].token_ids[0])
@@ -177,7 +178,7 @@ class HandoverEngine:
 
     def alone(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Return the first token of each prompt, computed by this engine and not handed over."""
-        outputs = self._run([self._add(prompt, {}) for prompt in prompts])
+        outputs = self._run([self._add(prompt, {}, 1) for prompt in prompts])
         return [output.outputs[0].token_ids[0] for output in outputs]
 
     def runner(self) -> int:
@@ -198,11 +199,11 @@ class HandoverEngine:
         """Stop the engine."""
         self._engine.llm_engine.engine_core.shutdown()
 
-    def _add(self, prompt: Sequence[int], params: dict[str, Any]) -> str:
+    def _add(self, prompt: Sequence[int], params: dict[str, Any], tokens: int) -> str:
         from vllm import SamplingParams  # noqa: PLC0415
 
         sampling = SamplingParams(
-            max_tokens=1,
+            max_tokens=tokens,
             temperature=0,
             ignore_eos=True,
             detokenize=False,
@@ -220,8 +221,10 @@ class HandoverEngine:
             if time.monotonic() > until:
                 raise TransferError(f"an engine gave no token within {_PATIENCE_SECONDS:g} s")
             for output in self._step():
-                self._watch.stamps[output.request_id].answered = time.perf_counter()
-                done[output.request_id] = output
+                stamps = self._watch.stamps[output.request_id]
+                stamps.answered = stamps.answered or time.perf_counter()
+                if output.finished:
+                    done[output.request_id] = output
         return [done[name] for name in names]
 
     def _step(self) -> list[Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
@@ -372,17 +373,38 @@ def log_errors(emit: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class EventStream:
-    """Passes the events of one engine to its listeners, in the thread that emits them. Not thread-safe."""
+    """Passes the events of one engine to its listeners, in the thread that emits them. Not thread-safe.
+
+    Attributes:
+        waiting: events that wait for `release`, in the order of their emission.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = list(listeners)
         self._refusals = LimitedLog(logger)
+        self.waiting, self._held = deque[Event](), False
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
+    def hold(self) -> None:
+        """Let events wait from now on, until `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Pass the events that wait, and let no more of them wait."""
+        self._held = False
+        while self.waiting:
+            self._pass(self.waiting.popleft())
+
     def emit(self, event: Event) -> None:
-        """Call every listener with the event. Log and remove a listener that raises."""
+        """Call every listener with the event, now or in `release`. Log and remove a listener that raises."""
+        if self._held:
+            self.waiting.append(event)
+        else:
+            self._pass(event)
+
+    def _pass(self, event: Event) -> None:
         if isinstance(event, _OfRequest) and len(event.request_id) > MAX_ID_CHARACTERS:
             event = replace(event, request_id=short_id(event.request_id))
         for listener in tuple(self._listeners):

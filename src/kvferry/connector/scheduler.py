@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 # Seconds after which a step looks at all parts, for what depends on time alone.
 _LOOK_SECONDS = 1.0
 
+# What nobody waits for is put off in the step that begins a load, and in the one that computes its request.
+_HURRIED_STEPS = 2
+
 _RESET = "tiers are not used before POST /reset_prefix_cache?reset_external=true"
 
 
@@ -91,6 +94,7 @@ class SchedulerHalf:
         self._draining = self._paused = self._sleep_resets = False
         self._changed = self._moved = False  # the weights of a worker, the KV cache of a worker
         self._epoch, self._look_at = 0, 0.0
+        self._put_off = 0  # number of steps in which events and messages to peers were put off
         self._scheduled = self._done = 0  # numbers of the last step scheduled, and of the last one done
         self._quiet_orders = StepOrders(computes=True, quiet=True)
 
@@ -164,7 +168,7 @@ class SchedulerHalf:
 
         # The parts' own containers of what they have to do, which they never replace: asking each part in
         # every step took longer than the rest of a quiet step.
-        self._agenda: tuple[Sized, ...] = self.admission.agenda
+        self._agenda: tuple[Sized, ...] = (events.waiting, *self.admission.agenda)
         if self._peering is not None:
             self._agenda += self._peering.agenda
         # Called in every step, because some of these containers are filled by what the step computes.
@@ -203,6 +207,7 @@ class SchedulerHalf:
         )
 
     def on_new_request(self, request: Request) -> None:
+        self.events.hold()  # until its first token is there, or is not near
         if self._peering is not None:
             self._peering.on_new_request(request)
         self.admission.on_new_request(request)
@@ -225,7 +230,9 @@ class SchedulerHalf:
         self.parts.forget(request.request_id)
         if self._tiering is not None:
             self._tiering.finished(request, whole)
-        return (False, None) if self._peering is None else self._peering.producer.finished(request, whole)
+        held = (False, None) if self._peering is None else self._peering.producer.finished(request, whole)
+        self.events.release()  # no step may follow
+        return held
 
     def orders(self, step: Step) -> StepOrders:
         """Return what all workers do in the coming step."""
@@ -256,11 +263,20 @@ class SchedulerHalf:
         if self._tiering is not None:
             self._tiering.poll(idle=idle)  # before loads take what has arrived
         started = self.admission.schedule(step.tokens.keys(), orders)
-        if self._peering is not None:
-            self._peering.send_waiting(hurried=bool(orders.loads or started))
+        self._put_off = self._put_off + 1 if orders.loads or started else 0
+        if not self._put_off or self._put_off > _HURRIED_STEPS:
+            self._catch_up()
         if self._tiering is not None:
             self._tiering.schedule(step, started, orders)
         return orders
+
+    def _catch_up(self) -> None:
+        """Do what was put off because a request waited for its first token."""
+        self._put_off = 0
+        self.events.release()
+        if self._peering is not None:
+            # The client's thread takes the interpreter from the engine's thread, for up to a millisecond.
+            self._peering.client.flush()
 
     def take_reports(self, reports: StepReports) -> None:
         if reports.moved or reports.stale is not None:

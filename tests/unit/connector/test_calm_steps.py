@@ -151,10 +151,11 @@ def wait_for_free_blocks(half: SchedulerHalf) -> None:
 @pytest.mark.parametrize(
     "happen",
     [
+        lambda half: half.on_new_request(ask("new")),
         lambda half: half.admission.allocated(ask("new"), None, 0),
         lambda half: half._peering.server.events.put(b"", LeasesClaimed(["x"])),
     ],
-    ids=["blocks", "message"],
+    ids=["new request", "blocks", "message"],
 )
 def test_after_anything_that_needs_orders_the_next_step_is_not_quiet(half, happen):
     calm(half)
@@ -165,13 +166,12 @@ def test_after_anything_that_needs_orders_the_next_step_is_not_quiet(half, happe
 @pytest.mark.parametrize(
     "happen",
     [
-        lambda half: half.on_new_request(ask("new")),
         finish,
         wait_for_free_blocks,
         lambda half: half.take_reports(StepReports()),
         lambda half: half.sent({"x"}),
     ],
-    ids=["new request", "end", "a request that waits", "reports", "sent"],
+    ids=["end", "a request that waits", "reports", "sent"],
 )
 def test_what_leaves_nothing_to_do_leaves_the_next_step_quiet(half, happen):
     calm(half)
@@ -268,7 +268,7 @@ def test_quiet_steps_change_no_orders():
     for seed in range(12):
         with started() as one:
             found = run(one, seed)
-            now = *one.admission.agenda, *one._peering.agenda
+            now = one.events.waiting, *one.admission.agenda, *one._peering.agenda
             assert [*map(id, one._agenda)] == [*map(id, now)], "a part has replaced its container"
         with started() as other:
             looked = run(other, seed, look=True)
@@ -295,19 +295,23 @@ def test_a_paused_engine_keeps_no_unclaimed_lease():
 
 
 @pytest.fixture
-def flushed(half, monkeypatch) -> Iterator[list[None]]:
-    """Let a message wait. Return a list that grows with each step that sends it."""
-    client, sent = half._peering.client, list[None]()
-    monkeypatch.setattr(client, "flush", lambda: sent.append(None))
-    client.unsent.append((("127.0.0.1", 1), None))  # else a step that computes is quiet
-    yield sent
+def caught_up(half, monkeypatch) -> Iterator[list[str]]:
+    """Let an event and a message to a peer wait. Return a list that grows as they are passed on."""
+    client, done = half._peering.client, list[str]()
+    monkeypatch.setattr(client, "flush", lambda: done.append("message"))
+    half.events.subscribe(lambda event: done.append("event"))
+    client.unsent.append((("127.0.0.1", 1), None))
+    half.on_new_request(ask("new"))
+    assert not done
+    yield done
     client.unsent.clear()
 
 
 @pytest.mark.parametrize("computed", [False, True])
-@pytest.mark.parametrize(("loads", "started", "sent"), [(1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)])
-def test_messages_wait_while_a_request_waits_for_its_first_token(
-    half, monkeypatch, flushed, computed, loads, started, sent
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_events_and_messages_wait_while_a_request_waits_for_its_first_token(
+    half, monkeypatch, caught_up, computed, loads, started
 ):
     def schedule(requests, orders):
         orders.loads.extend([None] * loads)
@@ -315,20 +319,27 @@ def test_messages_wait_while_a_request_waits_for_its_first_token(
 
     monkeypatch.setattr(half.admission, "schedule", schedule)
     step(half, {"r": 1} if computed else {})
-    assert len(flushed) == sent
+    assert caught_up == ([] if loads or started else ["event", "message"])
 
 
-def test_messages_wait_for_two_steps_at_most(half, monkeypatch, flushed):
+def test_events_and_messages_wait_for_two_steps_at_most(half, monkeypatch, caught_up):
     monkeypatch.setattr(half.admission, "schedule", lambda requests, orders: {"r"})
     waited = []
     for _ in range(6):
-        before = len(flushed)
+        caught_up.clear()
         step(half)
-        waited.append(len(flushed) == before)
+        waited.append("message" not in caught_up)
     assert waited == [True, True, False] * 2
 
 
-def test_an_engine_runs_another_step_for_messages_that_wait(half, flushed):
+def test_no_event_waits_when_a_request_has_ended(half, caught_up):
+    """No step may follow in which it could be passed on."""
+    one = ask("new")
+    half.finished(one, ([1],))
+    assert caught_up == ["event"] * 2
+
+
+def test_an_engine_runs_another_step_for_messages_that_wait(half, caught_up):
     assert half.busy
     half._peering.client.unsent.clear()
     assert not half.busy

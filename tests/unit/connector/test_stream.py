@@ -18,6 +18,19 @@ def test_every_listener_hears_everything_in_order_from_when_it_was_added() -> No
     assert (one, other) == ([FIRST, SECOND], [SECOND])
 
 
+def test_events_that_are_held_are_passed_in_order_at_the_release() -> None:
+    heard: list[Finished] = []
+    events = EventStream(heard.append)
+    events.hold()
+    events.emit(FIRST)
+    events.emit(SECOND)
+    assert (heard, len(events.waiting)) == ([], 2)
+    events.release()
+    assert (heard, len(events.waiting)) == ([FIRST, SECOND], 0)
+    events.emit(FIRST)
+    assert heard[2:] == [FIRST], "a release ends the hold"
+
+
 def test_a_listener_that_raises_is_removed_and_logged_once(caplog) -> None:
     heard = []
 

@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 # Leases without a step after which an engine keeps none alive. A step of a slow engine can outlast one.
 _STUCK_LEASES = 4
 
-# Messages in no hurry wait for the step that begins a load, and for the one that computes it.
-_HELD_BACK_STEPS = 2
-
 # A look takes time in proportion to the number of requests, so it is not taken in every step.
 LAPSE_SECONDS = 1.0
 """Seconds between two looks at the engine, and between two claims given up during one standstill."""
@@ -128,7 +125,6 @@ class Peering:
         )
         self._standstill, self._clock = _Standstill(config.patience_seconds, clock), clock
         self._copies_prompts, self._tables = config.host_buffer, engine.tables
-        self._held_back = 0  # number of steps for which messages have waited
 
     @property
     def busy(self) -> bool:
@@ -170,18 +166,6 @@ class Peering:
             for request in self.producer.completed_by(step.tokens):
                 tokens, whole = request.num_prompt_tokens, block_ids(request.request_id)
                 orders.saves.append((self._tables(whole, tokens), tokens))
-
-    def send_waiting(self, *, hurried: bool) -> None:
-        """Send the messages that wait, unless a request needs this step for its first token (`hurried`).
-
-        Call this in each step. After `_HELD_BACK_STEPS` such steps, send them in the next one all the same.
-        """
-        # The client's thread takes the interpreter from the engine's thread, for up to a millisecond.
-        if hurried and self._held_back < _HELD_BACK_STEPS:
-            self._held_back += 1
-        else:
-            self._held_back = 0
-            self.client.flush()
 
     def drain(self, why: str) -> None:
         """Offer no KV and read none from now on. Leases and loads under way go on."""

@@ -256,6 +256,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         wrapped = self._wrap(request)
         # First, because the half's event of the end makes the recorder forget the request.
         if self._recorder is not None:
+            self._events.release()
             self._recorder.finished(wrapped)
         return self.half.finished(wrapped, block_ids)
 
