@@ -201,7 +201,7 @@ def prompt_digest(tokens: Sequence[int], extras: Sequence[str] = ()) -> str:
     """
     digest = blake2b(digest_size=16, person=b"kvferry-prompt")
     # Each part follows its length. So tokens cannot be read as an extra, nor two extras as one.
-    digest.update(_encode_count(len(tokens)) + np.asarray(tokens, dtype="<i8").tobytes())
+    digest.update(_encode_count(len(tokens)) + _encode_ids(tokens))
     for extra in extras:
         digest.update(_encode_text(extra))
     return digest.hexdigest()

@@ -41,7 +41,7 @@ from kvferry.transport.redeem import (
     Unchanged,
 )
 
-PROTOCOL = 10
+PROTOCOL = 11
 WORD_BYTES = 8
 SEAL_KEY_BYTES = 32
 MAX_REQUEST_BYTES = 4 << 20  # maximum size in bytes of a message to a producer
