@@ -6,13 +6,15 @@ import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvferry.common.errors import ConfigError
+from kvferry.tools.measuring.producer_process import ProducerProcess
+from kvferry.tools.measuring.simulated import SimulatedEngine
 
 _QUEUE_MILLISECONDS = 50
 _BURST_BYTES = 1 << 20
@@ -49,6 +51,11 @@ class LinkedHost:
         _call("unshare", _MOUNTS)
         _call("mount", b"none", b"/", None, _RECURSIVE | _SLAVE, None)
         _call("mount", self.name.encode(), b"/sys", b"sysfs", 0, None)
+
+    @property
+    def network(self) -> dict[str, str]:
+        """Return the variables that make UCX use TCP over the link."""
+        return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": self.device}
 
     def limit(self, gigabits: float) -> None:
         """Limit the rate at which the host sends over the link.
@@ -95,6 +102,17 @@ def _call(function: str, *arguments: object) -> None:
     if getattr(_LIBC, function)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def start_producer(
+    there: LinkedHost, here: LinkedHost, engines: Sequence[SimulatedEngine]
+) -> ProducerProcess:
+    """Start a producer on the other host than the calling thread's, `here`."""
+    there.enter()
+    try:
+        return ProducerProcess(engines, there.network, there.address)
+    finally:
+        here.enter()
 
 
 def on_linked_hosts(work: Callable[[LinkedHost, LinkedHost], Any]) -> Any:

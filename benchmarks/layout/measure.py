@@ -16,7 +16,7 @@ from math import lcm
 
 import numpy as np
 
-from benchmarks.hosts import LinkedHost, on_linked_hosts
+from benchmarks.hosts import LinkedHost, on_linked_hosts, start_producer
 from benchmarks.layout.cells import CHOSEN, METHODS, Cell, LayoutRow, LayoutTable, runs_of
 from benchmarks.overhead import planning
 from kvferry.common.errors import ConfigError, GeometryError
@@ -102,20 +102,8 @@ def _measure_linked(
 ) -> LayoutTable:
     for host in (there, here):
         host.limit(job.gigabits or 0)
-    os.environ.update(_network(here))
-
-    def start(engines: Sequence[SimulatedEngine]) -> ProducerProcess:
-        there.enter()
-        try:
-            return ProducerProcess(engines, _network(there), there.address)
-        finally:
-            here.enter()
-
-    return _measure(job, reading, progress, start, transfer)
-
-
-def _network(host: LinkedHost) -> dict[str, str]:
-    return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device}
+    os.environ.update(here.network)
+    return _measure(job, reading, progress, partial(start_producer, there, here), transfer)
 
 
 def _measure(

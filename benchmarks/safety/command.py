@@ -21,14 +21,23 @@ def safety(
     layers: Annotated[int, typer.Option(min=1, help="Number of layers, instead of the model's.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request that is moved.")] = 4096,
     repeats: Annotated[int, typer.Option(min=7, help="Rounds; each with and without.")] = 15,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="verify: rate in Gbit/s of a link between two network namespaces, over TCP; 0 for no limit. "
+            "Needs root.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all rounds, in seconds.")] = False,
 ) -> None:
     """Measure what protections cost, on and off in one run.
 
     lease: a transfer between two processes, with the check that the producer still has the blocks, and
     without. verify: transfers between engines that are alike and that are not, verified (verify_transfers)
-    and not. checksum: a prompt loaded from files in memory into an engine's blocks. curve: what channels
-    between engines say over ZeroMQ, encrypted and plain, and its share of a transfer.
+    and not, in seconds and in processor time of both sides. checksum: a prompt loaded from files in memory
+    into an engine's blocks. curve: what channels between engines say over ZeroMQ, encrypted and plain, and
+    its share of a transfer.
     """
     from rich.console import Console
 
@@ -40,7 +49,8 @@ def safety(
     chosen = parse_names(parts, PARTS, "parts")
     reading = read_geometry(geometry, without_none(num_hidden_layers=layers))
     with progress_line() as progress:
-        measured = measure(SafetyJob(parts=chosen, reading=reading, tokens=tokens, repeats=repeats), progress)
+        job = SafetyJob(parts=chosen, reading=reading, tokens=tokens, repeats=repeats, gigabits=link)
+        measured = measure(job, progress)
     if as_json:
         print(json.dumps(report.as_json(measured)))
     else:

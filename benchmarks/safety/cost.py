@@ -17,12 +17,15 @@ class SafetyJob:
         reading: description of the model's KV cache.
         tokens: length of the request, in tokens.
         repeats: number of rounds, each of which does the work with and without a protection.
+        gigabits: rate in Gbit/s of a link between the two engines of verified transfers, over TCP, 0 for no
+            limit; None if they are on one host.
     """
 
     parts: tuple[str, ...]
     reading: ModelReading
     tokens: int
     repeats: int
+    gigabits: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

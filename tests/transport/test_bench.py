@@ -184,13 +184,15 @@ def test_transfers_are_measured_with_and_without_verification(monkeypatch) -> No
     monkeypatch.delenv("UCX_TLS", raising=False)
     job = SafetyJob(parts=("verify",), reading=TINY, tokens=512, repeats=7)
     costs = safety.measure(job, _quiet).costs
-    assert [cost.work.split(", ", 1)[1] for cost in costs] == [
+    times, processor_times = costs[::2], costs[1::2]
+    assert [cost.work.split(", ", 1)[1] for cost in times] == [
         "alike", "from TP2, other blocks and layout", "alike, over TCP",
     ]  # fmt: skip
     for cost in costs:
         assert len(cost.on) == len(cost.off) == 7
-        assert cost.extra.median > 0, "digests cost something"
-        assert cost.target == 0.03
+        assert min(cost.on + cost.off) > 0
+    assert all(cost.target == 0.03 for cost in times)
+    assert all(cost.extra.median > 0 for cost in processor_times), "digests cost something"
     assert "UCX_TLS" not in os.environ
 
 

@@ -13,20 +13,16 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 import torch
-from xxhash import xxh3_128
 
 from kvferry.common.errors import TransferError
 from kvferry.memory.address_space import AddressSpace
-from kvferry.memory.host_copy import packed_cell, update_digest
+from kvferry.memory.host_copy import digest_cells, packed_cell
+from kvferry.memory.image_digest import DIGEST_BYTES
 from kvferry.memory.pool_cells import PoolCells
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.digest_image import PIECE_BYTES
 from kvferry.planning.select import Cells
 from kvferry.planning.template import Route
-
-# Room for several pieces of a digest (`planning.digest_image`), which the CPU's caches hold.
-_SCRATCH_BYTES = 4 * PIECE_BYTES
 
 
 class ChunkCopies(PoolCells):
@@ -134,20 +130,19 @@ class StagingCopies(PoolCells):
         """Copy cells from consecutive images into KV blocks. The arguments are those of `gather`."""
         self._copy(blocks, cells, staged, first)
 
-    def digest(self, blocks: Int64s, cells: Int64s) -> bytes:
-        """Return the XXH3-128 digest of cells in KV blocks, as packed into images (`planning.digest_image`).
+    def digest(self, blocks: Int64s, cells: Int64s, stride: int) -> bytes:
+        """Return the digest (`image_digest`) of cells in KV blocks, packed into images every `stride` bytes.
 
-        The arguments are those of `gather`. Raise TransferError if a cell is outside the block pool, or the
-        blocks are on a GPU.
+        The copies are those of a `planning.digest_image`. The other arguments are those of `gather`. Raise
+        TransferError if a cell is outside the block pool, or the blocks are on a GPU.
         """
         if not self.on_host:
             raise TransferError("KV blocks in GPU memory cannot be digested")
-        found, scratch = xxh3_128(), np.empty(_SCRATCH_BYTES, np.uint8)
+        positions, digest = np.arange(len(blocks)) * stride, 0
         for part in self.parts:
             places = part.places(blocks, cells)
-            for view in part.copies:
-                update_digest(found, view, places, scratch)
-        return found.digest()
+            digest += sum(digest_cells(view, places, positions) for view in part.copies)
+        return (digest % (1 << 8 * DIGEST_BYTES)).to_bytes(DIGEST_BYTES, "little")
 
     def clear(self, blocks: Int64s, cells: Int64s) -> None:
         super().clear(blocks, cells)

@@ -1,4 +1,4 @@
-"""The native kernel that copies cells in host memory (`strided_copy.c`), if this installation has one.
+"""The native kernel that copies and digests cells in host memory (`strided_copy.c`), if there is one.
 
 The build compiles it where there is a C compiler (`hatch_build.py`).
 """
@@ -6,53 +6,73 @@ The build compiles it where there is a C compiler (`hatch_build.py`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.planning.descriptors import Int64s
-
-CopyKernel: TypeAlias = Callable[[Int64s, Int64s, int, Int64s, bool], None]
-"""Function that copies cells, with these arguments:
-
-- address of every cell at the source, int64 of shape (cells,)
-- address of every cell at the destination, int64 of shape (cells,)
-- length of a run in bytes
-- loops, outermost first, int64 of shape (loops, 3): count, source stride, and destination stride in bytes
-- whether long runs are written past the CPU's caches
-
-Nothing is checked: every run must be inside memory, and the two sides must not overlap.
-"""
 
 # Largest number of loops that the kernel takes.
 MAX_LOOPS = 16
 
 
-def load_kernel(library: Path) -> CopyKernel:
-    """Load the kernel. Raise OSError if the library is missing, or for another kind of machine."""
-    function = ctypes.CDLL(str(library)).kvferry_copy_cells
-    function.restype = None
-    function.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
-        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int,
-    ]  # fmt: skip
+class Kernel:
+    """The functions of the library. They release the interpreter's lock.
 
-    def copy(sources: Int64s, destinations: Int64s, run: int, loops: Int64s, streamed: bool) -> None:
-        # ctypes releases the interpreter lock during the call.
-        function(
+    Nothing is checked: every run must be inside memory, and the two sides of a copy must not overlap. `loops`
+    are outermost first, int64 of shape (loops, 3): count, source stride, and destination stride in bytes.
+    """
+
+    def __init__(self, library: Path) -> None:
+        """Load the library. Raise OSError if it is missing, or for another kind of machine."""
+        loaded = ctypes.CDLL(str(library))
+        cells = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._copy: Any = loaded.kvferry_copy_cells
+        self._copy.restype = None
+        self._copy.argtypes = [*cells, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        self._digest: Any = loaded.kvferry_digest_cells
+        self._digest.restype = ctypes.c_uint64
+        self._digest.argtypes = [*cells, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+
+    def copy(self, sources: Int64s, destinations: Int64s, run: int, loops: Int64s, streamed: bool) -> None:
+        """Copy cells.
+
+        Args:
+            sources, destinations: address of every cell on each side, int64 of shape (cells,).
+            run: bytes.
+            streamed: whether long runs are written past the CPU's caches.
+        """
+        self._copy(
             sources.ctypes.data, destinations.ctypes.data, len(sources), run,
             loops.ctypes.data, len(loops), streamed,
         )  # fmt: skip
 
-    return copy
+    def digest(
+        self, sources: Int64s, positions: Int64s, run: int, loops: Int64s, keys: npt.NDArray[np.uint32]
+    ) -> int:
+        """Return the share of cells in a digest (`memory.image_digest`).
+
+        Args:
+            sources: address of every cell, int64 of shape (cells,).
+            positions: bytes from the start of the image to every cell, int64 of shape (cells,).
+            run, loops: as of a copy into the image.
+            keys: those of the words, and one that is not used, uint32.
+        """
+        found: int = self._digest(
+            sources.ctypes.data, positions.ctypes.data, len(sources), run,
+            loops.ctypes.data, len(loops), keys.ctypes.data,
+        )  # fmt: skip
+        return found
 
 
-def _kernel_or_reason() -> tuple[CopyKernel | None, str]:
+def _kernel_or_reason() -> tuple[Kernel | None, str]:
     library = Path(__file__).with_name("_strided_copy.so")
     if not library.exists():
         return None, "it was not built, because the installation found no working C compiler"
     try:
-        return load_kernel(library), ""
+        return Kernel(library), ""
     except (OSError, AttributeError) as error:  # AttributeError: a library without the function
         return None, f"it cannot be loaded: {error}"
 

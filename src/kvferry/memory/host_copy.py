@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.common.errors import TransferError
 from kvferry.memory import copy_kernel
+from kvferry.memory.image_digest import KEYS, digest_bytes
 from kvferry.planning.descriptors import Int64s
-from kvferry.planning.digest_image import LONG_RUN_BYTES
 from kvferry.planning.strided_copy import StridedCopy
 
 _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 # Bytes from which a copy is written past the CPU's caches, which it would fill.
 STREAMED_BYTES = 1 << 18
+
+# Bytes of a run from which it is digested where it lies. The kernel packs shorter ones faster than it digests
+# them.
+LONG_RUN_BYTES: Final = 64
+
+# Bytes that are packed before they are digested, if a cell has no more: the CPU's cache still holds them.
+_SCRATCH_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,32 +94,34 @@ def copy_cells(
     packed = memory.ctypes.data + view.offset + offsets
     streamed = len(places) * view.copy.bytes >= streamed_bytes
     sources, destinations = (pool, packed) if view.storing else (packed, pool)
-    kernel(sources, destinations, view.copy.run, view.loops, streamed)
+    kernel.copy(sources, destinations, view.copy.run, view.loops, streamed)
 
 
-def update_digest(digest: Any, view: CopyView, places: Int64s, scratch: npt.NDArray[np.uint8]) -> None:
-    """Add the bytes of cells in a block pool to a digest, cell after cell, in the order of packed memory.
+def digest_cells(view: CopyView, places: Int64s, positions: Int64s) -> int:
+    """Return the share of cells of a block pool in the digest of an image (`image_digest`).
 
-    Shorter runs than `LONG_RUN_BYTES` are packed into `scratch`, which has room for one cell, uint8 of shape
-    (bytes,). Raise TransferError if a cell is outside the block pool.
+    Args:
+        view: view for a copy that fills its part of a packed cell without gaps.
+        positions: bytes from the start of the image to each packed cell, int64 of shape (n,).
+
+    Raise TransferError if a cell is outside the block pool.
     """
     if not len(places):
-        return
+        return 0
     check_bounds("places of the block pool", places, 0, len(view.elements))
-    if view.copy.run >= LONG_RUN_BYTES:
-        runs = [*np.ndindex(view.shape[:-1])]
-        for place in places.tolist():
-            for run in runs:
-                digest.update(view.elements[place][run])
-        return
-    size = view.copy.bytes
-    each = len(scratch) // size
+    positions = positions + view.offset
+    if (kernel := copy_kernel.KERNEL) is not None and view.copy.run >= LONG_RUN_BYTES:
+        sources = view.elements.ctypes.data + places * view.elements.strides[0]
+        return kernel.digest(sources, positions, view.copy.run, view.loops, KEYS)
+    size, digest = view.copy.bytes, 0
+    each = max(1, _SCRATCH_BYTES // size)
+    scratch = np.empty((min(each, len(places)), size), np.uint8)
     for first in range(0, len(places), each):
         some = places[first : first + each]
-        # Packed without gaps, because the digest covers only the cells. They must stay in the CPU's caches.
         offsets = np.arange(len(some)) * size - view.offset
-        copy_cells(view, some, scratch, offsets, streamed_bytes=len(scratch) + 1)
-        digest.update(scratch[: len(some) * size])
+        copy_cells(view, some, scratch.reshape(-1), offsets, streamed_bytes=scratch.size + 1)
+        digest += digest_bytes(scratch[: len(some)], positions[first : first + each])
+    return digest
 
 
 def packed_cell(view: CopyView, memory: npt.NDArray[np.uint8], offset: int) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-/* Strided copies between two places in host memory, without Python between the runs.
+/* Strided copies between two places in host memory, and digests of strided memory, without Python between the runs.
  *
  * planning/strided_copy.py describes the loops: each has a count and one stride per side, and a run is
  * contiguous on both sides. The caller has checked that every run is inside its memory, and that source and
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KVFERRY_PORTABLE)
 #include <immintrin.h>
 #define X86 1
 #endif
@@ -214,4 +214,137 @@ void kvferry_copy_cells(const int64_t *sources, const int64_t *destinations, int
 #ifdef X86
     if (copy == copy_streamed) _mm_sfence();
 #endif
+}
+
+/* Digests. A digest is the sum of all 32-bit words of an image, each times the key of its position, modulo 2^64
+ * (memory/image_digest.py). So the runs may be added in any order. */
+
+enum { KEY_WORDS = 256, WORD = 4, KEY_BYTES = KEY_WORDS * WORD };
+
+typedef uint64_t (*sum_words)(const char *src, int64_t words, const uint32_t *keys);
+typedef uint64_t (*digest_runs)(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys);
+
+static inline __attribute__((always_inline)) uint64_t sum_words_plain(const char *src, int64_t words,
+                                                                      const uint32_t *keys) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < words; i++) {
+        uint32_t word;
+        memcpy(&word, src + i * WORD, WORD);
+        sum += (uint64_t)word * keys[i];
+    }
+    return sum;
+}
+
+#ifdef X86
+/* The instruction multiplies the even words of two vectors. Odd words are shuffled to even places, and their keys are
+ * loaded from one word further on: there is one more key than words. */
+__attribute__((target("avx2"))) static inline uint64_t sum_words_avx2(const char *src, int64_t words,
+                                                                      const uint32_t *keys) {
+    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    int64_t i = 0;
+    for (; i + 16 <= words; i += 16)
+        for (int half = 0; half < 2; half++) {
+            const uint32_t *key = keys + i + 8 * half;
+            __m256i even = _mm256_loadu_si256((const __m256i *)(src + (i + 8 * half) * WORD));
+            __m256i odd = _mm256_shuffle_epi32(even, _MM_SHUFFLE(3, 3, 1, 1));
+            even = _mm256_mul_epu32(even, _mm256_loadu_si256((const __m256i *)key));
+            odd = _mm256_mul_epu32(odd, _mm256_loadu_si256((const __m256i *)(key + 1)));
+            sums[2 * half] = _mm256_add_epi64(sums[2 * half], even);
+            sums[2 * half + 1] = _mm256_add_epi64(sums[2 * half + 1], odd);
+        }
+    __m256i all = _mm256_add_epi64(_mm256_add_epi64(sums[0], sums[1]), _mm256_add_epi64(sums[2], sums[3]));
+    __m128i sum = _mm_add_epi64(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    uint64_t found = (uint64_t)_mm_cvtsi128_si64(sum) + (uint64_t)_mm_cvtsi128_si64(_mm_unpackhi_epi64(sum, sum));
+    found += sum_words_plain(src + i * WORD, words - i, keys + i);
+    return found;
+}
+#endif
+
+/* SplitMix64 at a place of its sequence (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+ * OOPSLA 2014). */
+static inline uint64_t split_mix(uint64_t place) {
+    uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+/* Sum the bytes of a part of a word, which begins at byte `at` of the image. */
+static uint64_t sum_bytes(const char *src, int64_t at, int64_t bytes, const uint32_t *keys) {
+    uint64_t part = 0;
+    for (int64_t i = 0; i < bytes; i++) part |= (uint64_t)(unsigned char)src[i] << 8 * ((at + i) % WORD);
+    return part * keys[at / WORD];
+}
+
+static inline __attribute__((always_inline)) uint64_t digest_run(const char *src, uint64_t at, int64_t bytes,
+                                                                 const uint32_t *keys, sum_words words) {
+    uint64_t digest = 0;
+    while (bytes > 0) {
+        int64_t first = at % KEY_BYTES, length = KEY_BYTES - first < bytes ? KEY_BYTES - first : bytes;
+        uint64_t sum;
+        if (((first | length) & (WORD - 1)) == 0)
+            sum = words(src, length / WORD, keys + first / WORD);
+        else {
+            int64_t head = -first & (WORD - 1), tail;
+            if (head > length) head = length;
+            tail = (length - head) % WORD;
+            sum = words(src + head, (length - head) / WORD, keys + (first + head) / WORD);
+            if (head) sum += sum_bytes(src, first, head, keys);
+            if (tail) sum += sum_bytes(src + length - tail, first + length - tail, tail, keys);
+        }
+        digest += sum * (split_mix(at / KEY_BYTES) | 1);
+        src += length, at += length, bytes -= length;
+    }
+    return digest;
+}
+
+static inline __attribute__((always_inline)) uint64_t digest_loop(const struct loop *loop, const char *src, int64_t at,
+                                                                  int64_t run, const uint32_t *keys, sum_words words) {
+    uint64_t digest = 0;
+    int64_t count = loop->count, from = loop->src, to = loop->dst;
+    for (int64_t i = 0; i < count; i++) {
+#ifdef PF
+        if (run <= RUN_AHEAD)
+            for (int64_t b = 0; b < run; b += LINE) __builtin_prefetch(src + (i + PF) * from + b, 0, 0);
+#endif
+        digest += digest_run(src + i * from, at + i * to, run, keys, words);
+    }
+    return digest;
+}
+
+static uint64_t digest_loop_plain(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys) {
+    return digest_loop(loop, src, at, run, keys, sum_words_plain);
+}
+
+#ifdef X86
+__attribute__((target("avx2"))) static uint64_t digest_loop_avx2(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys) {
+    return digest_loop(loop, src, at, run, keys, sum_words_avx2);
+}
+#endif
+
+static uint64_t digest_loops(const struct loop *loops, int64_t count, const char *src, int64_t at, int64_t run,
+                             const uint32_t *keys, digest_runs runs) {
+    static const struct loop once = {1, 0, 0};
+    if (count <= 1) return runs(count ? loops : &once, src, at, run, keys);
+    uint64_t digest = 0;
+    for (int64_t i = 0; i < loops->count; i++)
+        digest += digest_loops(loops + 1, count - 1, src + i * loops->src, at + i * loops->dst, run, keys, runs);
+    return digest;
+}
+
+/* Return the share of some cells in the digest of an image.
+ *
+ * sources: addresses of the cells. positions: bytes from the start of the image to each.
+ * run, loops: as of a copy into the image. keys: of KEY_WORDS words, and one more that is not used.
+ */
+uint64_t kvferry_digest_cells(const int64_t *sources, const int64_t *positions, int64_t cells, int64_t run,
+                              const struct loop *loops, int64_t count, const uint32_t *keys) {
+    uint64_t digest = 0;
+    digest_runs runs = digest_loop_plain;
+#ifdef X86
+    if (__builtin_cpu_supports("avx2")) runs = digest_loop_avx2;
+#endif
+    for (int64_t i = 0; i < cells; i++)
+        digest += digest_loops(loops, count, (const char *)(intptr_t)sources[i], positions[i], run, keys, runs);
+    return digest;
 }

@@ -36,7 +36,7 @@ SEGMENTS = 4
 # Small segments need more round trips, and large ones need more staging memory.
 SMALLEST_SEGMENT_BYTES, LARGEST_SEGMENT_BYTES = 2 << 20, 16 << 20
 
-# An over-read segment is small enough that the CPU's cache still holds it when it is unpacked.
+# A segment that is unpacked or digested after the READ is small enough that the CPU's cache still holds it.
 FETCHED_SEGMENT_BYTES = 4 << 20
 
 # A lane gets no smaller part of a route than this.

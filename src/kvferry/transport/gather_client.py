@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from kvferry.common.errors import ProtocolError
+from kvferry.memory.image_digest import DIGEST_BYTES
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.packed_image import ALIGNMENT
@@ -113,7 +114,7 @@ class Digested(msgspec.Struct, frozen=True, tag="digested"):
     """Reply: the digest of the cells of a segment."""
 
     segment: Count = msgspec.field(name="chunk")
-    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):

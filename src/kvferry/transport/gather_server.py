@@ -257,9 +257,9 @@ class GatherServer:
         if reason := self._refusal(reader, message) or self._no_digest(reader, message):
             self._refuse(sender, message, reason)
             return
-        _, copies = reader.routes[message.route]
+        route, copies = reader.routes[message.route]
         try:
-            digest = copies.digest(*message.places())
+            digest = copies.digest(*message.places(), route.image_stride)
         except Exception as error:  # noqa: BLE001 - logged in full
             self._log.say("digest", "gather channel: a digest failed", error)
             self._refuse(sender, message, f"the digest failed: {shown(str(error), 500)}")

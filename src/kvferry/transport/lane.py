@@ -13,9 +13,10 @@ lane. The lane's thread has it from an order until nothing is left to do, so the
                  └──────────────────┴───────────────────────────────────────────────────────────┴─▶ failed
 
 In state DATA the lane reads the KV: one READ per rank of the peer for all cells that go straight into blocks,
-and images in segments (`packed_read`). With `TransferSettings.verify`, it compares digests of the KV with the
-peer's in state DIGESTS (`verification`). In state WORDS it reads the lease words. An unchanged word proves
-that the KV is valid, and that the peer's digests are of the leased blocks.
+and images in segments (`packed_read`). With `TransferSettings.verify`, all cells are read in segments, and
+the lane compares the digest of each with the peer's when it has landed (`verification`). In state DIGESTS the
+last ones are compared. In state WORDS the lane reads the lease words. An unchanged word proves that the KV is
+valid, and that the peer's digests are of the leased blocks.
 
 Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
 then nothing else may use the destination blocks.
@@ -375,7 +376,7 @@ class Lane:
             if read.failure is not None:
                 one.abandon(read.failure)
             else:
-                moved |= one.advance(landed=landed)
+                moved |= one.advance()
             if one.finished:
                 read.plan.verifications.remove(one)
                 # The word tells more: if it has changed, the peer's blocks may hold other KV by now.

@@ -24,7 +24,6 @@ from kvferry.memory.copies import StagingCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.prepared_lists import DescriptorIndices, TransferCounts, join_indices
 from kvferry.planning.select import (
-    Cells,
     needed_cells,
     needed_tokens,
     take_cells,
@@ -37,7 +36,7 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import PackedRead
-from kvferry.transport.prepared_routes import PreparedRoute, SourceRank, page_clearings, prepare_source
+from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
 from kvferry.transport.read_plan import LoadFigures, ReadOrder
 from kvferry.transport.staging import LaneResources
 from kvferry.transport.verification import Verification
@@ -53,8 +52,8 @@ class ReadPlan:
     """The plan of a lane's share of an order."""
 
     sources: list[SourceRank]  # ranks that supply anything
-    direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that go straight into blocks
-    packed: list[PackedRead]  # reads of images; the lane removes those that have ended
+    direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that one READ brings straight into blocks
+    packed: list[PackedRead]  # reads in segments; the lane removes those that have ended
     verifications: list[Verification]  # the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s, Int64s]]  # blocks and cells that are zeroed before the read
     # KV cache group, strategy and size of each route's share
@@ -129,7 +128,6 @@ class ConnectedPeer:
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
         packed = list[PackedRead]()
         clears = self._clears(order)
-        read = list[tuple[SourceRank, PreparedRoute, Cells]]()
         moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
         needed = [needed_tokens(group, span) for group in groups]
         for source in self.sources:
@@ -150,16 +148,15 @@ class ConnectedPeer:
                     continue
                 method = prepared.cheapest(count, source.speed.costs, order.strategy or settings.strategy)
                 moved.append((at, method.method.strategy, method.counts(route, cells)))
-                if method.method.image is None:
+                if method.method.image is None and not settings.verify:
                     indices.append(method.indices(cells, 0, 0))
                 else:
                     packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
-                read.append((source, prepared, cells))
             if indices:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
-        verifications = self._verifications(read, order.lease)
+        verifications = self._verifications(packed, order.lease)
         seconds = time.perf_counter() - started
         return ReadPlan(sources, direct, packed, verifications, clears, moved, len(groups), seconds)
 
@@ -204,12 +201,10 @@ class ConnectedPeer:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
 
-    def _verifications(
-        self, read: Sequence[tuple[SourceRank, PreparedRoute, Cells]], lease: LeaseWord
-    ) -> list[Verification]:
+    def _verifications(self, reads: Sequence[PackedRead], lease: LeaseWord) -> list[Verification]:
         if not self._lane.settings.verify:
             return []
-        return [Verification(self._lane, *each, lease) for each in read]
+        return [Verification(self._lane.clock, each, lease) for each in reads]
 
     def _check(self, order: ReadOrder) -> None:
         theirs, ours = len(self.sources[0].card.geometry.groups), len(self._lane.geometry.groups)

@@ -1,4 +1,4 @@
-"""Read packed cells: one lane's share of one route, segment by segment.
+"""Read one lane's share of one route, segment by segment: packed cells, and all cells that are verified.
 
 Cells whose bytes are scattered in short runs move as *images*. *Staged*: the source gathers cells into images
 in its staging area, on request. *Over-read*: the reader fetches contiguous ranges of the source's blocks,
@@ -8,6 +8,7 @@ from (`staging`).
     staged      ASKED ─gathered─▶ READING ─done─▶ CHECKING ─word equal─▶ (scattered) over
     shared      ASKED ─gathered─▶ scattered ────▶ CHECKING ─word equal─▶ over
     over-read                     READING ─done──────────────────────────▶ scattered  over
+    direct                        READING ─done─▶ over
     any         ─refused, silent, no room─▶ the same cells go direct:  READING ─done─▶ over
 
 A *segment* is a run of cells that move together. A staged segment holds memory of the source's staging area
@@ -58,6 +59,7 @@ class _SegmentState(Enum):
 class _Segment:
     """A run of cells that move together."""
 
+    first: int  # index of the first of them among the cells of the read
     cells: Cells
     state: _SegmentState
     since: float  # start of the current timeout: creation, or arrival of the source's reply
@@ -70,7 +72,7 @@ class _Segment:
 
 
 class PackedRead:
-    """A read of cells as images."""
+    """A read of cells in segments."""
 
     def __init__(
         self,
@@ -81,20 +83,26 @@ class PackedRead:
         cells: Cells,
         lease: LeaseWord,
     ) -> None:
-        """Split the cells into segments. `advance` reads them by a `method` of `route` with images."""
+        """Split the cells into segments. `advance` reads them by a `method` of `route`."""
         self.failure: str | None = None
         self.peer_lost = False
         self._lane, self._agent, self._clock = lane, lane.agent, lane.clock
-        self._source, self._lease = source, lease
-        self._route, self.method = route, method
+        self.source, self._lease = source, lease
+        self.route, self.method = route, method
         self.cells = cells
         self._rest = iter(method.segments(cells))
         self._next = next(self._rest, None)  # cells of the segment to begin next
+        self._begun = 0  # number of cells in segments that have begun
         self._segments: list[_Segment] = []
 
     @property
     def finished(self) -> bool:
         return not self._segments and (self._next is None or self.failure is not None)
+
+    @property
+    def landed(self) -> int:
+        """Number of cells, from the first on, that are all in their blocks."""
+        return min((segment.first for segment in self._segments), default=self._begun)
 
     @property
     def awaited(self) -> zmq.Socket[Any] | None:
@@ -125,7 +133,8 @@ class PackedRead:
     def _ask_ahead(self) -> bool:
         moved = False
         while self._next is not None and len(self._segments) < AHEAD and self.failure is None:
-            segment = _Segment(self._next, _SegmentState.NEW, self._clock())
+            segment = _Segment(self._begun, self._next, _SegmentState.NEW, self._clock())
+            self._begun += len(self._next)
             self._next = next(self._rest, None)
             self._segments.append(segment)
             moved |= self._try_step(segment)
@@ -161,8 +170,8 @@ class PackedRead:
 
     @property
     def _client(self) -> GatherClient:
-        assert self._source.client is not None  # noqa: S101 - methods that gather have a client
-        return self._source.client
+        assert self.source.client is not None  # noqa: S101 - methods that gather have a client
+        return self.source.client
 
     def _begin(self, segment: _Segment) -> bool:
         if self.method.announced_route < 0:
@@ -171,7 +180,7 @@ class PackedRead:
             self._read_unpacked(segment, "it has not answered lately")
         else:
             cells, shared = segment.cells, self.method.shared is not None
-            places = cells.src_number % self._route.route.src_cells
+            places = cells.src_number % self.route.route.src_cells
             segment.number = self._client.ask(
                 self.method.announced_route, self._lease, cells.src_block, places, shared=shared
             )
@@ -179,7 +188,7 @@ class PackedRead:
         return True
 
     def _handle_answer(self, segment: _Segment) -> bool:
-        answer, card = self._client.answer(segment.number), self._source.card
+        answer, card = self._client.answer(segment.number), self.source.card
         if isinstance(answer, Gathered):
             # The peer may name any image and any word, also those of leases.
             inside = answer.position + len(segment.cells) <= self.method.src.blocks
@@ -199,7 +208,7 @@ class PackedRead:
         return True
 
     def _read_unpacked(self, segment: _Segment, reason: str) -> None:
-        if (method := self._route.direct) is None:  # it would need too many descriptors
+        if (method := self.route.direct) is None:  # it would need too many descriptors
             self._fail(segment, f"cells that can only move packed were not packed: {reason}")
             return
         self._free_segment(segment)
@@ -234,7 +243,7 @@ class PackedRead:
         return True
 
     def _read_cells(self, segment: _Segment, indices: DescriptorIndices) -> None:
-        source = self._source
+        source = self.source
         segment.handle = self._agent.read(source.local, indices.dst, source.remote, indices.src)
         segment.state = _SegmentState.READING
         self._post(segment)
@@ -244,7 +253,7 @@ class PackedRead:
         # If nothing arrives here, the old content must not pass for the word.
         self._lane.words[segment.word] = ~np.uint64(self._word(gathered))
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
-        segment.handle = self._agent.read(self._source.local_words, here, self._source.remote_words, there)
+        segment.handle = self._agent.read(self.source.local_words, here, self.source.remote_words, there)
         segment.state = _SegmentState.CHECKING
         self._post(segment)
 
@@ -256,7 +265,7 @@ class PackedRead:
             self.peer_lost = True
 
     def _word(self, gathered: Gathered) -> int:
-        return self._source.card.incarnation << 32 | gathered.generation
+        return self.source.card.incarnation << 32 | gathered.generation
 
     def _land(self, segment: _Segment) -> None:
         gathered = segment.gathered if segment.state is _SegmentState.CHECKING else None

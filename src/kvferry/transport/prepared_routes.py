@@ -127,8 +127,9 @@ class PreparedMethod:
             areas.append(self.src.blocks)
         if self.scatter is not None:
             areas.append(self.dst.blocks)
+        whole = int(size // (self.stride or self.method.work.bytes))
         # A quarter of each staging area, so that several segments can be in progress at a time.
-        each = max(1, min(size // self.stride, *(room // 4 for room in areas)))
+        each = max(1, min([whole, *(room // 4 for room in areas)]))
         # One after the other: while the first are read, the lane has time to cut off the others.
         return (cells[at : at + each] for at in range(0, len(cells), each))
 

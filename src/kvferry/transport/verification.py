@@ -1,18 +1,18 @@
 """Verify what a read brought: compare digests of the peer's blocks with digests of this worker's blocks.
 
-    (the order is posted) ─▶ ASKED ─digest─▶ KNOWN ─all data has arrived─▶ compared ─equal─▶ over
-                               └─refused, silent─▶ over, not verified         └─unequal─▶ over, corrupt
+    (the order is posted) ─▶ ASKED ─digest─▶ KNOWN ─its data has landed─▶ compared ─equal─▶ over
+                               └─refused, silent─▶ over, not verified        └─unequal─▶ over, corrupt
 
-A lane verifies its share of each route in segments. The peer's worker digests a segment's cells while the
-READ is in flight. When all data has arrived, the lane digests the same cells in its own blocks, so the method
-by which they came does not matter. The lease word is read after that: if it is unchanged, the peer has
-digested the leased blocks.
+A lane verifies its share of each route in segments. The peer's worker digests a segment's cells while READs
+are in flight. When the segment has landed, the lane digests the same cells in its own blocks, so the method
+by which they came does not matter, while later segments are in flight. The lease word is read after that: if
+it is unchanged, the peer has digested the leased blocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ import zmq
 from kvferry.planning.select import Cells
 from kvferry.transport.gather_client import Digested, NotGathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.prepared_routes import PreparedDigest, PreparedRoute, SourceRank
-from kvferry.transport.staging import LaneResources
+from kvferry.transport.packed_read import PackedRead
+from kvferry.transport.prepared_routes import PreparedDigest
 
 # Maximum number of segments of a route for which the peer owes a digest.
 AHEAD = 4
@@ -30,39 +30,39 @@ AHEAD = 4
 # A segment has about so many bytes, so that the lane's other reads and the peer's other readers go on.
 SEGMENT_BYTES = 4 << 20
 
-# Timeout in seconds for the peer's next digest, after all data has arrived.
+# Timeout in seconds for the peer's next digest, when its data has landed.
 DIGEST_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
     cells: Cells
+    end: int  # index of the cell after the last, among those of the read
     number: int  # id of the request
     digest: bytes | None = None  # the peer's; None if it is not known yet
 
 
 class Verification:
-    """The verification of one lane's share of one route.
+    """The verification of a read: one lane's share of one route.
 
     Attributes:
         failure: why the data is not verified; None if no segment has failed.
         corrupt: whether the digests of a segment differ.
     """
 
-    def __init__(
-        self, lane: LaneResources, source: SourceRank, route: PreparedRoute, cells: Cells, lease: LeaseWord
-    ) -> None:
-        """Split the cells into segments. `route` must have a digest, and `source` a client."""
-        assert route.digest is not None  # noqa: S101 - with the setting, all routes have one
-        assert source.client is not None  # noqa: S101 - and the sources have clients
+    def __init__(self, clock: Callable[[], float], read: PackedRead, lease: LeaseWord) -> None:
+        """Split the cells into segments. The route of `read` must have a digest, and its source a client."""
+        assert read.route.digest is not None  # noqa: S101 - with the setting, all routes have one
+        assert read.source.client is not None  # noqa: S101 - and the sources have clients
         self.failure: str | None = None
         self.corrupt = False
-        self._clock, self._client, self._lease = lane.clock, source.client, lease
-        self._route, self._digest = route.route, route.digest
-        self._rest: Iterator[Cells] = _segments(cells, self._digest)
+        self._clock, self._read, self._client, self._lease = clock, read, read.source.client, lease
+        self._route, self._digest = read.route.route, read.route.digest
+        self._rest: Iterator[Cells] = _segments(read.cells, self._digest)
         self._next = next(self._rest, None)
+        self._asked = 0  # number of cells
         self._segments: deque[_Segment] = deque()  # in the order of the cells
-        self._since = 0.0  # time since which the lane waits for a digest; 0 before all data has arrived
+        self._since = 0.0  # time since which the lane waits for the digest of landed data; 0 if it does not
 
     @property
     def finished(self) -> bool:
@@ -73,23 +73,28 @@ class Verification:
         """Socket on which a digest of the peer will arrive; None if the peer owes none."""
         return self._client.socket if any(one.digest is None for one in self._segments) else None
 
-    def advance(self, *, landed: bool) -> bool:
-        """Ask for digests, take replies, and compare one segment if all data has landed.
+    def advance(self) -> bool:
+        """Ask for digests, take replies, and compare the segments that have landed.
 
         Return whether there was any progress.
         """
         moved = self._take_answers() | self._ask_ahead()
-        if not landed or not self._segments:
-            return moved
-        if (digest := self._segments[0].digest) is not None:
+        while self._has_landed and (digest := self._segments[0].digest) is not None:
             self._compare(self._segments.popleft().cells, digest)
             moved = True
-        if moved or not self._since:
+        if not self._has_landed:
+            self._since = 0.0
+        elif moved or not self._since:
             self._since = self._clock()
         elif self._clock() - self._since > DIGEST_SECONDS:
             self.abandon(f"the peer's worker sent no digest within {DIGEST_SECONDS:g} s")
             moved = True
         return moved
+
+    @property
+    def _has_landed(self) -> bool:
+        """Whether the data of the next segment to compare is in its blocks."""
+        return bool(self._segments) and self._segments[0].end <= self._read.landed
 
     def abandon(self, reason: str) -> None:
         """Verify nothing more, for the first such reason."""
@@ -104,7 +109,8 @@ class Verification:
         while self._next is not None and self.failure is None:
             if sum(one.digest is None for one in self._segments) >= AHEAD:
                 break
-            self._segments.append(_Segment(self._next, self._ask(self._next)))
+            self._asked += len(self._next)
+            self._segments.append(_Segment(self._next, self._asked, self._ask(self._next)))
             self._next, moved = next(self._rest, None), True
         return moved
 
@@ -129,7 +135,7 @@ class Verification:
         return moved
 
     def _compare(self, cells: Cells, digest: bytes) -> None:
-        if self._digest.copies.digest(cells.dst_block, cells.dst_number) != digest:
+        if self._digest.copies.digest(cells.dst_block, cells.dst_number, self._digest.stride) != digest:
             self.corrupt = True
             self.abandon(
                 f"{self._named(cells)} arrived with other bytes than the peer holds (verify_transfers); look "

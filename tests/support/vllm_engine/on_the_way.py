@@ -24,7 +24,9 @@ def when_landed(lanes: list[Any], change: Callable[[Any], object]) -> None:
 
 
 def _landing(inner: Any, change: Callable[[Any], object], read: Any, *, landed: bool) -> Any:
-    if landed and not read.data_done and read.failure is None:
+    if read.failure is None and not read.data_done:
+        if not landed:
+            return False  # a segment that has landed is verified when all have
         change(read.order)
     return inner(read, landed=landed)
 

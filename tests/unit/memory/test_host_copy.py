@@ -164,10 +164,10 @@ def test_more_loops_than_the_kernel_takes_are_copied_by_numpy():
 
 def test_a_library_that_cannot_be_loaded_is_said(tmp_path):
     with pytest.raises(OSError, match="such file"):
-        copy_kernel.load_kernel(tmp_path / "none.so")
+        copy_kernel.Kernel(tmp_path / "none.so")
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(OSError, match=r"text\.so"):
-        copy_kernel.load_kernel(tmp_path / "text.so")
+        copy_kernel.Kernel(tmp_path / "text.so")
 
 
 def test_an_installation_without_a_compiler_says_so(tmp_path, monkeypatch):
@@ -186,4 +186,4 @@ def test_the_kernel_compiles_without_warnings(tmp_path, monkeypatch):
         pytest.skip("there is no C compiler")
     monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
     assert hatch_build.compiled(SOURCE, tmp_path / "found.so") == ""
-    copy_kernel.load_kernel(tmp_path / "found.so")
+    copy_kernel.Kernel(tmp_path / "found.so")

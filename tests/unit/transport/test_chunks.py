@@ -32,6 +32,13 @@ def test_chunks_are_a_quarter_of_what_moves_and_of_the_room(count: int, room: in
     assert [len(chunk) for chunk in _way(room).segments(_cells(count))] == sizes
 
 
+@pytest.mark.parametrize(("bytes_per_cell", "sizes"), [(STRIDE, [4, 4, 2]), (3 << 20, [1] * 10)])
+def test_cells_that_are_verified_are_read_directly_in_segments(bytes_per_cell: int, sizes: list[int]) -> None:
+    method = TransferMethod(Strategy.DIRECT, Work(3, bytes_per_cell, bytes=bytes_per_cell))
+    direct = PreparedMethod(method, 3, PreparedEntries(100, 64), PreparedEntries(7, 64))
+    assert [len(segment) for segment in direct.segments(_cells(10))] == sizes
+
+
 def test_together_they_are_all_cells_in_order() -> None:
     cells = _cells(50)
     chunks = _way(64).segments(cells)

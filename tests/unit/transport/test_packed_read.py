@@ -274,6 +274,34 @@ def test_cells_are_asked_for_by_where_they_lie_in_their_blocks():
     assert table.all_given_back()
 
 
+def test_cells_are_read_directly_in_segments_without_asking():
+    table = Table(cells=3, gathers=False, scatters=False)
+    table.run()
+    assert table.transport.posted == ["images"] * 3
+    table.land()
+    assert table.scattered == []
+    assert table.read.failure is None
+    assert table.all_given_back()
+
+
+def test_cells_have_landed_up_to_the_first_segment_that_has_not():
+    table = Table(cells=AHEAD + 2, gathers=False, scatters=False)
+    assert table.read.landed == 0
+    table.run()
+    assert table.read.landed == 0
+    first, second, *_ = table.transport.states
+    table.transport.states[second] = ReadState.DONE
+    table.run()
+    assert table.read.landed == 0
+    table.transport.states[first] = ReadState.DONE
+    table.run()
+    assert table.read.landed == 2
+    table.land()
+    table.land()
+    assert table.read.landed == AHEAD + 2
+    assert table.all_given_back()
+
+
 def test_chunks_under_way_are_limited():
     table = Table(cells=AHEAD + 2, words=8)
     table.run()
