@@ -219,10 +219,11 @@ void kvferry_copy_cells(const int64_t *sources, const int64_t *destinations, int
 /* Digests. A digest is the sum of all 32-bit words of an image, each times the key of its position, modulo 2^64
  * (memory/image_digest.py). So the runs may be added in any order. */
 
-enum { KEY_WORDS = 256, WORD = 4, KEY_BYTES = KEY_WORDS * WORD };
+enum { KEY_WORDS = 256, WORD = 4, KEY_BYTES = KEY_WORDS * WORD, AHEAD = 4096 };
 
 typedef uint64_t (*sum_words)(const char *src, int64_t words, const uint32_t *keys);
-typedef uint64_t (*digest_runs)(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys);
+typedef uint64_t (*digest_runs)(const struct loop *loop, const char *src, int64_t at, int64_t run,
+                                const uint32_t *keys);
 
 static inline __attribute__((always_inline)) uint64_t sum_words_plain(const char *src, int64_t words,
                                                                       const uint32_t *keys) {
@@ -276,12 +277,18 @@ static uint64_t sum_bytes(const char *src, int64_t at, int64_t bytes, const uint
     return part * keys[at / WORD];
 }
 
+/* The CPU reads ahead itself, but not into the next page or run. */
+static inline void read_ahead(const char *src, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(src + b, 0, 3);
+}
+
 static inline __attribute__((always_inline)) uint64_t digest_run(const char *src, uint64_t at, int64_t bytes,
                                                                  const uint32_t *keys, sum_words words) {
     uint64_t digest = 0;
     while (bytes > 0) {
         int64_t first = at % KEY_BYTES, length = KEY_BYTES - first < bytes ? KEY_BYTES - first : bytes;
         uint64_t sum;
+        if (bytes > AHEAD) read_ahead(src + AHEAD, length);
         if (((first | length) & (WORD - 1)) == 0)
             sum = words(src, length / WORD, keys + first / WORD);
         else {
@@ -301,23 +308,22 @@ static inline __attribute__((always_inline)) uint64_t digest_run(const char *src
 static inline __attribute__((always_inline)) uint64_t digest_loop(const struct loop *loop, const char *src, int64_t at,
                                                                   int64_t run, const uint32_t *keys, sum_words words) {
     uint64_t digest = 0;
-    int64_t count = loop->count, from = loop->src, to = loop->dst;
+    int64_t count = loop->count, from = loop->src, to = loop->dst, far = run < AHEAD ? AHEAD / run : count;
     for (int64_t i = 0; i < count; i++) {
-#ifdef PF
-        if (run <= RUN_AHEAD)
-            for (int64_t b = 0; b < run; b += LINE) __builtin_prefetch(src + (i + PF) * from + b, 0, 0);
-#endif
+        if (i + far < count) read_ahead(src + (i + far) * from, run);
         digest += digest_run(src + i * from, at + i * to, run, keys, words);
     }
     return digest;
 }
 
-static uint64_t digest_loop_plain(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys) {
+static uint64_t digest_loop_plain(const struct loop *loop, const char *src, int64_t at, int64_t run,
+                                  const uint32_t *keys) {
     return digest_loop(loop, src, at, run, keys, sum_words_plain);
 }
 
 #ifdef X86
-__attribute__((target("avx2"))) static uint64_t digest_loop_avx2(const struct loop *loop, const char *src, int64_t at, int64_t run, const uint32_t *keys) {
+__attribute__((target("avx2"))) static uint64_t digest_loop_avx2(const struct loop *loop, const char *src, int64_t at,
+                                                                 int64_t run, const uint32_t *keys) {
     return digest_loop(loop, src, at, run, keys, sum_words_avx2);
 }
 #endif
@@ -344,7 +350,7 @@ uint64_t kvferry_digest_cells(const int64_t *sources, const int64_t *positions, 
 #ifdef X86
     if (__builtin_cpu_supports("avx2")) runs = digest_loop_avx2;
 #endif
-    for (int64_t i = 0; i < cells; i++)
+    for (int64_t i = 0; i < cells && run > 0; i++)
         digest += digest_loops(loops, count, (const char *)(intptr_t)sources[i], positions[i], run, keys, runs);
     return digest;
 }

@@ -25,6 +25,7 @@ then nothing else may use the destination blocks.
 from __future__ import annotations
 
 import logging
+import select
 import threading
 import time
 from collections import deque
@@ -319,10 +320,13 @@ class Lane:
         awaited = {one.awaited for one in packed}
         awaited |= {one.awaited for read in self._reads for one in read.plan.verifications}
         if sockets := awaited - {None}:
-            # If no READ is in flight, only a reply matters. Polling more often would take CPU time from the
-            # source, if it gathers on the same machine.
-            in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in packed)
-            zmq.select(list(sockets), [], [], nap if in_flight else _LONGEST_WAIT)
+            if any(read.handles for read in self._reads) or any(one.in_flight for one in packed):
+                # ZeroMQ's own function waits for whole milliseconds only, and would not wait at all.
+                select.select(list(sockets), [], [], nap)
+            else:
+                # Only a reply matters. Polling more often would take CPU time from the source, if it gathers
+                # on the same machine.
+                zmq.select(list(sockets), [], [], _LONGEST_WAIT)
         else:
             time.sleep(nap)
 

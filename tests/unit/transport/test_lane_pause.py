@@ -1,0 +1,46 @@
+"""A lane that waits for READs and for replies sleeps, and wakes up for a reply."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from kvferry.transport.lane import Lane
+
+NAP = 2e-4
+
+
+@pytest.fixture
+def sockets():
+    with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+        here.bind("inproc://replies")
+        there.connect("inproc://replies")
+        yield here, there
+
+
+def lane(awaited, *, in_flight: bool) -> SimpleNamespace:
+    packed = SimpleNamespace(awaited=None, in_flight=in_flight)
+    plan = SimpleNamespace(packed=[packed], verifications=[SimpleNamespace(awaited=awaited)])
+    return SimpleNamespace(_reads=[SimpleNamespace(plan=plan, handles=[])])
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_it_sleeps_while_no_reply_comes(sockets, in_flight):
+    began = time.perf_counter()
+    for _ in range(20):
+        assert not sockets[0].poll(0)  # as a client does in every round
+        Lane._pause(lane(sockets[0], in_flight=in_flight), NAP)
+    assert time.perf_counter() - began >= 20 * NAP
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_reply_wakes_it_up(sockets, in_flight):
+    here, there = sockets
+    assert not here.poll(0)
+    there.send(b"digest")
+    began = time.perf_counter()
+    Lane._pause(lane(here, in_flight=in_flight), 10.0)
+    assert time.perf_counter() - began < 5.0
