@@ -1,6 +1,6 @@
-"""Build hook: compile the native copy kernel into the wheel.
+"""Build hook: compile the native kernel, which copies and digests, into the wheel.
 
-Without a C compiler, or if the compiler fails, the wheel contains no kernel and numpy copies instead. The
+Without a C compiler, or if the compiler fails, the wheel contains no kernel and numpy works instead. The
 same holds if the environment variable KVFERRY_PURE_WHEEL is 1: such a wheel fits every system.
 """
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.memory import copy_kernel
 from kvferry.memory.copies import StagingCopies
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
@@ -92,6 +93,16 @@ def test_a_byte_that_changes_after_the_read_is_noticed_by_any_strategy(world, mo
     assert "arrived with other bytes than the peer holds" in result.failure
     assert result.corrupt
     assert not result.peer_lost
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_a_side_without_the_native_kernel_finds_the_same_digests(world, monkeypatch, name):
+    assert copy_kernel.KERNEL is not None, "the other side has it"
+    monkeypatch.setattr(copy_kernel, "KERNEL", None)
+    read = Read(world, CASES[name], ONE_LANE)
+    read.submit()
+    assert read.result().failure is None
+    assert read.arrived()
 
 
 @pytest.mark.parametrize("verify", [True, False])
