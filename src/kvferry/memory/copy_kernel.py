@@ -28,7 +28,7 @@ class Kernel:
     def __init__(self, library: Path) -> None:
         """Load the library. Raise OSError if it is missing, or for another kind of machine."""
         loaded = ctypes.CDLL(str(library))
-        cells = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        cells: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._copy: Any = loaded.kvferry_copy_cells
         self._copy.restype = None
         self._copy.argtypes = [*cells, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]

@@ -319,14 +319,14 @@ class Lane:
         packed = [one for read in self._reads for one in read.plan.packed]
         awaited = {one.awaited for one in packed}
         awaited |= {one.awaited for read in self._reads for one in read.plan.verifications}
-        if sockets := awaited - {None}:
+        if sockets := [one for one in awaited if one is not None]:
             if any(read.handles for read in self._reads) or any(one.in_flight for one in packed):
                 # ZeroMQ's own function waits for whole milliseconds only, and would not wait at all.
-                select.select(list(sockets), [], [], nap)
+                select.select(sockets, [], [], nap)
             else:
                 # Only a reply matters. Polling more often would take CPU time from the source, if it gathers
                 # on the same machine.
-                zmq.select(list(sockets), [], [], _LONGEST_WAIT)
+                zmq.select(sockets, [], [], _LONGEST_WAIT)
         else:
             time.sleep(nap)
 
