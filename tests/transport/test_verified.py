@@ -127,14 +127,14 @@ def test_without_verification_the_same_byte_passes(world, name, verify):
 @pytest.mark.parametrize("ended", [True, False])
 def test_bytes_that_the_peer_overwrites_are_a_lease_that_ended_if_it_has(world, ended):
     read = Read(world, CASES["everything differs"], replace(ONE_LANE, strategy=Strategy.DIRECT))
-    held = Verification.advance
+    ask = Verification.ask_ahead
 
     def late(self):
         """Ask for no digest before all data has landed."""
-        return self._read.landed == len(self._read.cells) and held(self)
+        return self._read.landed == len(self._read.cells) and ask(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Verification, "advance", late)
+        patched.setattr(Verification, "ask_ahead", late)
         read.reader.agent.gate.clear()
         read.submit()
         wait_for(read.arrived)

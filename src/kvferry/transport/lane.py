@@ -344,6 +344,8 @@ class Lane:
     def _advance(self, read: _Read) -> bool:
         """Take the next step of a read if that is possible now; return whether a step was taken."""
         agent, moved = self._lane.agent, False
+        for one in read.plan.verifications if read.failure is None else ():
+            moved |= one.ask_ahead()  # first, because posting a READ may take as long as the READ
         for packed in list(read.plan.packed):
             if read.failure is not None:
                 packed.abandon(read.failure)

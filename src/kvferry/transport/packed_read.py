@@ -36,6 +36,10 @@ from kvferry.transport.staging import Allocation, LaneResources, StagingArea
 
 AHEAD = 4  # maximum number of segments of a route that are in progress at a time
 
+# The same of segments that go straight into blocks. A transport serves READs in flight in turns, so they land
+# together, and are verified after that.
+DIRECT_AHEAD = 2
+
 # Timeout in seconds for the source to gather a segment. After it, the cells are read without packing.
 ASK_SECONDS = 5.0
 
@@ -93,6 +97,7 @@ class PackedRead:
         self._rest = iter(method.segments(cells))
         self._next = next(self._rest, None)  # cells of the segment to begin next
         self._begun = 0  # number of cells in segments that have begun
+        self._ahead = AHEAD if method.stride else DIRECT_AHEAD
         self._segments: list[_Segment] = []
 
     @property
@@ -132,7 +137,7 @@ class PackedRead:
 
     def _ask_ahead(self) -> bool:
         moved = False
-        while self._next is not None and len(self._segments) < AHEAD and self.failure is None:
+        while self._next is not None and len(self._segments) < self._ahead and self.failure is None:
             segment = _Segment(self._begun, self._next, _SegmentState.NEW, self._clock())
             self._begun += len(self._next)
             self._next = next(self._rest, None)

@@ -73,12 +73,20 @@ class Verification:
         """Socket on which a digest of the peer will arrive; None if the peer owes none."""
         return self._client.socket if any(one.digest is None for one in self._segments) else None
 
-    def advance(self) -> bool:
-        """Ask for digests, take replies, and compare the segments that have landed.
+    def ask_ahead(self) -> bool:
+        """Ask for as many digests as the peer may owe; return whether any was asked for."""
+        moved = False
+        while self._next is not None and self.failure is None:
+            if sum(one.digest is None for one in self._segments) >= AHEAD:
+                break
+            self._asked += len(self._next)
+            self._segments.append(_Segment(self._next, self._asked, self._ask(self._next)))
+            self._next, moved = next(self._rest, None), True
+        return moved
 
-        Return whether there was any progress.
-        """
-        moved = self._take_answers() | self._ask_ahead()
+    def advance(self) -> bool:
+        """Take replies, and compare the segments that have landed; return whether there was any progress."""
+        moved = self._take_answers()
         while self._has_landed and (digest := self._segments[0].digest) is not None:
             self._compare(self._segments.popleft().cells, digest)
             moved = True
@@ -103,16 +111,6 @@ class Verification:
             if segment.digest is None:
                 self._client.done(segment.number)
         self._segments.clear()
-
-    def _ask_ahead(self) -> bool:
-        moved = False
-        while self._next is not None and self.failure is None:
-            if sum(one.digest is None for one in self._segments) >= AHEAD:
-                break
-            self._asked += len(self._next)
-            self._segments.append(_Segment(self._next, self._asked, self._ask(self._next)))
-            self._next, moved = next(self._rest, None), True
-        return moved
 
     def _ask(self, cells: Cells) -> int:
         places = cells.src_number % self._route.src_cells

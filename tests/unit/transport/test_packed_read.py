@@ -16,6 +16,7 @@ from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed_read import (
     AHEAD,
     ASK_SECONDS,
+    DIRECT_AHEAD,
     ROOM_SECONDS,
     SILENT_SECONDS,
     PackedRead,
@@ -106,7 +107,7 @@ class Table:
 
     def __init__(
         self, cells=2, src_cells=1, gathers=True, scatters=True, direct=True, per_segment=1, words=2,
-        shared=None,
+        shared=None, stride=STRIDE,
     ):  # fmt: skip
         self.now = 100.0
         self.landing = StagingArea(4 * UNIT_BYTES, Region(0, 1))
@@ -118,7 +119,7 @@ class Table:
         self.scattered: list[tuple[list[int], list[int], int]] = []
         loops = SimpleNamespace(scatter=self._scatter)
         self.method = SimpleNamespace(
-            announced_route=3 if gathers else -1, scatter=loops if scatters else None, stride=STRIDE,
+            announced_route=3 if gathers else -1, scatter=loops if scatters else None, stride=stride,
             shared=shared, src=PreparedEntries(0, 40), segments=lambda cells: [
                 cells[at : at + per_segment] for at in range(0, len(cells), per_segment)
             ],
@@ -275,9 +276,10 @@ def test_cells_are_asked_for_by_where_they_lie_in_their_blocks():
 
 
 def test_cells_are_read_directly_in_segments_without_asking():
-    table = Table(cells=3, gathers=False, scatters=False)
+    table = Table(cells=3, gathers=False, scatters=False, stride=0)
     table.run()
-    assert table.transport.posted == ["images"] * 3
+    assert table.transport.posted == ["images"] * DIRECT_AHEAD, "so that they land one after the other"
+    table.land()
     table.land()
     assert table.scattered == []
     assert table.read.failure is None
@@ -285,7 +287,7 @@ def test_cells_are_read_directly_in_segments_without_asking():
 
 
 def test_cells_have_landed_up_to_the_first_segment_that_has_not():
-    table = Table(cells=AHEAD + 2, gathers=False, scatters=False)
+    table = Table(cells=4, gathers=False, scatters=False, stride=0)
     assert table.read.landed == 0
     table.run()
     assert table.read.landed == 0
@@ -298,7 +300,7 @@ def test_cells_have_landed_up_to_the_first_segment_that_has_not():
     assert table.read.landed == 2
     table.land()
     table.land()
-    assert table.read.landed == AHEAD + 2
+    assert table.read.landed == 4
     assert table.all_given_back()
 
 

@@ -73,7 +73,7 @@ class Table:
     def run(self, *, landed: bool | int) -> None:
         """Advance as far as possible; so many cells have landed, or all of them, or none."""
         self.data.landed = len(self.data.cells) * landed if isinstance(landed, bool) else landed
-        while self.read.advance():
+        while self.read.ask_ahead() | self.read.advance():
             pass
 
 
