@@ -25,7 +25,6 @@ then nothing else may use the destination blocks.
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections import deque
@@ -315,19 +314,17 @@ class Lane:
             read.failure, read.peer_lost = f"the transport refused the read: {error}", True
 
     def _pause(self, nap: float) -> None:
-        """Sleep for `nap` seconds, or until a peer that was asked to gather replies."""
+        """Sleep for `nap` seconds, or if no READ is in flight until a peer replies."""
         packed = [one for read in self._reads for one in read.plan.packed]
         awaited = {one.awaited for one in packed}
         awaited |= {one.awaited for read in self._reads for one in read.plan.verifications}
-        if sockets := [one for one in awaited if one is not None]:
-            if any(read.handles for read in self._reads) or any(one.in_flight for one in packed):
-                # ZeroMQ's own function waits for whole milliseconds only, and would not wait at all.
-                select.select(sockets, [], [], nap)
-            else:
-                # Only a reply matters. Polling more often would take CPU time from the source, if it gathers
-                # on the same machine.
-                zmq.select(sockets, [], [], _LONGEST_WAIT)
+        sockets = [one for one in awaited if one is not None]
+        in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in packed)
+        if sockets and not in_flight:
+            # Polling more often would take CPU time from the source, if it gathers on the same machine.
+            zmq.select(sockets, [], [], _LONGEST_WAIT)
         else:
+            # ZeroMQ waits for whole milliseconds only, and would not wait at all.
             time.sleep(nap)
 
     def _progress(self, reads: Sequence[_Read]) -> bool:
