@@ -87,12 +87,12 @@ def said(reached: Reached, least: float) -> None:
 def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog, long):
     odd = Odd(seed(), requests())
     handlers = [PeerInfo.answer, FairQueue.put, *methods(TicketBook, without=("__len__",))]
-    handlers += methods(ControlServer, without=("__init__", "close", "_run"))
+    handlers += methods(ControlServer, without=("__init__", "close"))
     handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
     with Reached(*handlers, messages.decode_request, messages.compare_facts) as reached:
         server, honest = rig.server(), rig.client()
         model = Model(server)
-        server._serve = cost = Costs(server._serve)
+        server._listener._answer = cost = Costs(server._listener._answer)
         meet(honest, server.port)
         liar, slowest = rig.socket(server.port), 0.0
         keep(honest, server)
@@ -163,10 +163,10 @@ def test_a_consumer_goes_on_whatever_a_peer_with_the_key_answers(rig, caplog, mo
 
 def test_a_worker_gathers_on_whatever_a_reader_with_the_key_says(rig, caplog, monkeypatch, long):
     monkeypatch.setattr(gather_server, "WAIT_SECONDS", 0.3)
-    handlers = methods(GatherServer, without=("__init__", "close", "_run"))
+    handlers = methods(GatherServer, without=("__init__", "close"))
     with Reached(*handlers, *functions(gather_messages)) as reached:
         worker = Worker(rig)
-        worker.server._serve = cost = Costs(worker.server._serve)
+        worker.server._listener._answer = cost = Costs(worker.server._listener._answer)
         odd = Odd(seed(), gather_requests(worker.address, STRIDE, BLOCKS))
         honest, liar = rig.socket(worker.server.port), rig.socket(worker.server.port)
         route = GatherRoute(STRIDE, BLOCKS, 64, (PoolCopies((0,), (StridedCopy(worker.address, 0, 64),)),))

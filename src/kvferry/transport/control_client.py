@@ -8,12 +8,11 @@ keep claimed leases from expiring while the request waits in the engine's queue.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import zmq
 
@@ -47,10 +46,10 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
-from kvferry.transport.resolver import AddressNotAllowed, PeerResolver, ResolveName
+from kvferry.transport.resolver import AddressNotAllowed, ResolveName
 from kvferry.transport.seal import SealBinding, Sealer
 from kvferry.transport.security import Keys
-from kvferry.transport.sockets import SOCKETS, ControlSocket, SocketPoller, warn_if_late
+from kvferry.transport.sockets import SOCKETS, ChannelClient, ControlSocket
 from kvferry.transport.turns import TurnContent, TurnQueries
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,8 @@ class _Peer:
     connected: bool = False
 
 
-class ControlClient:
+# Each peer has two sockets: for messages (False), and for events of its connection (True).
+class ControlClient(ChannelClient[tuple[Address, bool]]):
     """A thread that talks to the control channels of all peers that an engine reads KV from.
 
     Attributes:
@@ -106,10 +106,19 @@ class ControlClient:
             runs: returns whether the engine still runs steps. If not, no heartbeats are sent, so that the
                 engine does not keep blocks of others without using them.
         """
+        super().__init__(
+            "control channel",
+            "kvferry-control-client",
+            keys,
+            peers,
+            SOCKETS * (MAX_REMEMBERED + MAX_HANDSHAKES),
+            resolve,
+            clock,
+        )
         self._runs, self._meets, self._on_news = runs, frozenset(meets), on_news
         self._max_unresolved = max_unresolved
-        self._clock, self._linger_milliseconds = clock, int(linger_seconds * 1000)
-        self._keys, self._heartbeat_seconds = keys, heartbeat_seconds
+        self._linger_milliseconds = int(linger_seconds * 1000)
+        self._heartbeat_seconds, self._next_beat = heartbeat_seconds, clock() + heartbeat_seconds
         self._check_ranks = check
         self._handshakes = Handshakes(facts, self._check_and_resolve, handshake_seconds, clock)
         self._questions = TurnQueries(clock)
@@ -119,15 +128,9 @@ class ControlClient:
         self._woken = False  # True from a wake-up of the thread until it takes the commands
         self._unresolved: list[_Command] = []
         self._unnamed: set[Address] = set()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._context.max_sockets = SOCKETS * (MAX_REMEMBERED + MAX_HANDSHAKES)
         self._peers: dict[Address, _Peer] = {}
-        # Each peer has two sockets: for messages (False), and for events of its connection (True).
-        self._poller = SocketPoller[tuple[Address, bool]]()
-        self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
-        self._log, self._seal_log = LimitedLog(logger), LimitedLog(logger)  # one for each thread
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-control-client", daemon=True)
+        self._seal_log = LimitedLog(logger)  # for the engine's thread
+        self._meet()
         self._thread.start()
 
     # -- the engine's thread ------------------------------------------------------------------------------
@@ -231,14 +234,6 @@ class ControlClient:
     def drop_question(self, number: int) -> None:
         self._questions.drop(number)
 
-    def close(self) -> None:
-        """Send the queued messages, and wait until the client's thread has ended."""
-        self._stop = True
-        self._poller.wake()
-        self._thread.join()
-        self._names.close()
-        self._poller.close()
-
     def flush(self) -> None:
         """Send the messages that wait for it. Call this in each step that begins no load."""
         if self.unsent and not self._woken:
@@ -255,25 +250,15 @@ class ControlClient:
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        self._next_beat = self._clock() + self._heartbeat_seconds
-        self._meet()
-        stop = False
-        while not stop:
-            # At most a second, so that delays are noticed.
-            soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
-            seconds = min(1.0, max(0.0, soonest - self._clock()) + 0.001)
-            due = time.monotonic() + seconds
-            heard = self._poller.wait(0 if self._woken else seconds)
-            warn_if_late(self._log, "control channel, asking", due)
-            stop = self._stop  # messages queued before `close` are still sent
-            try:
-                self._run_once(heard)
-            except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
-                self._log.say(type(error).__name__, "control channel: an unexpected error", error)
+    def _seconds(self) -> float:
+        if self._woken:
+            return 0.0
+        soonest = min(self._next_beat, self._handshakes.soonest, self._redemptions.soonest)
+        return max(0.0, soonest - self._clock()) + 0.001
+
+    def _close_all(self) -> None:
         for peer in self._peers.values():
             peer.socket.close(self._linger_milliseconds)
-        self._context.term()
 
     def _run_once(self, heard: list[tuple[Address, bool]]) -> None:
         for address, is_event in heard:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from typing import Generic, TypeVar
 
 from msgspec import structs
 
-from kvferry.common.errors import ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.transport import security
@@ -30,12 +28,12 @@ from kvferry.transport.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL,
     SEAL_KEY_BYTES,
+    AskRanks,
     AskTurn,
     Heartbeat,
     Hello,
     RankCard,
     Refused,
-    Release,
     Reply,
     decode_request,
     encode,
@@ -44,14 +42,12 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import Redeem, Redeemed, TicketBook
 from kvferry.transport.resolver import ResolveName
 from kvferry.transport.seal import Sealer
-from kvferry.transport.sockets import warn_if_late
 from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
 
 MAX_PER_SENDER = 256
 MAX_MESSAGES = 8192
-_POLL_SECONDS = 0.2
 _MOST_KEEPERS = 64
 _REASON_CHARACTERS = 2000
 
@@ -119,7 +115,6 @@ class ControlServer:
     Attributes:
         events: events about leases, oldest first. The server's thread appends them, and the engine's thread
             removes them. The number of queued events caused by one consumer is limited.
-        rejected: number of messages dropped because they could not be decoded.
         sealer: seals grants for the consumers of this channel.
     """
 
@@ -134,7 +129,6 @@ class ControlServer:
     ) -> None:
         """Bind the socket, and start the thread. The arguments are those of `Listener`."""
         self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
-        self.rejected = 0
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
         key = secrets.token_bytes(SEAL_KEY_BYTES)
@@ -146,9 +140,7 @@ class ControlServer:
             "control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers, resolve=resolve
         )
         self.port = self._listener.port
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-control-server", daemon=True)
-        self._thread.start()
+        self._listener.serve("kvferry-control-server", self._serve)
 
     def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
         """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
@@ -169,51 +161,39 @@ class ControlServer:
     def connections(self) -> int:
         return self._listener.connections.open
 
-    def close(self) -> None:
-        self._stop.set()
-        self._listener.interrupt()
-        self._thread.join()
+    @property
+    def rejected(self) -> int:
+        """Number of messages dropped because they could not be decoded."""
+        return self._listener.rejected
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            began = time.monotonic()
-            heard = self._listener.wait(_POLL_SECONDS)
-            warn_if_late(self._log, "control channel, listening", began + _POLL_SECONDS)
-            if not heard:
-                continue
-            try:
-                self._serve()
-            except ProtocolError as error:
-                self.rejected += 1
-                self._log.say("dropped", f"control channel: dropped a message: {error}")
-            except Exception as error:  # noqa: BLE001 - one message must not end the channel for all peers
-                self._log.say(type(error).__name__, "control channel: an unexpected error", error)
+    def close(self) -> None:
         self._listener.close()
 
-    def _serve(self) -> None:
-        sender, data = self._listener.receive()
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _serve(self, sender: bytes, data: bytes) -> bytes | None:
         message = decode_request(data)
         if isinstance(message, Redeem):
             answer = self.tickets.redeem(message)
             if isinstance(answer, Redeemed):
                 claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
                 self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
-            self._listener.send(sender, encode(answer))
-        elif isinstance(message, Heartbeat):
-            leases = self.tickets.claimed(message.consumer, message.tickets)
-            if leases := leases + self.turns.leases(message.tickets):
-                self.events.put(sender, LeasesClaimed(leases))
-        elif isinstance(message, Release):
-            # Each ticket is released at most once, so the number of leases limits these events.
-            if leases := self.tickets.release(message.consumer, message.tickets):
-                self.events.put(sender, LeasesReleased(leases), force=True)
-        elif isinstance(message, AskTurn):
-            self._listener.send(sender, encode(self.turns.find(message)))
-        else:
+            return encode(answer)
+        if isinstance(message, AskTurn):
+            return encode(self.turns.find(message))
+        if isinstance(message, Hello | AskRanks):
             reply = self._card.answer(message)
             if isinstance(message, Hello):
                 self._on_hello(message, reply)
-            self._listener.send(sender, encode(reply))
+            return encode(reply)
+        if isinstance(message, Heartbeat):
+            leases = self.tickets.claimed(message.consumer, message.tickets)
+            if leases := leases + self.turns.leases(message.tickets):
+                self.events.put(sender, LeasesClaimed(leases))
+        # Each ticket is released at most once, so the number of leases limits these events.
+        elif leases := self.tickets.release(message.consumer, message.tickets):
+            self.events.put(sender, LeasesReleased(leases), force=True)
+        return None
 
     def _on_hello(self, message: Hello, reply: Reply) -> None:
         peer = message.facts

@@ -19,11 +19,12 @@ from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.packed_image import ALIGNMENT
 from kvferry.planning.strided_copy import StridedCopy
-from kvferry.transport import security
 from kvferry.transport.addresses import zmq_endpoint
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import PROTOCOL, as_protocol_error, encode
 from kvferry.transport.redeem import Count, HalfWord
+from kvferry.transport.security import Keys
+from kvferry.transport.sockets import new_dealer
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 64 << 10
@@ -229,15 +230,12 @@ class GatherClient:
         host: str,
         port: int,
         routes: Sequence[GatherRoute],
-        keys: security.Keys,
+        keys: Keys,
     ) -> None:
         """Connect to the rank at an IP address in the background, and announce the routes."""
         self.silent_until = 0.0
-        self.socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.maxmsgsize = MAX_REPLY_BYTES
+        self.socket = new_dealer(context, keys, MAX_REPLY_BYTES)
         self.socket.sndhwm = _QUEUED
-        security.secure_client(self.socket, keys)
         self.socket.connect(zmq_endpoint(self.socket, host, port))
         self._introduction = AnnounceRoutes(PROTOCOL, list(routes))
         self._introductions = 1

@@ -14,14 +14,12 @@ area is already registered.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.common.errors import KVFerryError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.geometry import RankGeometry
@@ -56,7 +54,6 @@ ALLOCATION_SECONDS = 60.0
 # Maximum seconds that a request waits for staging memory. The timeout of readers is about the same.
 WAIT_SECONDS = 5.0
 
-_POLL_SECONDS = 0.2
 _SWEEP_SECONDS = 1.0
 
 
@@ -137,38 +134,19 @@ class GatherServer:
         self._listener = Listener("gather channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
         self._log = LimitedLog(logger)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-gather", daemon=True)
-        self._thread.start()
+        self._listener.serve(
+            "kvferry-gather",
+            self._serve,
+            begin=(partial(enter_stream, area.region),),
+            each_round=(self._expire, self._serve_waiting),
+        )
 
     def close(self, patience_seconds: float = 2.0) -> None:
-        self._stop.set()
-        self._listener.interrupt()
-        self._thread.join(patience_seconds)
-        if self._thread.is_alive():
-            logger.warning("gather channel: still busy after %g s, left behind", patience_seconds)
+        self._listener.close(patience_seconds)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        self._run_guarded(partial(enter_stream, self.area.region))
-        while not self._stop.is_set():
-            if self._listener.wait(_POLL_SECONDS):
-                self._run_guarded(self._serve)
-            self._run_guarded(self._expire)
-            self._run_guarded(self._serve_waiting)
-        self._listener.close()
-
-    def _run_guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except KVFerryError as error:
-            self._log.say("dropped", f"gather channel: dropped a message: {error}")
-        except Exception as error:  # noqa: BLE001 - logged in full
-            self._log.say(type(error).__name__, "gather channel: an unexpected error", error)
-
-    def _serve(self) -> None:
-        sender, data = self._listener.receive()
+    def _serve(self, sender: bytes, data: bytes) -> None:
         message = decode_request(data)
         if isinstance(message, AnnounceRoutes):
             self._set_routes(sender, message)

@@ -1,4 +1,7 @@
-"""A listening ZeroMQ ROUTER socket for peers: encrypted, authenticated, with a limit on connections."""
+"""A listening ZeroMQ ROUTER socket for peers: encrypted, authenticated, with a limit on connections.
+
+Servers of channels give it a function that answers a message, and its thread calls that until `close`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-from kvferry.common.errors import ConfigError, ProtocolError
+from kvferry.common.errors import ConfigError, KVFerryError, ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.machine import resource
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange, parse_ip, zmq_endpoint
 from kvferry.transport.resolver import PeerResolver, ResolveName
 from kvferry.transport.security import Keys
+from kvferry.transport.sockets import warn_if_late
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,9 @@ _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 # Maximum number of queued messages from a peer, and of queued replies to it. ZeroMQ holds back further
 # messages, and drops further replies.
 _QUEUED = 64
+
+# Maximum seconds between two looks at what is due without a message.
+_POLL_SECONDS = 0.2
 
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))  # struct sock_fprog
@@ -206,7 +215,13 @@ class _Authenticator:
 
 
 class Listener:
-    """A listening ZeroMQ socket for peers. One thread at a time may use it; any may call `interrupt`."""
+    """A listening ZeroMQ socket for peers, and the thread that answers them.
+
+    Without `serve`, one thread at a time may use it. Any may call `interrupt` and `close`.
+
+    Attributes:
+        rejected: number of messages dropped because `answer` has raised a KVFerryError.
+    """
 
     def __init__(
         self,
@@ -223,11 +238,15 @@ class Listener:
         """Create and bind the socket, or raise ConfigError if the address cannot be bound.
 
         Args:
-            channel: name of the channel in error messages.
+            channel: name of the channel in messages.
             port: 0 for any free port, or a range for a free port of it.
             max_message_bytes: a peer that sends a longer message is disconnected.
             max_connections: None for a limit by that of the process's file descriptors.
         """
+        self.rejected = 0
+        self._channel, self._log = channel, LimitedLog(logger)
+        self._thread: threading.Thread | None = None
+        self._stop = False
         self._lock, self._closed = threading.Lock(), False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -242,7 +261,7 @@ class Listener:
         try:
             self._bind(host, port)
         except zmq.ZMQError as error:
-            self.close()
+            self._shut()
             why = zmq.strerror(error.errno or 0)
             place, remedy = f" port {port}" if port else "", "another port, or 0 for any free one"
             if isinstance(port, PortRange):
@@ -268,6 +287,48 @@ class Listener:
             else:
                 return
 
+    def serve(
+        self,
+        name: str,
+        answer: Callable[[bytes, bytes], bytes | None],
+        *,
+        begin: tuple[Callable[[], None], ...] = (),
+        each_round: tuple[Callable[[], None], ...] = (),
+    ) -> None:
+        """Start a thread that answers messages until `close`. An error ends only the call that raised it.
+
+        Args:
+            name: name of the thread.
+            answer: takes a sender's id and its message, and returns the reply; None for no reply.
+            begin: called by the thread before the first message.
+            each_round: called by the thread after each message, and at least every `_POLL_SECONDS`.
+        """
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run, args=(begin, each_round), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, begin: tuple[Callable[[], None], ...], each_round: tuple[Callable[[], None], ...]) -> None:
+        steps = begin
+        while not self._stop:
+            for step in steps:
+                try:
+                    step()
+                except KVFerryError as error:
+                    self.rejected += 1
+                    self._log.say("dropped", f"{self._channel}: dropped a message: {error}")
+                except Exception as error:  # noqa: BLE001 - one message must not end the channel for all
+                    self._log.say(type(error).__name__, f"{self._channel}: an unexpected error", error)
+            due = time.monotonic() + _POLL_SECONDS
+            heard = self.wait(_POLL_SECONDS)
+            warn_if_late(self._log, f"{self._channel}, listening", due)
+            steps = (self._answer_next, *each_round) if heard else each_round
+        self._shut()
+
+    def _answer_next(self) -> None:
+        sender, data = self.receive()
+        if (reply := self._answer(sender, data)) is not None:
+            self.send(sender, reply)
+
     def wait(self, seconds: float) -> bool:
         """Wait for a message, at most `seconds` or until `interrupt`; return whether one has arrived."""
         heard = dict(self._poller.poll(int(seconds * 1000)))
@@ -292,7 +353,18 @@ class Listener:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def close(self) -> None:
+    def close(self, patience_seconds: float | None = None) -> None:
+        """End the thread that answers, and close the socket. Leave a thread that takes longer running."""
+        if self._thread is None:
+            self._shut()
+            return
+        self._stop = True
+        self.interrupt()
+        self._thread.join(patience_seconds)
+        if self._thread.is_alive():
+            logger.warning("%s: still busy after %g s, left behind", self._channel, patience_seconds)
+
+    def _shut(self) -> None:
         with self._lock:
             self._closed = True
             os.close(self._wake)

@@ -1,16 +1,20 @@
-"""Sockets of control channels, and a wait for many ZeroMQ sockets whose cost does not grow with them.
+"""Sockets that are connected to peers' channels, and the thread of a client that has many of them.
 
-`zmq.Poller` asks each socket in each call. Here, epoll waits for the file descriptors of all sockets
-(``ZMQ_FD``). Such a descriptor only says that something about its socket may have changed, and sending a
-message can consume the signal. So sockets whose state may have changed without a new signal are asked again
-before the next wait. See the description of ``ZMQ_FD`` in ``zmq_getsockopt(3)``.
+The cost of a wait for sockets does not grow with their number. `zmq.Poller` asks each socket in each call.
+Here, epoll waits for the file descriptors of all sockets (``ZMQ_FD``). Such a descriptor only says that
+something about its socket may have changed, and sending a message can consume the signal. So sockets whose
+state may have changed without a new signal are asked again before the next wait. See the description of
+``ZMQ_FD`` in ``zmq_getsockopt(3)``.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +23,19 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.common.limited_log import LimitedLog
 from kvferry.transport import security
-from kvferry.transport.addresses import zmq_endpoint
+from kvferry.transport.addresses import AllowedPeers, zmq_endpoint
 from kvferry.transport.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+from kvferry.transport.resolver import PeerResolver, ResolveName
+
+logger = logging.getLogger(__name__)
 
 # Number of ZeroMQ sockets that a `ControlSocket` takes: its own, and two for its connection events.
 SOCKETS = 3
 
 LATE_SECONDS = 1.0
+
+# Maximum seconds that a client waits, so that delays of its thread are noticed.
+_LONGEST_WAIT = 1.0
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -87,6 +97,76 @@ class SocketPoller(Generic[Name]):
         return [name for name in names if int(self._sockets[name].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
 
 
+def new_dealer(context: zmq.Context[Any], keys: security.Keys, max_reply_bytes: int) -> zmq.Socket[Any]:
+    """Return a socket that can be connected to a peer's channel. Closing it drops what is not sent yet."""
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket.linger, socket.maxmsgsize = 0, max_reply_bytes
+    security.secure_client(socket, keys)
+    return socket
+
+
+class ChannelClient(ABC, Generic[Name]):
+    """A thread that exchanges messages with the channels of many peers, over sockets that it names.
+
+    An error in a round is logged, and the thread goes on.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        thread: str,
+        keys: security.Keys,
+        peers: AllowedPeers,
+        max_sockets: int,
+        resolve: ResolveName | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare the thread, which the subclass starts. `channel` is the name of the channel in messages."""
+        self._channel, self._keys, self._clock = channel, keys, clock
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.max_sockets = max_sockets
+        self._poller = SocketPoller[Name]()
+        self._names = PeerResolver(peers, self._poller.wake, resolve, clock)
+        self._log = LimitedLog(logger)  # for the thread
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+
+    def close(self) -> None:
+        """End the thread, after a last round for what was queued before."""
+        self._stop = True
+        self._poller.wake()
+        self._thread.join()
+        self._names.close()
+        self._poller.close()
+
+    @abstractmethod
+    def _seconds(self) -> float:
+        """Return after how many seconds, 0 for at once, a round is due even if no message arrives."""
+
+    @abstractmethod
+    def _run_once(self, heard: list[Name]) -> None:
+        """Receive a message from each of these sockets, and do what is queued and due."""
+
+    @abstractmethod
+    def _close_all(self) -> None:
+        """Close all sockets, because the thread ends."""
+
+    def _run(self) -> None:
+        stop = False
+        while not stop:
+            seconds = min(_LONGEST_WAIT, self._seconds())
+            due = time.monotonic() + seconds
+            heard = self._poller.wait(seconds)
+            warn_if_late(self._log, f"{self._channel}, asking", due)
+            stop = self._stop
+            try:
+                self._run_once(heard)
+            except Exception as error:  # noqa: BLE001 - one peer's message must not silence all others
+                self._log.say(type(error).__name__, f"{self._channel}: an unexpected error", error)
+        self._close_all()
+        self._context.term()
+
+
 class ControlSocket:
     """A socket that is connected to the control channel of one peer. Not thread-safe.
 
@@ -95,11 +175,8 @@ class ControlSocket:
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int, keys: security.Keys) -> None:
         """Create the socket and connect in the background. Raise zmq.ZMQError if the address is malformed."""
-        self.raw: zmq.Socket[Any] = context.socket(zmq.DEALER)
+        self.raw = new_dealer(context, keys, MAX_REPLY_BYTES)
         try:
-            self.raw.maxmsgsize = MAX_REPLY_BYTES
-            self.raw.linger = 0
-            security.secure_client(self.raw, keys)
             self.events: zmq.Socket[Any] = self.raw.get_monitor_socket(
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
             )

@@ -7,8 +7,6 @@ not answer in time counts as having nothing.
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,20 +18,16 @@ import zmq
 from msgspec import structs
 
 from kvferry.common.errors import ProtocolError
-from kvferry.common.limited_log import LimitedLog
 from kvferry.tiers.fleet.messages import MAX_REPLY_BYTES, OtherProtocol, Reply, Request, decode_reply
-from kvferry.transport import security
 from kvferry.transport.addresses import AllowedPeers, zmq_endpoint
 from kvferry.transport.handshake import Address
 from kvferry.transport.messages import encode
-from kvferry.transport.resolver import AddressNotAllowed, PeerResolver
-from kvferry.transport.sockets import SocketPoller, warn_if_late
-
-logger = logging.getLogger(__name__)
+from kvferry.transport.resolver import AddressNotAllowed
+from kvferry.transport.security import Keys
+from kvferry.transport.sockets import ChannelClient, new_dealer
 
 MAX_ENGINES = 1024  # maximum number of engines with an open connection
 _IDLE_SECONDS = 60.0
-_LONGEST_WAIT = 1.0
 _QUEUED = 1000
 
 Answer: TypeAlias = Reply | None
@@ -55,28 +49,21 @@ class _Connection:
     used_at: float
 
 
-class FleetClient:
+class FleetClient(ChannelClient[Address]):
     """Asks other engines' fleet servers. Any thread may call `ask`."""
 
     def __init__(
         self,
-        keys: security.Keys,
+        keys: Keys,
         peers: AllowedPeers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keys, self._clock = keys, clock
+        super().__init__("fleet channel", "kvferry-fleet-client", keys, peers, 2 * MAX_ENGINES, clock=clock)
         self._numbers = itertools.count(1)
         self._commands: deque[tuple[Address, Request, float, Future[Answer]]] = deque()
         self._unnamed: list[tuple[Address, Request, float, Future[Answer]]] = []
         self._asked: dict[int, _Asked] = {}  # by number, in the order of their deadlines, almost
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._context.max_sockets = 2 * MAX_ENGINES
         self._connections: dict[Address, _Connection] = {}
-        self._poller = SocketPoller[Address]()
-        self._names = PeerResolver(peers, self._poller.wake, clock=clock)
-        self._log = LimitedLog(logger)
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-fleet-client", daemon=True)
         self._thread.start()
 
     def ask(self, address: Address, request: Request, seconds: float) -> Future[Answer]:
@@ -90,34 +77,22 @@ class FleetClient:
         self._poller.wake()
         return future
 
-    def close(self) -> None:
-        """End the thread. Requests without an answer are answered with None."""
-        self._stop = True
-        self._poller.wake()
-        self._thread.join()
-        self._names.close()
-        self._poller.close()
-
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._stop:
-            soonest = min((one.deadline for one in self._asked.values()), default=float("inf"))
-            seconds = min(_LONGEST_WAIT, max(0.0, soonest - self._clock()) + 0.001)
-            due = time.monotonic() + seconds
-            heard = self._poller.wait(0 if self._commands else seconds)
-            warn_if_late(self._log, "fleet channel, asking", due)
-            try:
-                self._run_once(heard)
-            except Exception as error:  # noqa: BLE001 - one engine's message must not silence all others
-                self._log.say(type(error).__name__, "fleet channel: an unexpected error", error)
+    def _seconds(self) -> float:
+        if self._commands:
+            return 0.0
+        soonest = min((one.deadline for one in self._asked.values()), default=float("inf"))
+        return max(0.0, soonest - self._clock()) + 0.001
+
+    def _close_all(self) -> None:
+        # Nobody answers these any more.
         for *_, future in (*self._commands, *self._unnamed):
             future.set_result(None)
         for one in self._asked.values():
             one.future.set_result(None)
         for address in list(self._connections):
             self._close(address)
-        self._context.term()
 
     def _run_once(self, heard: list[Address]) -> None:
         for address in heard:
@@ -162,9 +137,8 @@ class FleetClient:
             return None
         if len(self._connections) >= MAX_ENGINES:
             self._close(min(self._connections, key=lambda one: self._connections[one].used_at))
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger, socket.maxmsgsize, socket.sndhwm = 0, MAX_REPLY_BYTES, _QUEUED
-        security.secure_client(socket, self._keys)
+        socket = new_dealer(self._context, self._keys, MAX_REPLY_BYTES)
+        socket.sndhwm = _QUEUED
         try:
             socket.connect(zmq_endpoint(socket, place, address[1]))
         except zmq.ZMQError:

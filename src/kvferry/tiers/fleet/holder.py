@@ -7,8 +7,6 @@ bytes of the slot were not changed in between. A change after the answer shows i
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from kvferry.common.errors import ProtocolError
-from kvferry.common.limited_log import LimitedLog
 from kvferry.geometry import Region
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.tiers.fleet.messages import (
@@ -42,11 +38,6 @@ from kvferry.transport.lease import LeaseWords
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import encode
 from kvferry.transport.security import Keys
-from kvferry.transport.sockets import warn_if_late
-
-logger = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.2
 
 
 class HeldChunks:
@@ -126,7 +117,6 @@ class FleetServer:
         incarnation: random number that identifies this run of the engine.
         served: number of chunks whose place was told to a reader, and `served_bytes` their size.
         refused: number of times that a reader was told to read elsewhere, because of the rate.
-        rejected: number of messages that could not be decoded.
     """
 
     def __init__(
@@ -151,38 +141,23 @@ class FleetServer:
             ConfigError: the address cannot be bound.
         """
         self.incarnation = words.incarnation
-        self.served = self.served_bytes = self.refused = self.rejected = 0
+        self.served = self.served_bytes = self.refused = 0
         self._chunks, self._rate, self._words = chunks, rate, words  # readers read the words' memory
         self._memory = HostMemory(
             0, words.incarnation, agent.metadata(), arena.address, arena.length, words.address
         )
-        self._log = LimitedLog(logger)
         self._listener = Listener("fleet channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers)
         self.port = self._listener.port
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-fleet-server", daemon=True)
-        self._thread.start()
+        self._listener.serve(
+            "kvferry-fleet-server", lambda _, data: encode(self.answer(decode_request(data)))
+        )
+
+    @property
+    def rejected(self) -> int:
+        """Number of messages that could not be decoded."""
+        return self._listener.rejected
 
     def close(self) -> None:
-        self._stop.set()
-        self._listener.interrupt()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            began = time.monotonic()
-            heard = self._listener.wait(_POLL_SECONDS)
-            warn_if_late(self._log, "fleet channel, listening", began + _POLL_SECONDS)
-            if not heard:
-                continue
-            try:
-                sender, data = self._listener.receive()
-                self._listener.send(sender, encode(self.answer(decode_request(data))))
-            except ProtocolError as error:
-                self.rejected += 1
-                self._log.say("dropped", f"fleet channel: dropped a message: {error}")
-            except Exception as error:  # noqa: BLE001 - one message must not end the channel for all readers
-                self._log.say(type(error).__name__, "fleet channel: an unexpected error", error)
         self._listener.close()
 
     def answer(self, message: Request) -> Reply:
