@@ -22,7 +22,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames, content_of
 from kvferry.connector.engine import PlainRequest
 from kvferry.connector.events import EventStream
-from kvferry.connector.messages import Load, Report, StepOrders
+from kvferry.connector.messages import Load, StepOrders
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import RunningLoad
@@ -34,6 +34,7 @@ from kvferry.transport.control_server import ControlServer
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.offer import Offer, write_offer
+from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
 

@@ -24,7 +24,7 @@ from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import MemoryCard
 from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.transfers import Transfers
 
 _MODEL, _TOKENS = "Llama-3.1-8B", 1024
@@ -101,18 +101,18 @@ class WorkerPeers:
         times, plans = [], []
         for number in range(_READ_PEERS + _LOADS):
             began = time.perf_counter()
-            result = self._read(_peer(known[number % _READ_PEERS]))
+            report = self._read(_peer(known[number % _READ_PEERS]))
             times.append(time.perf_counter() - began)
-            if result.failure is not None:
-                raise TransferError(f"a load from a peer in this process failed: {result.failure}")
-            plans.append(result.figures.plan_seconds)
+            if report.failure is not None:
+                raise TransferError(f"a load from a peer in this process failed: {report.failure}")
+            plans.append(report.figures.plan_seconds)
         return float(np.median(times[_READ_PEERS:])), float(np.median(plans[_READ_PEERS:]))
 
     def close(self) -> None:
         """End the reading threads, and release the memory."""
         self._stack.close()
 
-    def _read(self, peer: str) -> ReadResult:
+    def _read(self, peer: str) -> Report:
         order = ReadOrder(
             f"load-{next(self._numbers)}",
             peer,
@@ -127,7 +127,7 @@ class WorkerPeers:
             if time.perf_counter() - began > _PATIENCE_SECONDS:
                 raise TransferError(f"a read from {peer} did not end within {_PATIENCE_SECONDS:g} s")
             time.sleep(1e-5)
-        return results[0]
+        return results[0][1]
 
     def _named(self, number: int) -> RankCard:
         """Return the description of the peer's worker, whose transport metadata has another name."""

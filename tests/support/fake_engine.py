@@ -18,7 +18,7 @@ from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import BlockIds, CacheGroup, PlainStep
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.messages import Load, Report, StepOrders, StepReports
+from kvferry.connector.messages import Load, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Feed, Source
@@ -27,6 +27,7 @@ from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan, first_attended
+from kvferry.transport.read_plan import Report
 from support.block_pool import Block, BlockPool
 from support.clock import Clock
 from support.engine_info import FULL_GROUP, made_up
@@ -287,7 +288,7 @@ class FakeEngine:
     ) -> None:
         """Let workers report the end of a load in turn. Nothing of it is in flight, unless it is late."""
         for failure in failures:
-            report = Report(failure, late * workers, workers=workers, **more)
+            report = Report(failure, late=late * workers, workers=workers, **more)
             self.half.take_reports(StepReports(reports={load.key: report}))
 
     def report_at_once(self, reports: dict[str, Report]) -> None:

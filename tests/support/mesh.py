@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.events import Event, EventStream
-from kvferry.connector.messages import Load, Report, StepReports, WorkerInfo
+from kvferry.connector.messages import Load, StepReports, WorkerInfo
 from kvferry.connector.peers import peering
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
@@ -29,6 +29,7 @@ from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import AskTurn, Facts, RankCard
 from kvferry.transport.offer import Offer, write_offer
+from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import TicketBook
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.seal import SealBinding, Sealer

@@ -14,7 +14,7 @@ from kvferry.connector.choosing import LocalPrefix
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.engine import CacheGroup, DescribeBlocks, EngineFacts, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream
-from kvferry.connector.messages import Report, StepReports, WorkerInfo
+from kvferry.connector.messages import StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
@@ -25,7 +25,7 @@ from kvferry.tiers.names import FLEET, GetOutcome, PutOutcome
 from kvferry.tools.replay.engine import NO_PREFIX
 from kvferry.tools.replay.settings import ServedModel
 from kvferry.transport.messages import Facts
-from kvferry.transport.read_plan import LoadFigures
+from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import Block, BlockPool
 from support.engine_info import made_up
 from support.slow_tiers import FakeTier

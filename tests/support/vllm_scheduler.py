@@ -49,7 +49,7 @@ from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.content import Adapters, TurnNames
 from kvferry.connector.events import EventStream, LeaseEnded, LeaseGranted, MissReason, SourceMiss
-from kvferry.connector.messages import Load, LoadPart, Report, StepReports
+from kvferry.connector.messages import Load, LoadPart, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Answer, RunningLoads
@@ -63,6 +63,7 @@ from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.geometry import Group
 from kvferry.tiers.names import TIERS
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.read_plan import Report
 from support.producers import played_channel
 from support.vllm_cache import BLOCK, KINDS, STEP
 from support.vllm_config import inspect_models_here
@@ -513,7 +514,7 @@ class VllmScheduler:
         self.loading.remove(load)
         if failure is None:
             self._landed[load.request_id] = load
-        meta = StepReports(reports={load.key: Report(failure, late)})
+        meta = StepReports(reports={load.key: Report(failure, late=late)})
         if late:
             self._late.append(load)
         self._report(meta, {load.request_id}, {load.request_id} if failure is not None else set())

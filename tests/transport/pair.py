@@ -27,7 +27,7 @@ from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import SandboxValidator
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS
 from support.waiting import wait_for
@@ -197,7 +197,7 @@ class Reader:
             name, self.rank, LeaseWords(1, 1), settings, self._make_agent, in_flight, **options
         )
         self.idle = False
-        self._results: dict[str, ReadResult] = {}
+        self._results: dict[str, Report] = {}
         self._began = time.perf_counter()
 
     def _make_agent(self, name: str, *, progress: bool) -> Agent:
@@ -224,19 +224,19 @@ class Reader:
         order = ReadOrder(key, peer, span, tuple(src), tuple(dst), lease)
         self.thread.submit(order, idle=self.idle)
 
-    def poll(self, key: str) -> ReadResult | None:
+    def poll(self, key: str) -> Report | None:
         """Return how an order ended; None if it has not."""
-        for result in self.thread.results():
-            assert result.key not in self._results, f"{result.key} has two results"
+        for ended, report in self.thread.results():
+            assert ended not in self._results, f"{ended} has two reports"
             assert (
                 0
-                <= result.figures.transfer_seconds + result.figures.check_seconds
+                <= report.figures.transfer_seconds + report.figures.check_seconds
                 <= time.perf_counter() - self._began
             )
-            self._results[result.key] = result
+            self._results[ended] = report
         return self._results.get(key)
 
-    def result(self, key: str) -> ReadResult:
+    def result(self, key: str) -> Report:
         """Wait until an order has ended."""
         return wait_for(lambda: self.poll(key))
 

@@ -187,7 +187,7 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     result = reader.result("load")
     assert result.failure is None
     assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[1:]).all()
-    loads.on_part_ended("load", result.failure, result)
+    loads.on_part_ended("load", result)
     assert [(one.report, one.released) for one in loads.settle()] == [(None, True)]
     assert len(loads) == 0
 

@@ -17,7 +17,7 @@ from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.packed_read import ASK_SECONDS
-from kvferry.transport.read_plan import ReadResult
+from kvferry.transport.read_plan import Report
 from support.clock import Clock
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect
@@ -110,7 +110,7 @@ def test_a_gather_port_where_nobody_listens_costs_patience_once_and_the_bytes_co
     reader = world.reader(RANK, settings=settings(), clock=clock)
     reader.thread.connect("P", [msgspec.structs.replace(card, outgoing=lost)])
 
-    def ended() -> ReadResult | None:
+    def ended() -> Report | None:
         clock.now += ASK_SECONDS / 4
         return reader.poll("first")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvferry.connector.engine import Block, BlockIds, BlockPool, CacheGroup, Request
-from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.messages import StepReports
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import (
@@ -30,6 +30,7 @@ from kvferry.planning.select import (
     first_independent,
     partial_block,
 )
+from kvferry.transport.read_plan import Report
 
 
 def may_hold(source: str, blocks: int, held: Mapping[str, int], most: int) -> bool:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvferry.connector.bids import Speeds
-from kvferry.connector.messages import Load, LoadPart, Report
-from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadResult
+from kvferry.connector.messages import Load, LoadPart
+from kvferry.transport.read_plan import NO_FIGURES, Report
 
 # A peer that computes without end must not hold a request for ever.
 MOST_TIMEOUTS = 20
@@ -53,17 +53,15 @@ class _Running:
     expected: float  # when the load is expected to end; infinite while its peer computes
     in_flight: int = 0  # parts that have begun and not ended
     whole: bool = False
-    failure: str | None = None  # why a part has failed, or why no more will come
+    # Merged report of the parts that have ended. Its failure may also say why no more will come.
+    parts: Report = field(default_factory=Report)
     given_up: str | None = None  # why the load is of no use any more
     void: str | None = None  # why the load has failed even if all its parts arrive
     reported: bool = False
-    peer_lost: bool = False
-    corrupt: bool = False
-    figures: LoadFigures = NO_FIGURES
 
     @property
     def is_open(self) -> bool:
-        return not (self.whole or self.reported or self.failure or self.void)
+        return not (self.whole or self.reported or self.parts.failure is not None or self.void)
 
     @property
     def has_landed(self) -> bool:
@@ -125,7 +123,9 @@ class Loads:
         # Blocks of a load that has ended may belong to another request soon, so it takes no more parts.
         if one is None or not one.is_open:
             return None
-        one.whole, one.failure = part.last, part.failure
+        one.whole = part.last
+        if part.failure is not None:
+            one.parts = replace(one.parts, failure=part.failure)
         # A part shows that the peer has computed more, so a slow prompt is no reason to give up. `latest` is
         # the bound.
         if one.load.bid.growing and part.failure is None:
@@ -138,22 +138,15 @@ class Loads:
         self._parts[part.work.key] = one
         return one.load
 
-    def on_part_ended(
-        self, key: str, failure: str | None, read: ReadResult | None = None, *, timed: bool = False
-    ) -> None:
+    def on_part_ended(self, key: str, report: Report, *, timed: bool = False) -> None:
         """Record that nothing of a part, which may be none of a load, is in flight any more.
 
-        `read` is its result if it was read from a peer. `timed` is True if the part has ended just now.
+        `timed` is True if the part has ended just now.
         """
         if (one := self._parts.pop(key, None)) is None:
             return
         one.in_flight -= 1
-        # The first failure is the cause. Later ones often follow from it.
-        one.failure = one.failure or failure
-        if read is not None:
-            one.peer_lost |= read.peer_lost
-            one.corrupt |= read.corrupt
-            one.figures = one.figures.with_next(read.figures)
+        one.parts = one.parts.with_next(report)
         if one.has_landed and not one.reported:
             self._on_landed(one, timed=timed)
 
@@ -161,7 +154,7 @@ class Loads:
         now, load = self._clock(), one.load
         self.ends.append(now)
         # A load that has ended while the engine computed, without a wait for it, was faster than it seems.
-        if timed and one.failure is None and load.loads == 1 and not load.bid.growing:
+        if timed and one.parts.failure is None and load.loads == 1 and not load.bid.growing:
             self._speeds.record_load(load.bid.parts, now - one.began)
 
     def give_up(self, key: str, why: str) -> None:
@@ -183,7 +176,7 @@ class Loads:
             # Asked before the deadline: a load that has arrived in full is of use, however late this is
             # noticed.
             landed = one.has_landed
-            failure = one.void or (one.failure if landed else one.given_up)
+            failure = one.void or (one.parts.failure if landed else one.given_up)
             if landed:
                 del self._loads[one.load.key]
             elif failure is None and one.deadline <= now:
@@ -196,15 +189,10 @@ class Loads:
                     found.append(SettledLoad(one.load, None, released=True))
             elif landed or failure is not None:
                 one.reported = True
-                # Parts of a late load are still in flight, so its figures are not known yet.
-                figures = one.figures if landed else NO_FIGURES
-                report = Report(
-                    failure,
-                    int(not landed),
-                    peer_lost=one.peer_lost,
-                    corrupt=one.corrupt,
-                    figures=figures,
-                )
+                report = replace(one.parts, failure=failure)
+                if not landed:
+                    # Parts are still in flight, so the figures are not known yet.
+                    report = replace(report, figures=NO_FIGURES, late=1)
                 results = self._attempts.setdefault(one.load.attempt, [])
                 results.append(failure is None)
                 served = None

@@ -17,7 +17,7 @@ from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.messages import RankCard
-from kvferry.transport.read_plan import NO_FIGURES, LoadFigures, ReadOrder
+from kvferry.transport.read_plan import ReadOrder, Report
 
 # Reasons for which an engine exchanges no KV.
 CHANGED = "the weights of this engine have changed since it was started"
@@ -164,32 +164,6 @@ class StepOrders:
     @property
     def writes_cache(self) -> bool:
         return self.computes or bool(self.loads)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The end of a load, of a store, or of a part that copies chunks, from one worker or merged from several.
-
-    `late` is the number of workers that report a load before it has ended, because its deadline passed or it
-    was given up. They may still write to its blocks.
-    """
-
-    failure: str | None
-    late: int = 0
-    peer_lost: bool = False  # the failure means that the peer is gone or was restarted
-    corrupt: bool = False  # the bytes that arrived are not the peer's
-    figures: LoadFigures = NO_FIGURES
-    workers: int = 1  # number of workers whose reports these are
-
-    def with_other(self, other: Report) -> Report:
-        return Report(
-            self.failure or other.failure,
-            late=self.late + other.late,
-            peer_lost=self.peer_lost or other.peer_lost,
-            corrupt=self.corrupt or other.corrupt,
-            figures=self.figures.with_other(other.figures),
-            workers=self.workers + other.workers,
-        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, Report, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.memory.address_space import AddressSpace
@@ -34,7 +34,7 @@ from kvferry.planning.select import LoadSpan, unfilled_cells
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
-from kvferry.transport.read_plan import LoadFigures
+from kvferry.transport.read_plan import LoadFigures, Report
 
 logger = logging.getLogger(__name__)
 

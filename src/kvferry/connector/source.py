@@ -18,10 +18,11 @@ from kvferry.connector.bids import Bid, trim_parts
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
 from kvferry.connector.events import GroupBytes, LoadBegan, MissReason, SourceMiss, short_id
-from kvferry.connector.messages import Load, LoadPart, Report, StepOrders
+from kvferry.connector.messages import Load, LoadPart, StepOrders
 from kvferry.geometry import GroupKind
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, attends_to_all, max_writable_blocks, writable_blocks
+from kvferry.transport.read_plan import Report
 
 
 def _no_part(_: int) -> None:

@@ -28,7 +28,6 @@ from kvferry.connector.messages import (
     EndedRequests,
     LoadOrder,
     LoadPart,
-    Report,
     StepOrders,
     StepReports,
     WorkerInfo,
@@ -43,7 +42,7 @@ from kvferry.planning.strategy import Strategy
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.costs import TransferSettings, load_costs
 from kvferry.transport.lease import LeaseWords, new_incarnation
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.security import read_keys
 from kvferry.transport.transfers import Transfers
 
@@ -337,11 +336,12 @@ class WorkerHalf:
     def _take_results(self) -> None:
         """Collect the results of the threads that read and copy."""
         self._arrived.clear()  # before results are taken: a result that arrives later sets it again
-        for result in self._transfers.results() if self._transfers is not None else ():
-            self._loads.on_part_ended(result.key, result.failure, result, timed=self._idle)
+        for key, report in self._transfers.results() if self._transfers is not None else ():
+            self._loads.on_part_ended(key, report, timed=self._idle)
         for key, report in self._mover.take_reports() if self._mover is not None else ():
             self._reports.reports[key] = report
-            self._loads.on_part_ended(key, report.failure, timed=self._idle)
+            # The source counts what was copied by the reports of the orders.
+            self._loads.on_part_ended(key, Report(report.failure), timed=self._idle)
 
     def take_reports(self) -> StepReports | None:
         if not self._reports:

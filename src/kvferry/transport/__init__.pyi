@@ -55,7 +55,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.read_plan import (
     LoadFigures as LoadFigures,
     ReadOrder as ReadOrder,
-    ReadResult as ReadResult,
+    Report as Report,
 )
 from kvferry.transport.redeem import (
     Grant as Grant,

@@ -18,7 +18,7 @@ the lane compares the digest of each with the peer's when it has landed (`verifi
 last ones are compared. In state WORDS the lane reads the lease words. An unchanged word proves that the KV is
 valid, and that the peer's digests are of the leased blocks.
 
-Every order has exactly one result. The lane delivers it when none of the order's READs is in flight. Until
+Every order has exactly one report. The lane delivers it when none of the order's READs is in flight. Until
 then nothing else may use the destination blocks.
 """
 
@@ -50,7 +50,7 @@ from kvferry.transport.lane_connections import (
 )
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_validation import MetadataValidator
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.staging import LaneResources, StagingArea
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Lane:
         ready: ends when the lane has created its NIXL agent and registered its memory. It raises ConfigError
             if NIXL is missing, cannot start on this machine, or has no UCX backend, and NIXL's own exception
             if the memory cannot be registered.
-        results: results of orders. The lane appends them, and the engine's thread removes them.
+        results: (key, report) of orders. The lane appends them, and the engine's thread removes them.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Lane:
     ) -> None:
         """Start the thread. The arguments are those of `Transfers`. `clock` is for timeouts and pauses."""
         self.ready: Future[None] = Future()
-        self.results: deque[ReadResult] = deque()
+        self.results: deque[tuple[str, Report]] = deque()
         self._on_result, self._validator = on_result, validator
         own_words = in_flight * MAX_SOURCES
         self._free_landings = list(range(0, own_words, MAX_SOURCES))
@@ -277,7 +277,7 @@ class Lane:
         """Plan an order and start to read its KV. Return None if it is held or has failed already."""
         peer = self._links.get(order.peer)
         if isinstance(peer, str):
-            self._deliver(ReadResult(order.key, peer, peer_lost=True))
+            self._deliver(order, Report(peer, peer_lost=True))
             return None
         if peer is None or (peer in self._measuring and peer.speed_pending):
             self._held.append(order)
@@ -286,7 +286,7 @@ class Lane:
             plan = peer.plan(order)
         except Exception as error:  # noqa: BLE001 - only this order fails
             log_unexpected(error)
-            self._deliver(ReadResult(order.key, str(error)))
+            self._deliver(order, Report(str(error)))
             return None
         try:
             # The read does not fill these cells, and stale bytes may be NaN.
@@ -294,7 +294,7 @@ class Lane:
                 copies.clear(blocks, cells)
         except Exception as error:
             logger.exception("lane: blocks cannot be cleared")
-            self._deliver(ReadResult(order.key, f"blocks cannot be cleared: {error}"))
+            self._deliver(order, Report(f"blocks cannot be cleared: {error}"))
             return None
         read = _Read(order, peer, self._free_landings.pop(), plan, time.perf_counter())
         self._reads.append(read)
@@ -411,10 +411,10 @@ class Lane:
         self._free_landings.append(read.landing)
         done = read.data_done or now
         figures = read.plan.figures(transfer_seconds=done - read.started, check_seconds=now - done)
-        self._deliver(ReadResult(read.order.key, read.failure, figures, read.peer_lost, corrupt))
+        self._deliver(read.order, Report(read.failure, figures, read.peer_lost, corrupt))
 
-    def _deliver(self, result: ReadResult) -> None:
-        self.results.append(result)
+    def _deliver(self, order: ReadOrder, report: Report) -> None:
+        self.results.append((order.key, report))
         self._on_result()
 
     def _check_words(self, read: _Read) -> None:

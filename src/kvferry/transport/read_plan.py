@@ -1,4 +1,4 @@
-"""Values of a read of KV from a peer: the order, its result, and the figures of a load."""
+"""Values of a read of KV from a peer: the order, its report, and the figures of a load."""
 
 from __future__ import annotations
 
@@ -122,18 +122,37 @@ NO_FIGURES = LoadFigures()
 
 
 @dataclass(frozen=True, slots=True)
-class ReadResult:
-    """The result of a read order, or of one share of it. None of its transfers is in flight any more."""
+class Report:
+    """The end of a load, of a store, or of a part that reads or copies, from one worker or several.
 
-    key: str
-    failure: str | None  # None if all bytes arrived and are valid
-    figures: LoadFigures = NO_FIGURES  # `NO_FIGURES` if no read was started
-    peer_lost: bool = False  # it cannot be read from, or has restarted: other orders will fail too
+    Nothing of a part, or of a lane's share of it, is in flight any more when it is reported. `late` is the
+    number of workers that report a load before it has ended, because its deadline passed or it was given up.
+    They may still write to its blocks.
+    """
+
+    failure: str | None = None  # None if all bytes arrived and are valid
+    figures: LoadFigures = NO_FIGURES
+    peer_lost: bool = False  # the peer cannot be read from, or has restarted: other orders will fail too
     corrupt: bool = False  # the bytes that arrived are not the peer's
+    late: int = 0
+    workers: int = 1  # number of workers whose reports these are
 
-    def joined(self, other: ReadResult) -> ReadResult:
-        """Return the result of this share and of another of the same order, which ended later."""
-        failure = other.failure if self.failure is None else self.failure
+    def with_other(self, other: Report) -> Report:
+        """Return this report merged with that of another worker."""
         figures = self.figures.with_other(other.figures)
+        return self._merged(other, figures, self.late + other.late, self.workers + other.workers)
+
+    def with_lane(self, other: Report) -> Report:
+        """Return this report merged with that of another lane of the same worker."""
+        return self._merged(other, self.figures.with_other(other.figures), self.late, self.workers)
+
+    def with_next(self, part: Report) -> Report:
+        """Return the report of a load's parts so far, merged with that of its next part."""
+        figures = self.figures if part.figures is NO_FIGURES else self.figures.with_next(part.figures)
+        return self._merged(part, figures, self.late, self.workers)
+
+    def _merged(self, other: Report, figures: LoadFigures, late: int, workers: int) -> Report:
+        # The first failure is the cause. Later ones often follow from it.
+        failure = other.failure if self.failure is None else self.failure
         peer_lost, corrupt = self.peer_lost or other.peer_lost, self.corrupt or other.corrupt
-        return ReadResult(self.key, failure, figures, peer_lost, corrupt)
+        return Report(failure, figures, peer_lost, corrupt, late, workers)

@@ -2,7 +2,7 @@
 
 A large order is split over the lanes. Every lane plans and reads its own share, so several cores post
 descriptors and unpack cells. An order that is too small to be split, and small orders that are queued
-together, are read whole, each by one lane: no other lane wakes up for them. An order has exactly one result,
+together, are read whole, each by one lane: no other lane wakes up for them. An order has exactly one report,
 which is delivered when no lane has a READ of the order in flight.
 """
 
@@ -29,7 +29,7 @@ from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
 from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class Transfers:
         # Kernels that fill blocks with zeros would have to wait for those of the engine's thread.
         self._on_host = all(region.memory == "DRAM" for region in geometry.regions)
         self._turns = itertools.count()
-        # Of each order: how many lanes have not done their share of it, and the result of those that have.
-        self._orders: dict[str, tuple[int, ReadResult | None]] = {}
+        # Of each order: how many lanes have not done their share of it, and the report of those that have.
+        self._orders: dict[str, tuple[int, Report | None]] = {}
         self.landing = landing = StagingArea(settings.staging_bytes, geometry.regions[0])
         if landing.units:
             request_huge_pages(landing.region)
@@ -222,18 +222,19 @@ class Transfers:
         """Return about how many bytes of this rank's KV cache a span has: whole blocks of all layers."""
         return sum(block_bytes * count_blocks_needed(group, span) for group, block_bytes in self._groups)
 
-    def results(self) -> list[ReadResult]:
+    def results(self) -> list[tuple[str, Report]]:
+        """Return the reports of the orders that have ended since the last call, each with its order's key."""
         done = []
         for lane in self._lanes:
             while lane.results:
-                result = lane.results.popleft()
-                lanes, before = self._orders.pop(result.key)
+                key, report = lane.results.popleft()
+                lanes, before = self._orders.pop(key)
                 if before is not None:
-                    result = before.joined(result)
+                    report = before.with_lane(report)
                 if lanes > 1:
-                    self._orders[result.key] = lanes - 1, result
+                    self._orders[key] = lanes - 1, report
                 else:
-                    done.append(result)
+                    done.append((key, report))
         return done
 
     def close(self, patience_seconds: float = 2.0) -> None:

@@ -29,9 +29,9 @@ def sizes_of_steps(engine: Any, names: list[str], *, waits: bool) -> list[int]:
         found.append(len(output.num_scheduled_tokens))
         return output
 
-    def deliver_late(lane: Lane, result: Any) -> None:
+    def deliver_late(lane: Lane, order: Any, report: Any) -> None:
         time.sleep(_APART_SECONDS)
-        deliver(lane, result)
+        deliver(lane, order, report)
 
     seconds = property(lambda _: 60.0 if waits else 0.0, lambda *_: None)
     with (

@@ -25,12 +25,12 @@ from kvferry.connector.events import (
     SourceMiss,
     SourcesAsked,
 )
-from kvferry.connector.messages import Load, LoadPart, Report, StepOrders, StepReports
+from kvferry.connector.messages import Load, LoadPart, StepOrders, StepReports
 from kvferry.connector.source import Answer, RunningLoads
 from kvferry.geometry import Group, GroupKind
 from kvferry.observe.metrics import MetricsDelta
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import LoadFigures
+from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, counted, events_of

@@ -12,12 +12,13 @@ import pytest
 
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup, EngineFacts, PlainRequest, PlainStep
-from kvferry.connector.messages import Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.read_plan import Report
 from support.block_pool import BlockPool
 from support.clock import Clock
 from support.models import attention, model

@@ -14,7 +14,7 @@ import pytest
 from kvferry.cache.chunk_cache import SlowTier
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup
-from kvferry.connector.messages import Report, StepOrders, StepReports, WorkerInfo
+from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.tiers import prompts, storing, tiering
 from kvferry.geometry import GroupKind
@@ -22,6 +22,7 @@ from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
 from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.read_plan import Report
 from support.block_pool import request
 from support.fake_engine import FakeEngine
 from support.models import attention, model, state

@@ -6,9 +6,9 @@ from functools import reduce
 import pytest
 
 from kvferry.connector.loads import Loads
-from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.messages import StepReports
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import LoadFigures, ReadResult
+from kvferry.transport.read_plan import LoadFigures, Report
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 
@@ -44,11 +44,11 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
         LoadFigures(read_bytes_per_second=speed, not_shared=why)
         for speed, why in ((3e8, ""), (2e8, "another user"), (0.0, ""))
     ]
-    lanes = reduce(ReadResult.joined, [ReadResult("a", None, figures) for figures in found])
+    lanes = reduce(Report.with_lane, [Report(None, figures) for figures in found])
     loads = Loads(Clock())
     loads.begin(made_up_load("a", LoadSpan(0, 4, 5), []))
     loads.add(only_read("a"))
-    loads.on_part_ended("a", None, lanes)
+    loads.on_part_ended("a", lanes)
     one = loads.settle()[0].report
     other = Report(None, figures=LoadFigures(read_bytes_per_second=4e8))
     for whole in (one, one.with_other(other), other.with_other(one), one.with_other(Report(None))):
@@ -60,7 +60,7 @@ def test_the_slowest_reads_and_any_reason_against_shared_memory_are_reported():
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("corrupt", [False, True])
 def test_one_failure_is_a_failure_of_all(late, lost, corrupt):
-    bad = Report("it broke", int(late), peer_lost=lost, corrupt=corrupt)
+    bad = Report("it broke", late=int(late), peer_lost=lost, corrupt=corrupt)
     good = Report(None, figures=moved(1, 2))
     for whole in (good.with_other(bad), bad.with_other(good)):
         assert whole.failure == "it broke"
@@ -71,9 +71,9 @@ def test_one_failure_is_a_failure_of_all(late, lost, corrupt):
 @pytest.mark.parametrize("name", ["peer_lost", "corrupt"])
 @pytest.mark.parametrize("value", [False, True])
 def test_a_lost_peer_and_corrupt_bytes_are_reported_by_any_lane(name, value):
-    one = ReadResult("a", None, LoadFigures(reads=1))
-    other = ReadResult("a", "it broke", **{name: value})
-    for joined in (one.joined(other), other.joined(one)):
+    one = Report(None, LoadFigures(reads=1))
+    other = Report("it broke", **{name: value})
+    for joined in (one.with_lane(other), other.with_lane(one)):
         assert getattr(joined, name) is value
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.connector.blocks import Transfer, TransferBook, may_hold
-from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.messages import StepReports
+from kvferry.transport.read_plan import Report
 from support.block_pool import BlockPool
 from support.examples import examples
 

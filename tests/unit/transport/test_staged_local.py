@@ -27,7 +27,7 @@ from kvferry.transport.messages import Outgoing, RankCard, encode
 from kvferry.transport.metadata_validation import ValidationResult
 from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import _RoutePreparation
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
@@ -88,7 +88,7 @@ class Workers:
             *(place(rank, seed + i) for i, rank in enumerate(made_up)), strict=True
         )
         self.agents: list[LocalAgent] = []
-        self.ended: dict[str, ReadResult] = {}
+        self.ended: dict[str, Report] = {}
         self.threads = [
             Transfers(
                 f"{next(_names)}",
@@ -111,14 +111,14 @@ class Workers:
     def cards(self):
         return [thread.card for thread in self.threads]
 
-    def poll(self, key: str, rank: int = 0) -> ReadResult | None:
+    def poll(self, key: str, rank: int = 0) -> Report | None:
         """Return how an order ended; None if it has not."""
-        for result in self.threads[rank].results():
-            assert result.key not in self.ended, "two results"
-            self.ended[result.key] = result
+        for ended, report in self.threads[rank].results():
+            assert ended not in self.ended, "two reports"
+            self.ended[ended] = report
         return self.ended.get(key)
 
-    def result(self, key: str, rank: int = 0) -> ReadResult:
+    def result(self, key: str, rank: int = 0) -> Report:
         return wait_for(lambda: self.poll(key, rank))
 
 
@@ -562,7 +562,7 @@ def test_a_read_that_hangs_and_holds_all_room_does_not_hold_up_others_for_long(w
             ReadOrder(name, name, LoadSpan(0, 1600, 1600), tables, tables, LeaseWord(0, 0, 1))
         )
 
-    def well_ended() -> ReadResult | None:
+    def well_ended() -> Report | None:
         clock.now += ROOM_SECONDS / 4
         return reader.poll("well")
 

@@ -30,7 +30,7 @@ from kvferry.connector.blocks import TransferBook, may_hold
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
-from kvferry.connector.messages import Load, LoadPart, Report, StepOrders
+from kvferry.connector.messages import Load, LoadPart, StepOrders
 from kvferry.connector.peers.turns import TurnFinder, TurnSearch
 from kvferry.connector.source import Answer, RunningLoad, common_alignment
 from kvferry.geometry import GroupKind, RankGeometry
@@ -40,7 +40,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
 from kvferry.transport.messages import RankCard
 from kvferry.transport.offer import read_offer
-from kvferry.transport.read_plan import ReadOrder
+from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.redemptions import Redemption
 

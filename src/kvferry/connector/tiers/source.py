@@ -19,7 +19,7 @@ from kvferry.common.units import counted
 from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
-from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, Report, StepReports
+from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, StepReports
 from kvferry.connector.source import Answer
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group
@@ -32,6 +32,7 @@ from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import FLEET, HOST, TIERS, GetOutcome
 from kvferry.tiers.storage_tier import KeySearch
 from kvferry.transport.offer import read_remote_caches
+from kvferry.transport.read_plan import Report
 
 _COPIED = "copied"
 """Transfer strategy reported for chunks. Loads from peers report their own strategies."""

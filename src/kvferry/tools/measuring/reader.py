@@ -27,8 +27,8 @@ from kvferry.transport import (
     Pending,
     RankCard,
     ReadOrder,
-    ReadResult,
     Redemption,
+    Report,
     Transfers,
     TransferSettings,
     Unusable,
@@ -65,9 +65,9 @@ class StepOutcome:
     # For each load that the worker reports to the scheduler, the reason why it failed, or None if it
     # succeeded.
     failures: dict[str, str | None] = field(default_factory=dict)
-    # Results of the loads that the lanes have finished. If a load passed its deadline, `failures` of an
+    # Reports of the loads that the lanes have finished. If a load passed its deadline, `failures` of an
     # earlier step already reported it as failed.
-    results: dict[str, ReadResult] = field(default_factory=dict)
+    results: dict[str, Report] = field(default_factory=dict)
 
 
 def as_arrays(tables: Sequence[list[int]]) -> tuple[Int64s, ...]:
@@ -151,9 +151,9 @@ class Reader:
             self._loads.add(LoadPart(load.key, order, last=True))
             self._transfers.submit(order)
         stepped = StepOutcome()
-        for result in self._transfers.results():
-            stepped.results[result.key] = result
-            self._loads.on_part_ended(result.key, result.failure, result)
+        for key, report in self._transfers.results():
+            stepped.results[key] = report
+            self._loads.on_part_ended(key, report)
         for one in self._loads.settle():
             if one.report is not None:
                 stepped.failures[one.load.key] = one.report.failure
@@ -190,8 +190,8 @@ class Reader:
         peer: int = 0,
         strategy: Strategy | None = None,
         poll_seconds: float = STEP_SECONDS,
-    ) -> tuple[ReadResult, float]:
-        """Load a request's KV, and return the result and the seconds until the request may use it.
+    ) -> tuple[Report, float]:
+        """Load a request's KV, and return its report and the seconds until the request may use it.
 
         Raises:
             TransferError: the load failed, or the producer process died.

@@ -13,7 +13,7 @@ from kvferry.connector.bids import Bid, PlaceTokens
 from kvferry.connector.blocks import Transfer, TransferBook
 from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import GroupBytes, MissReason, SourceMiss
-from kvferry.connector.messages import LoadPart, Report
+from kvferry.connector.messages import LoadPart
 from kvferry.connector.peers.source import (
     IDLE_STEP_WAIT_SECONDS,
     STEP_WAIT_SECONDS,
@@ -27,7 +27,7 @@ from kvferry.tiers.names import TIERS
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import KeptTurn, RankCard
 from kvferry.transport.offer import Offer, write_offer
-from kvferry.transport.read_plan import LoadFigures
+from kvferry.transport.read_plan import LoadFigures, Report
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
 from kvferry.transport.redemptions import Redemptions
 from support.block_pool import request

@@ -13,7 +13,7 @@ from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
-from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.messages import StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.storing import MOST_PINNED, StoreOrders, Storing
 from kvferry.geometry import GroupKind
@@ -23,6 +23,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
+from kvferry.transport.read_plan import Report
 from support.block_pool import MadeUpRequest, request
 from support.examples import examples
 from support.fake_engine import FakeEngine, PartialHalf, events_of

@@ -8,7 +8,7 @@ from kvferry.cache.chunk_cache import ChunkCache, SlowTier
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
-from kvferry.connector.messages import Report, StepReports
+from kvferry.connector.messages import StepReports
 from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind
@@ -20,7 +20,7 @@ from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS, GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
 from kvferry.tools.models.layout import EngineShape, lay_out
-from kvferry.transport.read_plan import LoadFigures
+from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import request
 from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load

@@ -8,9 +8,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvferry.connector.bids import Bid
 from kvferry.connector.loads import MOST_TIMEOUTS, Loads
-from kvferry.connector.messages import Load, LoadOrder, LoadPart, Report
+from kvferry.connector.messages import Load, LoadOrder, LoadPart
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import LoadFigures, ReadResult
+from kvferry.transport.read_plan import LoadFigures, Report
 from support.clock import Clock
 from support.examples import examples
 from support.loads import made_up_load
@@ -58,7 +58,7 @@ def loads(clock) -> Loads:
 def test_a_load_of_one_part_is_reported_and_released_with_it(loads, failure):
     assert loads.add(part("1", last=True)).key == "a"
     assert settled(loads) == NOTHING
-    loads.on_part_ended("1", failure)
+    loads.on_part_ended("1", Report(failure))
     assert settled(loads) == ({"a": failure}, {"a"})
     assert settled(loads) == NOTHING
     assert len(loads) == 0
@@ -66,13 +66,13 @@ def test_a_load_of_one_part_is_reported_and_released_with_it(loads, failure):
 
 def test_a_load_ends_with_its_last_part_whatever_part_ends_last(loads):
     loads.add(part("1"))
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     assert settled(loads) == NOTHING, "more is to come"
     loads.add(part("2"))
     loads.add(part("3", last=True))
-    loads.on_part_ended("3", None)
+    loads.on_part_ended("3", Report(None))
     assert settled(loads) == NOTHING
-    loads.on_part_ended("2", None)
+    loads.on_part_ended("2", Report(None))
     assert settled(loads) == ({"a": None}, {"a"})
 
 
@@ -90,7 +90,7 @@ def test_figures_of_all_reads_are_added(loads):
             check_seconds=0.5,
         )
         loads.add(part(key, last=key == "2"))
-        loads.on_part_ended(key, None, ReadResult(key, None, figures))
+        loads.on_part_ended(key, Report(None, figures))
     (one,) = loads.settle()
     assert one.report == Report(
         None,
@@ -112,7 +112,7 @@ def test_figures_of_all_reads_are_added(loads):
 @pytest.mark.parametrize("value", [False, True])
 def test_a_lost_peer_and_corrupt_bytes_are_reported(loads, name, value):
     loads.add(part("1"))
-    loads.on_part_ended("1", "lost", ReadResult("1", "lost", **{name: value}))
+    loads.on_part_ended("1", Report("lost", **{name: value}))
     (report,) = [one.report for one in loads.settle()]
     assert {"peer_lost": report.peer_lost, "corrupt": report.corrupt} == {
         "peer_lost": False, "corrupt": False, name: value,
@@ -122,10 +122,10 @@ def test_a_lost_peer_and_corrupt_bytes_are_reported(loads, name, value):
 def test_after_a_failure_nothing_is_begun_and_what_is_in_flight_is_awaited(loads):
     loads.add(part("1"))
     loads.add(part("2"))
-    loads.on_part_ended("1", "lost")
+    loads.on_part_ended("1", Report("lost"))
     assert settled(loads) == NOTHING
     assert loads.add(part("3", last=True)) is None
-    loads.on_part_ended("2", "another")
+    loads.on_part_ended("2", Report("another"))
     assert settled(loads) == ({"a": "lost"}, {"a"})
     assert loads.add(part("4", last=True)) is None, "its blocks may belong to others"
     assert settled(loads) == NOTHING
@@ -136,7 +136,7 @@ def test_a_load_that_is_broken_off_ends_once_nothing_is_in_flight(loads):
     loads.add(part("1"))
     loads.add(LoadPart("a", None, failure="aborted"))
     assert settled(loads) == NOTHING
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     assert settled(loads) == ({"a": "aborted"}, {"a"})
 
 
@@ -150,7 +150,7 @@ def test_a_load_past_its_deadline_is_reported_at_once_and_released_when_it_lands
     assert loads.add(part("2", last=True)) is None, "its blocks may belong to others"
     clock.now = 1000.0
     assert settled(loads) == NOTHING
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     assert settled(loads) == ({}, {"a"})
     assert len(loads) == 0
 
@@ -193,13 +193,13 @@ def test_a_load_that_is_given_up_is_reported_at_once_and_released_when_it_lands(
     loads.give_up("a", "again")
     clock.now = 30.0
     assert settled(loads) == ({"b": LATE}, set())
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     assert settled(loads) == ({}, {"a"})
 
 
 def test_a_load_that_has_landed_is_ready_though_it_is_given_up_or_late(loads, clock):
     loads.add(part("1", last=True))
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     loads.give_up("a", "of no use")
     clock.now = 31.0
     assert settled(loads) == ({"a": None}, {"a"})
@@ -208,7 +208,7 @@ def test_a_load_that_has_landed_is_ready_though_it_is_given_up_or_late(loads, cl
 def test_a_load_whose_kv_must_not_be_used_has_failed_though_it_has_landed(loads):
     loads.begin(load("b"))
     loads.add(part("1", last=True))
-    loads.on_part_ended("1", None)
+    loads.on_part_ended("1", Report(None))
     loads.invalidate("of other weights", ["a", "unknown"])
     assert settled(loads) == ({"a": "of other weights"}, {"a"})
     loads.invalidate("moved")
@@ -235,7 +235,7 @@ def test_an_attempt_is_over_with_the_last_of_its_loads(clock, failing):
         loads.begin(load(str(number), attempt="one", loads=3))
         loads.add(part(f"part {number}", of=str(number), last=True))
     for number in range(3):
-        loads.on_part_ended(f"part {number}", "torn" if number in failing else None)
+        loads.on_part_ended(f"part {number}", Report("torn" if number in failing else None))
         served += [one.served for one in loads.settle()]
     assert served == [None, None, not failing]
 
@@ -281,7 +281,7 @@ class LifeOfLoads(RuleBasedStateMachine):
         self.flying[key].remove(name)
         if failure:
             self.failed.setdefault(key, failure)
-        self.loads.on_part_ended(name, failure)
+        self.loads.on_part_ended(name, Report(failure))
 
     @rule(key=begun)
     def give_up(self, key):

@@ -13,7 +13,7 @@ from kvferry.connector.messages import LoadPart, StepOrders, StepReports
 from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.lease import LeaseWords
-from kvferry.transport.read_plan import ReadResult
+from kvferry.transport.read_plan import Report
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 
@@ -25,7 +25,7 @@ class Worker:
     """A worker's half whose lanes do what a test says."""
 
     def __init__(self) -> None:
-        self.clock, self.submitted, self.over = Clock(), list[str](), list[ReadResult]()
+        self.clock, self.submitted, self.over = Clock(), list[str](), list[tuple[str, Report]]()
         self.words = LeaseWords(5, 4)
         reads = SimpleNamespace(words=self.words, submit=self._submit, results=self._results)
         self.half = WorkerHalf(self.clock, transfers=reads)
@@ -33,7 +33,7 @@ class Worker:
     def _submit(self, *orders, idle=False) -> None:
         self.submitted += [order.key for order in orders]
 
-    def _results(self) -> list[ReadResult]:
+    def _results(self) -> list[tuple[str, Report]]:
         over, self.over = self.over, []
         return over
 
@@ -45,7 +45,7 @@ class Worker:
         return set(ended.received), set(ended.failed)
 
     def land(self, key: str, failure: str | None = None) -> None:
-        self.over.append(ReadResult(key, failure))
+        self.over.append((key, Report(failure)))
 
     def released(self) -> bool:
         reports = self.half.take_reports() or StepReports()

@@ -11,7 +11,7 @@ from kvferry.connector.messages import LoadOrder, LoadPart, StepOrders
 from kvferry.connector.waiting import IDLE_WAIT_SECONDS, MOST_STEP_SECONDS
 from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
-from kvferry.transport.read_plan import ReadOrder, ReadResult
+from kvferry.transport.read_plan import ReadOrder, Report
 from support.clock import Clock
 from support.loads import made_up_load, only_read
 
@@ -25,11 +25,11 @@ class Reads:
     def __init__(self, clock: Clock, ends: dict[str, float]) -> None:
         self.clock, self.ends, self.waits = clock, dict(sorted(ends.items(), key=lambda one: one[1])), 0
 
-    def results(self) -> list[ReadResult]:
+    def results(self) -> list[tuple[str, Report]]:
         over = [key for key, at in self.ends.items() if at <= self.clock.now]
         for key in over:
             del self.ends[key]
-        return [ReadResult(key, None) for key in over]
+        return [(key, Report(None)) for key in over]
 
     def submit(self, *orders: ReadOrder, idle: bool = False) -> None:
         pass
