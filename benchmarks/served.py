@@ -251,7 +251,7 @@ class SteppedEngine:
         """Refresh the storage tiers, as their threads do every two seconds."""
         for cache in self._caches:
             for slow in cache.slow_tiers:
-                slow.queue.tier.refresh()
+                slow.tier.refresh()
 
     def hits(self) -> Counter[str]:
         """Return the number of chunks that loads have fetched so far, by tier."""

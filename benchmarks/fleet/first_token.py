@@ -51,7 +51,7 @@ class FleetEngine:
         )
         (half,) = self._served.halves
         (slow,) = half._tiering._cache.slow_tiers  # noqa: SLF001 - the port is any free one
-        self._tier = slow.queue.tier
+        self._tier = slow.tier
         if not self._tier.ready.wait(_START_SECONDS) or self._tier.server is None:
             raise TransferError("the fleet tier has not started; see the lines above")
 

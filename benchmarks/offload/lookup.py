@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
@@ -133,7 +133,7 @@ def measure(
     table = KeyTable()
     behind = IndexOnlyTier([*keys["file"], *in_host, *made[len(made) // _HOST_SHARE :]], table)
     with open_queue(behind, "file") as queue:
-        cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (SlowTier(queue),))
+        cache = ChunkCache(_host_of(in_host, table), _no_memory, (group,), (queue,))
         progress(f"looking for prompts of {tokens:,} tokens")
         took = [
             (place, _look(group, prompts[place][n], cache)) for n in range(repeats + 1) for place in PLACES

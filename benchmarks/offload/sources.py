@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.no_blocks import NoBlocks
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.admission import Admission
@@ -122,7 +122,7 @@ class KnownChunks:
             if (slot := self.host.reserve(key, key[-1])) is not None:
                 self.host.commit(slot)
         spaces = bench_namespace(chunk_group(canonical.groups[0], CHUNK_TOKENS))
-        self.behind: list[SlowTier] = []
+        self.behind: list[TierQueue] = []
         for name, of in zip(SLOW, keys[1:], strict=True):
             root = folder / name
             root.mkdir()
@@ -135,7 +135,7 @@ class KnownChunks:
                 store.refresh()
             queue = TierQueue(store, name)
             stack.callback(queue.close, _PATIENCE_SECONDS)
-            self.behind.append(SlowTier(queue))
+            self.behind.append(queue)
             if not store.contains(of).all():
                 raise TransferError(f"{root} does not show all {len(of)} chunks; does somebody else use it?")
 

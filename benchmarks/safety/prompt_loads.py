@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.cache.chunk_cache import ChunkCache, Fetch, SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, Fetch, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
@@ -91,7 +91,7 @@ class PromptLoads:
             ranks.arena.region.length, [self.chunk_bytes], EVICTION_POLICIES["lru"], store.keys.table
         )
         self._cache = ChunkCache(
-            host, ranks.arena.bytes_at, canonical.groups, [SlowTier(TierQueue(store, FileSettings.kind))]
+            host, ranks.arena.bytes_at, canonical.groups, [TierQueue(store, FileSettings.kind)]
         )
         mover.attach(ArenaCard(ranks.arena.handle, (geometry,), CHUNK_TOKENS))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import count
 from unittest.mock import patch
 
-from kvferry.cache.chunk_cache import SlowTier
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.connector.choosing import LocalPrefix
 from kvferry.connector.config import ConnectorConfig, parse_config
@@ -322,7 +321,7 @@ def served_engine(
             for name, capacity in slow.items()
         )
         queues = [_Queue(tier, tier.name, refresh_seconds=None, start_threads=_AtOnce) for tier in tiers]
-        return [(SlowTier(queue), 1.0) for queue in queues]
+        return [(queue, 1.0) for queue in queues]
 
     config = parse_config(
         {

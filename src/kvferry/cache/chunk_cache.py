@@ -18,7 +18,7 @@ stored.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -94,28 +94,6 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class SlowTier:
-    """A storage tier behind host memory, and the chunks that it is owed."""
-
-    queue: TierQueue
-    write_back: bool = False  # write only while host memory is fuller than `WRITE_BACK_SHARE`
-    lost: int = 0  # number of queued chunks that host memory evicted before their write started
-    # Chunks still to be written, the oldest first: (description, cold) by key.
-    queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = field(default_factory=OrderedDict)
-    # Slots of the chunks that are being written, by key.
-    held: dict[bytes, Slot] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.queued) + len(self.held)
-
-    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
-        """Queue a chunk in host memory for writing, unless the tier has it, writes it or stores nothing."""
-        tier = self.queue.tier
-        if not tier.read_only and key not in self.held and not tier.contains([key])[0]:
-            self.queued[key] = group, cold
-
-
-@dataclass(slots=True)
 class _CacheCounts:
     # Chunks that ranks have copied, or failed to copy, to host memory.
     stored: int = 0
@@ -124,17 +102,6 @@ class _CacheCounts:
     fetched: Counter[str] = field(default_factory=Counter)
     # Reads that did not return the chunk although the tier listed it, by name of the tier and outcome.
     missed: Counter[tuple[str, GetOutcome]] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class TransferTimes:
-    """Seconds that each successful transfer of chunks took."""
-
-    # Of reads and writes in storage, by name of the tier.
-    reads: dict[str, list[float]] = field(default_factory=dict)
-    writes: dict[str, list[float]] = field(default_factory=dict)
-    # Of copies from host memory to KV blocks, by the slowest rank.
-    copies: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -163,9 +130,10 @@ class ChunkCache:
         tiers: names of host memory and of the slow tiers, by tier number.
         bits: their bits in the key table, by tier number.
         incoming: chunks that are being read, by key.
-        events: counter that increases whenever the values in `counts` or `times` may have changed, or those
-            that others count of chunks that were not stored.
-        times: seconds of transfers since the last event about tiers, which replaces the object.
+        events: counter that increases whenever `counts`, or the seconds of transfers here and in the slow
+            tiers, may have changed, or what others count of chunks that were not stored.
+        copy_seconds: seconds that each copy of chunks from host memory to KV blocks took, by the slowest
+            rank, since the last event about tiers, which clears the list.
 
     Raises:
         ValueError: the tiers do not share one key table.
@@ -176,22 +144,21 @@ class ChunkCache:
         host: HostTier,
         memory_at: Callable[[int, int], memoryview],
         groups: Sequence[CanonicalGroup],
-        slow_tiers: Sequence[SlowTier] = (),
+        slow_tiers: Sequence[TierQueue] = (),
         clock: Callable[[], float] = time.monotonic,
         *,
         arrived: Event | None = None,
     ) -> None:
-        if any(one.queue.tier.keys.table is not host.keys.table for one in slow_tiers):
+        if any(one.tier.keys.table is not host.keys.table for one in slow_tiers):
             raise ValueError("the tiers of one cache must share one key table; open them together")
         self.host, self.slow_tiers = host, tuple(slow_tiers)
-        self.counts, self.events, self.times = _CacheCounts(), 0, TransferTimes()
+        self.counts, self.events, self.copy_seconds = _CacheCounts(), 0, list[float]()
         self._memory_at, self._clock = memory_at, clock
-        self._queues = [one.queue for one in slow_tiers]
         self._arrived = Event() if arrived is None else arrived
-        for queue in self._queues:
-            queue.reads.on_ended = self._arrived.set
-        self.tiers = (HOST, *(queue.name for queue in self._queues))
-        self.bits = (host.keys.bit, *(queue.tier.keys.bit for queue in self._queues))
+        for slow in self.slow_tiers:
+            slow.reads.on_ended = self._arrived.set
+        self.tiers = (HOST, *(slow.name for slow in self.slow_tiers))
+        self.bits = (host.keys.bit, *(slow.tier.keys.bit for slow in self.slow_tiers))
         # The description of a snapshot of each group, and those of chunks of other lengths, of which there
         # are few.
         self._formats = [chunk_group(group, 0) for group in groups]
@@ -201,7 +168,7 @@ class ChunkCache:
         self.fetches: list[Fetch] = []
         # Slow tiers to which writes may start since the last `poll`, by name: chunks were queued, writes have
         # ended, or host memory has filled up.
-        self._to_write: dict[str, SlowTier] = {}
+        self._to_write: dict[str, TierQueue] = {}
         self._write_back = [slow for slow in slow_tiers if slow.write_back]
 
     @property
@@ -211,14 +178,14 @@ class ChunkCache:
         In write-back mode, no write is due while host memory has room.
         """
         for slow in self.slow_tiers:
-            if (slow.held or (slow.queued and self._may_write(slow))) and not slow.queue.writes.stuck:
+            if (slow.held or (slow.queued and self._may_write(slow))) and not slow.writes.stuck:
                 return True
         return bool(self.fetches)
 
     @property
     def agenda(self) -> tuple[Sized, ...]:
         """Containers that are all empty if `poll` has nothing to do."""
-        ended = [one.ended for queue in self._queues for one in (queue.reads, queue.writes)]
+        ended = [one.ended for slow in self.slow_tiers for one in (slow.reads, slow.writes)]
         return self.fetches, self._to_write, *ended
 
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
@@ -230,7 +197,7 @@ class ChunkCache:
         """
         names = frozenset(without)
         # No read should start if earlier ones hang, or the tier pauses after failures.
-        refusing = [one.name in names or one.reads.stuck or one.tier.paused for one in self._queues]
+        refusing = [one.name in names or one.reads.stuck or one.tier.paused for one in self.slow_tiers]
         allowed = (True, *[not refuses for refuses in refusing])
         found = self._fastest_tier_table(allowed).take(self.host.keys.table.tier_bits(tags))
         if self.incoming:
@@ -246,24 +213,24 @@ class ChunkCache:
         """Begin to search for chunks in tiers (`StorageTier.find`), each for those that no faster one has."""
         found = []
         numbers = self.tier_numbers(tags_of(keys)) if keys else ()
-        for number, queue in enumerate(self._queues, 1):
-            if not queue.tier.find_seconds:
+        for number, slow in enumerate(self.slow_tiers, 1):
+            if not slow.tier.find_seconds:
                 continue
             lacking = [key for key, fastest in zip(keys, numbers, strict=True) if fastest > number]
-            if (search := queue.tier.find(lacking, hints)) is not None:
+            if (search := slow.tier.find(lacking, hints)) is not None:
                 found.append(search)
         return found
 
     @property
     def find_seconds(self) -> float:
         """Maximum time that a search takes; 0 if no tier searches."""
-        return max((queue.tier.find_seconds for queue in self._queues), default=0.0)
+        return max((slow.tier.find_seconds for slow in self.slow_tiers), default=0.0)
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT:
-            for queue in self._queues:
-                if key in queue.tier.keys.recently_evicted:
+            for slow in self.slow_tiers:
+                if key in slow.tier.keys.recently_evicted:
                     return HostMissReason.EVICTED
         return why
 
@@ -274,7 +241,7 @@ class ChunkCache:
         A slow tier has that namespace, and none of this engine's chunks: an engine with other settings has
         probably stored there.
         """
-        return next((one for queue in self._queues if (one := queue.usage.same_name_namespace)), "")
+        return next((one for slow in self.slow_tiers if (one := slow.usage.same_name_namespace)), "")
 
     def reserve(self, key: bytes, group: int) -> Slot | None:
         """Reserve a slot in host memory for a chunk that ranks will fill; None if it is dropped.
@@ -301,8 +268,8 @@ class ChunkCache:
     def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
         """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
         self.host.mark_used(keys, cold)
-        for queue in self._queues:
-            queue.mark_used(keys)
+        for slow in self.slow_tiers:
+            slow.mark_used(keys)
 
     def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load, in their order. `poll` continues it.
@@ -325,7 +292,7 @@ class ChunkCache:
     def copied(self, slots: Sequence[Slot], seconds: float) -> None:
         """Release the slots of a load's chunks, which ranks have copied to KV blocks in so many seconds."""
         self.events += 1
-        self.times.copies.append(seconds)
+        self.copy_seconds.append(seconds)
         # The last slot released is used last, so the start of a prompt is evicted after its end.
         for slot in reversed(slots):
             self.host.close(slot)
@@ -339,7 +306,7 @@ class ChunkCache:
 
     def awaited_tiers(self, fetch: Fetch) -> set[str]:
         """Return the names of the slow tiers from which chunks of a fetch are still being read."""
-        return {self._queues[self.incoming[key].source].name for key in fetch.reading}
+        return {self.slow_tiers[self.incoming[key].source].name for key in fetch.reading}
 
     def origin(self, fetch: Fetch) -> str:
         """Return the name of the slowest tier from which chunks of a fetch have been or are being read."""
@@ -363,18 +330,17 @@ class ChunkCache:
     def poll(self) -> None:
         """Collect the results of reads and writes, and start more. Call this once per step."""
         for slow in self.slow_tiers:
-            name = slow.queue.name
-            for done in slow.queue.done():
+            for done in slow.done():
                 self.events += 1
                 if isinstance(done.what, GetOutcome):
                     if done.what is GetOutcome.HIT:
-                        self.times.reads.setdefault(name, []).append(done.seconds)
+                        slow.read_seconds.append(done.seconds)
                     self._on_read_ended(done.key, done.what)
                 else:
                     if done.what is PutOutcome.STORED:
-                        self.times.writes.setdefault(name, []).append(done.seconds)
+                        slow.write_seconds.append(done.seconds)
                     self.host.close(slow.held.pop(done.key))
-                    self._to_write[name] = slow
+                    self._to_write[slow.name] = slow
         # After all results: freed slots make room for more chunks of waiting loads.
         if self.fetches:
             self.events += 1
@@ -382,7 +348,7 @@ class ChunkCache:
                 self._advance(fetch)
             self.fetches[:] = [fetch for fetch in self.fetches if not fetch.over]
         for slow in self._to_write.values():
-            while slow.queued and self._may_write(slow) and slow.queue.can_write:
+            while slow.queued and self._may_write(slow) and slow.can_write:
                 self._write_next(slow)
         self._to_write.clear()
 
@@ -403,8 +369,8 @@ class ChunkCache:
             while slow.queued:
                 self._write_next(slow)
         ends = self._clock() + patience_seconds
-        for queue in self._queues:
-            queue.close(max(ends - self._clock(), 0))
+        for slow in self.slow_tiers:
+            slow.close(max(ends - self._clock(), 0))
 
     def _describe_chunk(self, group: int, tokens: int) -> ChunkGroup:
         if (group, tokens) not in self._descriptions:
@@ -414,17 +380,17 @@ class ChunkCache:
     def _reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
         slot = self.host.reserve(key, group, counted=counted)
         for slow in self._write_back:
-            self._to_write[slow.queue.name] = slow
+            self._to_write[slow.name] = slow
         return slot
 
-    def _enqueue(self, slow: SlowTier, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
+    def _enqueue(self, slow: TierQueue, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
         slow.enqueue(key, group, cold=cold)
-        self._to_write[slow.queue.name] = slow
+        self._to_write[slow.name] = slow
 
-    def _may_write(self, slow: SlowTier) -> bool:
+    def _may_write(self, slow: TierQueue) -> bool:
         return not slow.write_back or self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
 
-    def _write_next(self, slow: SlowTier) -> None:
+    def _write_next(self, slow: TierQueue) -> None:
         """Start the write of the oldest queued chunk, or count it as lost if host memory has evicted it."""
         self.events += 1
         key, (group, cold) = slow.queued.popitem(last=False)
@@ -433,7 +399,7 @@ class ChunkCache:
             slow.lost += 1
             return
         slow.held[key] = slot
-        slow.queue.writes.start(key, group, self._memory_at(slot.offset, slot.size), cold=cold)
+        slow.writes.start(key, group, self._memory_at(slot.offset, slot.size), cold=cold)
 
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps `KeyTable.tier_bits` to the number of the fastest allowed tier among them.
@@ -454,8 +420,8 @@ class ChunkCache:
         `NO_TIER` stands for a tier that hangs or is excluded. `incoming` must not be empty.
         """
         reads = [
-            NO_TIER if queue.name in without or queue.reads.stuck else number
-            for number, queue in enumerate(self._queues, 1)
+            NO_TIER if slow.name in without or slow.reads.stuck else number
+            for number, slow in enumerate(self.slow_tiers, 1)
         ]
         coming = tags_of(list(self.incoming))
         tier_numbers = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
@@ -464,7 +430,7 @@ class ChunkCache:
         return np.where(coming[at] == tags, tier_numbers[at], 0)
 
     def _reads_in_flight(self) -> int:
-        return sum(queue.reads.in_flight for queue in self._queues)
+        return sum(slow.reads.in_flight for slow in self.slow_tiers)
 
     def _advance(self, fetch: Fetch) -> None:
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):
@@ -479,8 +445,8 @@ class ChunkCache:
             self._add_ready(fetch, want, slot, HOST)
         elif sources := [
             number
-            for number, queue in enumerate(self._queues)
-            if queue.name not in fetch.without and queue.known([want.key])[0]
+            for number, slow in enumerate(self.slow_tiers)
+            if slow.name not in fetch.without and slow.known([want.key])[0]
         ]:
             # Not counted as dropped, because the fetch tries again in the next step.
             slot = self._reserve(want.key, want.group, counted=False)
@@ -498,12 +464,12 @@ class ChunkCache:
     def _read(self, incoming: _Incoming) -> None:
         slot = incoming.slot
         into = self._memory_at(slot.offset, slot.size)
-        self._queues[incoming.source].reads.start(slot.key, incoming.group, into)
+        self.slow_tiers[incoming.source].reads.start(slot.key, incoming.group, into)
 
     def _on_read_ended(self, key: bytes, what: GetOutcome) -> None:
         """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier."""
         incoming = self.incoming[key]
-        name = self._queues[incoming.source].name
+        name = self.slow_tiers[incoming.source].name
         if what is GetOutcome.HIT:
             del self.incoming[key]
             if not self.host.commit(incoming.slot):

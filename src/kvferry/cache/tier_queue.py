@@ -1,4 +1,4 @@
-"""A slow tier and the threads that block on its storage.
+"""A slow tier, the chunks that it is owed, and the threads that block on its storage.
 
 The engine's thread starts reads and writes, and collects their results later. So it never waits for storage,
 even if a mount hangs. If reads are in flight and none has ended for `stuck_seconds`, the tier is *stuck* for
@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.tiers.format.chunk import ChunkGroup
+from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import StorageTier, StoreUsage
 
@@ -148,16 +149,25 @@ class _DaemonThreads:
 
 
 class TierQueue:
-    """Reads and writes of one storage tier, done by background threads. Only the engine's thread may use it.
+    """A storage tier behind host memory, which background threads read and write.
+
+    Only the engine's thread may use it. `ChunkCache` moves each chunk from `queued` to `held` when its write
+    starts.
 
     Args:
         name: name of the tier, unique within an engine.
         readers, writers: number of threads for reads, and for writes.
+        write_back: True to write only while host memory is rather full (`chunk_cache.WRITE_BACK_SHARE`).
         refresh_seconds: time between two refreshes; None never to refresh the tier.
         start_threads: start a number of threads; None for daemon threads.
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
+        queued: chunks still to be written, the oldest first: (description, cold) by key.
+        held: slots of the chunks that are being written, by key.
+        lost: number of queued chunks that host memory evicted before their write started.
+        read_seconds, write_seconds: seconds that each successful read and write took, since the last event
+            about tiers, which clears these lists.
     """
 
     def __init__(
@@ -168,14 +178,19 @@ class TierQueue:
         writers: int = 4,
         clock: Callable[[], float] = time.monotonic,
         *,
+        write_back: bool = False,
         refresh_seconds: float | None = REFRESH_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
         start_threads: Callable[[int, str], _Threads] | None = None,
     ) -> None:
-        self.name, self.tier, self.usage = name, tier, StoreUsage()
+        self.name, self.tier, self.usage, self.write_back = name, tier, StoreUsage(), write_back
+        self.queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = OrderedDict()
+        self.held: dict[bytes, Slot] = {}
+        self.lost = 0
+        self.read_seconds, self.write_seconds = list[float](), list[float]()
         self._clock, self._usage_lock, self._refresh_seconds = clock, threading.Lock(), refresh_seconds
-        # A few more than threads, so that these never wait for the engine's next step. The rest stays in the
-        # queue of `SlowTier`, where a chunk that host memory evicts costs no write.
+        # A few more than threads, so that these never wait for the engine's next step. The rest stays in
+        # `queued`, where a chunk that host memory evicts costs no write.
         self._most_writes = 4 * writers
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
@@ -202,6 +217,15 @@ class TierQueue:
         self._refresher = threading.Thread(target=self._refresh, name=f"kvferry-{name}-refresh", daemon=True)
         if refresh_seconds is not None:
             self._refresher.start()
+
+    def __len__(self) -> int:
+        """Return the number of chunks that the tier is owed."""
+        return len(self.queued) + len(self.held)
+
+    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
+        """Queue a chunk in host memory for writing, unless the tier has it, writes it or stores nothing."""
+        if not self.tier.read_only and key not in self.held and not self.tier.contains([key])[0]:
+            self.queued[key] = group, cold
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be read from the tier now: all False while its reads hang."""

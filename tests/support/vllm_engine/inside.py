@@ -535,7 +535,7 @@ def forget_host_memory(engine: Any, of: int = 0) -> None:
     """What is in the tiers' host memory; what is behind it stays, and is looked at anew."""
     cache = parts.cache(engine, of)
     cache.clear()
-    for queue in cache._queues:
+    for queue in cache.slow_tiers:
         queue.tier.refresh()
 
 

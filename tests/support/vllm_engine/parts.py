@@ -117,7 +117,7 @@ def cache(engine: Any, of: int = 0) -> Any:
 
 def queues(engine: Any, of: int = 0) -> list[Any]:
     """The queues of slow tiers; each has a `tier`."""
-    return cache(engine, of)._queues
+    return cache(engine, of).slow_tiers
 
 
 def call_of(queue: Any, name: str) -> tuple[Any, str]:

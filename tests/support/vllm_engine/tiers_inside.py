@@ -34,8 +34,8 @@ def held(engine: Any, of: int = 0) -> dict[str, int]:
         "incoming": len(cache.incoming),
         "fills": len(cache.host._fills),
         "reads": len(cache.host._reads),
-        "reading": sum(queue.reads.count for queue in cache._queues),
-        "writing": sum(queue.writes.count for queue in cache._queues),
+        "reading": sum(queue.reads.count for queue in cache.slow_tiers),
+        "writing": sum(queue.writes.count for queue in cache.slow_tiers),
         "requests": len(engine.llm_engine.engine_core.engine_core.scheduler.requests),
     }
     if worker is not None:  # of one rank, it is in this process

@@ -10,7 +10,6 @@ from kvferry.cache.chunk_cache import (
     NEXT_READ_SECONDS,
     ChunkCache,
     Fetch,
-    SlowTier,
     WantedChunk,
 )
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -35,7 +34,7 @@ class Reads:
         memory = Memory(200 * PAGE)
         self.cache = ChunkCache(
             HostTier(200 * PAGE, sizes, EVICTION_POLICIES["lru"], table_of(tiers)),
-            memory.bytes_at, GROUPS, [SlowTier(self.queue)], self.clock, arrived=self,
+            memory.bytes_at, GROUPS, [self.queue], self.clock, arrived=self,
         )  # fmt: skip
         self.fetch = self.fetch_first(len(ends))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -41,7 +41,7 @@ class Cache:
         self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
         self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
         self.queue = TierQueue(self.store, "file", refresh_seconds=0.02)
-        self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [SlowTier(self.queue)])
+        self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [self.queue])
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + size]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.cache.chunk_cache import WRITE_BACK_SHARE, ChunkCache, SlowTier, WantedChunk
+from kvferry.cache.chunk_cache import WRITE_BACK_SHARE, ChunkCache, WantedChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -80,9 +80,11 @@ class Cache:
         sizes = [group.chunk_bytes for group in GROUPS]
         self.host = HostTier(pages * PAGE, sizes, partial(self.policy_of, policy), table_of(tiers))
         self.tiers = tiers
-        self.queues = [queue_by_hand(tier, self.clock, writers=writers) for tier in tiers]
-        behind = [SlowTier(q, q.name in write_back) for q in self.queues]
-        self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, behind, self.clock)
+        self.queues = [
+            queue_by_hand(tier, self.clock, writers=writers, write_back=tier.name in write_back)
+            for tier in tiers
+        ]
+        self.cache = ChunkCache(self.host, arena.bytes_at, GROUPS, self.queues, self.clock)
 
     def policy_of(self, name, capacity):
         self.policy = EVICTION_POLICIES[name](capacity)
@@ -615,7 +617,7 @@ def test_a_tier_takes_only_so_many_stores_at_once():
         assert made.cache.busy, "steps go on until its end is heard of"
         made.answer(0, "write", key, PutOutcome.STORED)
     assert (made.jobs(0), made.cache.busy) == ([], False)
-    assert len(made.cache.times.writes["file"]) == 5
+    assert len(made.queues[0].write_seconds) == 5
 
 
 def hung(*kept):
@@ -671,7 +673,7 @@ def test_tiers_of_one_cache_share_a_table_of_tags():
             HostTier(PAGE, [PAGE], EVICTION_POLICIES["lru"]),
             ARENA.bytes_at,
             GROUPS[:1],
-            [SlowTier(made.queues[0])],
+            made.queues[:1],
         )
 
 
@@ -694,7 +696,7 @@ def test_all_tiers_together_get_the_time_that_closing_may_take():
     tiers = fake_tiers([], [])
     queues = [Slow(tier, tier.name, 0, 0, refresh_seconds=None) for tier in tiers]
     host = HostTier(34 * PAGE, [PAGE], EVICTION_POLICIES["lru"], table_of(tiers))
-    ChunkCache(host, ARENA.bytes_at, GROUPS[:1], [SlowTier(queue) for queue in queues], clock).shutdown(10.0)
+    ChunkCache(host, ARENA.bytes_at, GROUPS[:1], queues, clock).shutdown(10.0)
     assert given == [10.0, 3.0]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.cache.chunk_cache import SlowTier
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
@@ -73,8 +72,10 @@ def tiered(monkeypatch, stores, *, write_back=False, capacity="1MiB", **settings
     engine = FakeEngine(groups, blocks=BLOCKS, steps_in_flight=2)
 
     def open_tiers(_, __, table, place):
-        engine.queue = QueueByHand(FakeTier("file", table=table), engine.clock, writers=1)
-        return [(SlowTier(engine.queue, write_back), 1.0)]
+        engine.queue = QueueByHand(
+            FakeTier("file", table=table), engine.clock, writers=1, write_back=write_back
+        )
+        return [(engine.queue, 1.0)]
 
     monkeypatch.setattr(tiering, "open_tiers", open_tiers)
     monkeypatch.setattr(prompts.secrets, "token_hex", lambda _: f"reset at {engine.clock.now}")

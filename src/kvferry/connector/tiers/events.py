@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, TransferTimes
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
@@ -53,13 +53,13 @@ class TierEvents:
     @log_errors
     def emit_changes(self) -> None:
         """Emit a `TierChanged` event for every tier if any tier has changed since the last call."""
-        cache, host, times = self._cache, self._cache.host, self._cache.times
+        cache, host = self._cache, self._cache.host
         # Called in every engine step: the fingerprint takes half a microsecond, and all counts take much
         # longer. It is taken before them, so that the next call sees concurrent changes.
-        fingerprint = (cache.events, *[one.queue.usage for one in cache.slow_tiers])
+        fingerprint = (cache.events, *[one.usage for one in cache.slow_tiers])
         if fingerprint == self._last_fingerprint:
             return
-        self._last_fingerprint, cache.times = fingerprint, TransferTimes()
+        self._last_fingerprint = fingerprint
         counters, counts = host.counters, cache.counts
         dropped = {str(why): n for why, n in counters.dropped.items() if why is not HostDropReason.PRESENT}
         self._emit_since_last(
@@ -73,19 +73,19 @@ class TierEvents:
                 stored_bytes=counters.stored_bytes,
                 evicted=counters.evicted,
                 dropped=(*dropped.items(), *self._not_stored.items()),
-                fetch_seconds=tuple(times.copies),
+                fetch_seconds=tuple(cache.copy_seconds),
             )
         )
+        cache.copy_seconds.clear()
         for slow in cache.slow_tiers:
-            queue = slow.queue
-            name, stats = queue.name, queue.tier.stats
+            name, stats = slow.name, slow.tier.stats
             dropped = {str(put): n for put, n in stats.dropped.items()}
             self._emit_since_last(
                 TierChanged(
                     time.monotonic(),
                     name,
-                    used=queue.usage.used,
-                    capacity=queue.usage.capacity,
+                    used=slow.usage.used,
+                    capacity=slow.usage.capacity,
                     owed=len(slow),
                     fetched=counts.fetched[name],
                     stored=sum(stats.puts.values()) - sum(dropped.values()),
@@ -93,13 +93,15 @@ class TierEvents:
                     evicted=stats.evicted,
                     missed=tuple((str(miss), n) for (tier, miss), n in counts.missed.items() if tier == name),
                     dropped=(*dropped.items(), ("left host memory before its turn", slow.lost)),
-                    fetch_seconds=tuple(times.reads.get(name, ())),
-                    store_seconds=tuple(times.writes.get(name, ())),
-                    served=queue.usage.served,
-                    served_bytes=queue.usage.served_bytes,
-                    refused=queue.usage.refused,
+                    fetch_seconds=tuple(slow.read_seconds),
+                    store_seconds=tuple(slow.write_seconds),
+                    served=slow.usage.served,
+                    served_bytes=slow.usage.served_bytes,
+                    refused=slow.usage.refused,
                 )
             )
+            slow.read_seconds.clear()
+            slow.write_seconds.clear()
 
     def _emit_since_last(self, now: TierChanged) -> None:
         """Emit the event of a tier. `now` has its counts since the engine's start."""

@@ -3,7 +3,7 @@
 A chunk is ordered in the step that computes its last token: its blocks are pinned, and ranks copy them after
 the forward pass (`StoreOrders`). It is not stored if host memory has it already, if its tokens have left the
 attention window, or if there is no room. If the engine computes a chunk although a slow tier has it, host
-memory gets a copy, and that tier is not written again (`SlowTier.enqueue`). `planning.retention` says which
+memory gets a copy, and that tier is not written again (`TierQueue.enqueue`). `planning.retention` says which
 chunks and snapshots are worth storing.
 """
 

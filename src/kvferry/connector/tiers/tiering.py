@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
@@ -65,7 +65,7 @@ def open_tiers(
     get_namespace: Callable[[], Namespace],
     table: KeyTable,
     place: FleetPlace | None = None,
-) -> list[tuple[SlowTier, float]]:
+) -> list[tuple[TierQueue, float]]:
     """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
     Args:
@@ -76,7 +76,7 @@ def open_tiers(
     Returns:
         (tier, setting ``load_weight``) for each opened tier.
     """
-    found: list[tuple[SlowTier, float]] = []
+    found: list[tuple[TierQueue, float]] = []
     kinds = Counter[str]()
     namespace = None
     for number, settings in enumerate(tiers):
@@ -89,9 +89,9 @@ def open_tiers(
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
             continue
-        queue = TierQueue(tier, tier_name(settings.kind, kinds[settings.kind]))
+        name = tier_name(settings.kind, kinds[settings.kind])
         kinds[settings.kind] += 1
-        found.append((SlowTier(queue, settings.write == "back"), settings.load_weight))
+        found.append((TierQueue(tier, name, write_back=settings.write == "back"), settings.load_weight))
     return found
 
 
@@ -150,7 +150,7 @@ class Tiering:
             )
         opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place)
         behind = [one for one, _ in opened]
-        self.weights = {HOST: tiers.host.load_weight, **{one.queue.name: weight for one, weight in opened}}
+        self.weights = {HOST: tiers.host.load_weight, **{one.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(host)
         # Other engines publish the blocks in their host memory themselves.
@@ -203,7 +203,7 @@ class Tiering:
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
             chunk_tokens, self._arena.region.length / 2**30,
-            "".join(f", {one.queue.name}" for one in behind),
+            "".join(f", {one.name}" for one in behind),
         )  # fmt: skip
         rule.announce(events)
 

@@ -24,7 +24,7 @@ def opened(tmp_path):
 
     yield open_configured
     for behind, _ in found:
-        behind.queue.close(5.0)
+        behind.close(5.0)
 
 
 def test_tiers_of_one_kind_are_numbered_in_their_order(opened, tmp_path):
@@ -33,7 +33,7 @@ def test_tiers_of_one_kind_are_numbered_in_their_order(opened, tmp_path):
         {"type": "object", "url": f"file://{tmp_path}/c"},
         {"type": "file", "path": f"{tmp_path}/b", "write": "back"},
     )
-    assert [(behind.queue.name, weight) for behind, weight in found] == [
+    assert [(behind.name, weight) for behind, weight in found] == [
         ("file", 0.5),
         ("object", 1.0),
         ("file.2", 1.0),
@@ -44,7 +44,7 @@ def test_tiers_of_one_kind_are_numbered_in_their_order(opened, tmp_path):
 def test_a_tier_that_cannot_be_opened_is_left_out_and_its_number_is_free(opened, tmp_path, caplog):
     with caplog.at_level(logging.ERROR):
         found = opened({"type": "file", "path": "/dev/null/none"}, {"type": "file", "path": f"{tmp_path}/a"})
-    assert [behind.queue.name for behind, _ in found] == ["file"]
+    assert [behind.name for behind, _ in found] == ["file"]
     (said,) = [one.getMessage() for one in caplog.records]
     assert said.startswith("file tier: /dev/null/none")
     assert said.endswith("; this engine serves on without that tier")
@@ -71,7 +71,7 @@ def test_all_tiers_share_one_table_and_one_namespace(opened, tmp_path):
         get_namespace=named,
     )
     assert len(asked) == 1
-    assert len({id(behind.queue.tier.keys.table) for behind, _ in found}) == 1
+    assert len({id(behind.tier.keys.table) for behind, _ in found}) == 1
 
 
 def test_an_engine_whose_chunks_have_no_name_has_no_storage_tier(opened, tmp_path, caplog):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainStep
@@ -111,7 +111,7 @@ def storing(shape=PLAIN, blocks=64, pages=4096, every=CHUNK, slow=()) -> FakeEng
         engine.host,
         lambda _, size: memoryview(bytearray(size)),
         canonical.groups,
-        [SlowTier(queue_by_hand(tier, engine.clock)) for tier in tiers],
+        [queue_by_hand(tier, engine.clock) for tier in tiers],
     )
     engine.prompts = Prompts(canonical, engine.adapters)
     engine.parts = PartBlocks(groups, engine.pool)

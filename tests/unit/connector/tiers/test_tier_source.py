@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier
+from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
@@ -50,7 +50,7 @@ def with_tiers(*kept, chunks=99, **options) -> FakeEngine:
         engine.host,
         lambda _, size: memoryview(bytearray(size)),
         CANONICAL.groups,
-        [SlowTier(queue) for queue in engine.queues],
+        engine.queues,
     )
     engine.source = TierSource(
         engine.cache,
@@ -144,7 +144,7 @@ def test_a_load_from_host_memory_is_one_part_and_an_end_and_closes_its_slots_whe
     moved(engine, order)
     assert holds(engine) == 0
     assert engine.feeds[load.key].moved(Report(None)) == (GroupBytes("0 full_attention", "copied", 3 * SIZE),)
-    assert engine.cache.times.copies == [0.5]
+    assert engine.cache.copy_seconds == [0.5]
     engine.end_load(load, Report(None))
     assert not engine.source.busy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvferry.cache.chunk_cache import ChunkCache, SlowTier, TransferTimes, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, WantedChunk
 from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
@@ -31,7 +31,7 @@ class Tiers:
             HostTier(chunks * SIZE, [SIZE], EVICTION_POLICIES["lru"], tier.keys.table),
             lambda _, size: memoryview(bytearray(size)),
             CANONICAL.groups,
-            [SlowTier(self.queue)],
+            [self.queue],
         )
         self.not_stored = Counter()
         self.heard: list[TierChanged] = []
@@ -108,6 +108,6 @@ def test_times_are_kept_until_the_next_step_only():
     tiers.cache.poll()
     answer(tiers.queue, "write", FIRST, PutOutcome.STORED)
     tiers.cache.poll()
-    assert len(tiers.cache.times.writes["file"]) == 1
+    assert len(tiers.queue.write_seconds) == 1
     tiers.told()
-    assert tiers.cache.times == TransferTimes()
+    assert tiers.queue.write_seconds == []
