@@ -12,12 +12,17 @@ blocks belong to the parts in flight, however long they take.
 Only an OPEN load takes parts: blocks of the others may belong to other requests soon. A load is given up when
 it has become useless, for example because the load of another part of the same prefix has failed. Each load
 is reported exactly once, and released exactly once.
+
+A step that computes nothing waits for the first load to end, since the engine would only sleep and look
+again. It then waits for others if that is expected to pay. A step of a few tokens takes about as long for one
+request as for many. If the engine computes at once, the requests whose loads are missing get their first
+tokens one step later than those whose loads have ended. If it waits, all requests are late by the wait.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from kvferry.connector.bids import Speeds
@@ -30,6 +35,25 @@ MOST_TIMEOUTS = 20
 
 LATE_SECONDS = 5.0
 """A load's failure says if `Loads.settle`, which steps call, was called so long after the deadline."""
+
+# A request that arrives meanwhile is delayed by the wait.
+IDLE_WAIT_SECONDS = 0.003
+"""Maximum seconds that a step of an idle engine waits for a load under way to end."""
+
+MOST_STEP_SECONDS = 0.020
+"""Maximum time of a step that the wait is compared with, in case a few steps took unusually long."""
+
+
+def saved_seconds(step_seconds: float, ended: int, missing: int) -> float:
+    """Return how much sooner requests get their first tokens, on average, if one step computes all of them.
+
+    Otherwise one step computes the requests whose loads have `ended`, the next one those whose loads are
+    `missing`.
+
+    >>> saved_seconds(0.016, ended=1, missing=7)
+    0.014
+    """
+    return step_seconds * missing / (ended + missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +101,42 @@ class _Running:
 
 
 class Loads:
-    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it.
-
-    Attributes:
-        ends: times when the loads that `settle` will report have ended, the earliest first.
-    """
+    """The loads of one worker that may still write to their blocks. Only the engine's thread calls it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._speeds = clock, Speeds(clock)
         self._loads: dict[str, _Running] = {}
         self._parts: dict[str, _Running] = {}
         self._attempts: dict[str, list[bool]] = {}  # success of the reported loads of each
-        self.ends: list[float] = []
+        # Times when the loads that `settle` will report have ended, the earliest first.
+        self._ends: list[float] = []
 
     def __len__(self) -> int:
         return len(self._loads)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether the result of a part is still to come, of a load that is not decided yet."""
-        return any(one.is_awaited for one in self._loads.values())
+    def wait_until(self, began: float, step_seconds: float) -> float | None:
+        """Return the time until which a step that computes nothing waits for the next load to end.
 
-    def expected_ends(self) -> Iterator[float]:
-        """Yield the time when each load whose last part is under way is expected to end."""
-        return (one.expected for one in self._loads.values() if one.whole and one.is_awaited)
+        After the first load, the step waits in all at most as long as a step takes, and for each further load
+        at most as long as all loads that are expected to end meanwhile save. None if no load is awaited.
+
+        Args:
+            began: time when the step began to wait.
+            step_seconds: time of a step that computes a few tokens; 0 if unknown.
+        """
+        awaited = [one for one in self._loads.values() if one.is_awaited]
+        if not awaited:
+            return None
+        if not self._ends:
+            return began + IDLE_WAIT_SECONDS
+        step_seconds = min(step_seconds, MOST_STEP_SECONDS)
+        ended, last, missing = len(self._ends), self._ends[-1], 0
+        # A load whose next part its peer has not computed yet is not waited for.
+        expected = [one.expected for one in awaited if one.whole]
+        latest = last + saved_seconds(step_seconds, ended, len(expected))
+        for end in expected:
+            missing += end <= latest
+        return min(last + saved_seconds(step_seconds, ended, missing), self._ends[0] + step_seconds)
 
     def begin(self, load: Load) -> None:
         """Add a load. It has no parts yet, and its timeout begins now."""
@@ -152,7 +188,7 @@ class Loads:
 
     def _on_landed(self, one: _Running, *, timed: bool) -> None:
         now, load = self._clock(), one.load
-        self.ends.append(now)
+        self._ends.append(now)
         # A load that has ended while the engine computed, without a wait for it, was faster than it seems.
         if timed and one.parts.failure is None and load.loads == 1 and not load.bid.growing:
             self._speeds.record_load(load.bid.parts, now - one.began)
@@ -171,7 +207,7 @@ class Loads:
     def settle(self) -> list[SettledLoad]:
         """Return the loads that have ended, been given up or passed their deadline since the last call."""
         now, found = self._clock(), []
-        self.ends.clear()
+        self._ends.clear()
         for one in list(self._loads.values()):
             # Asked before the deadline: a load that has arrived in full is of use, however late this is
             # noticed.

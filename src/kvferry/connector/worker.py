@@ -33,7 +33,6 @@ from kvferry.connector.messages import (
     WorkerInfo,
 )
 from kvferry.connector.mover import ChunkMover
-from kvferry.connector.waiting import wait_until
 from kvferry.geometry import Group, RankGeometry
 from kvferry.memory.device_stream import DeviceEvent
 from kvferry.planning.descriptors import Int64s
@@ -297,7 +296,7 @@ class WorkerHalf:
         """Return the requests whose transfers have ended since the last call.
 
         Also record the reports of these transfers for `take_reports`. If the engine computes nothing, wait
-        for loads (`waiting`).
+        for loads (`Loads.wait_until`).
         """
         # Stores end without a load: their reports are taken when the mover says so.
         if not (len(self._loads) or self._sent or self._arrived.is_set()):
@@ -326,8 +325,7 @@ class WorkerHalf:
 
     def _wait_for_results(self) -> None:
         began = self._clock()
-        while self._loads.under_way:
-            until = wait_until(began, self._loads.ends, self._loads.expected_ends(), self._step_seconds)
+        while (until := self._loads.wait_until(began, self._step_seconds)) is not None:
             if (left := until - self._clock()) <= 0:
                 break
             self._arrived.wait(left)

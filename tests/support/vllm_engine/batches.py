@@ -17,7 +17,7 @@ def sizes_of_steps(engine: Any, names: list[str], *, waits: bool) -> list[int]:
     Every result of a lane comes 50 ms after the lane's last one. If the engine `waits`, its steps take so
     long that any wait pays; otherwise no time at all.
     """
-    from kvferry.connector import waiting
+    from kvferry.connector import loads
     from kvferry.connector.bids import StepTimes
     from kvferry.transport.lane import Lane
 
@@ -38,7 +38,7 @@ def sizes_of_steps(engine: Any, names: list[str], *, waits: bool) -> list[int]:
         mock.patch.object(scheduler, "schedule", scheduled),
         mock.patch.object(Lane, "_deliver", deliver_late),
         mock.patch.object(StepTimes, "small_seconds", seconds, create=True),
-        mock.patch.object(waiting, "MOST_STEP_SECONDS", 60.0),
+        mock.patch.object(loads, "MOST_STEP_SECONDS", 60.0),
     ):
         while not done.issuperset(names):
             done |= {output.request_id for output in engine.llm_engine.step() if output.finished}

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.loads import IDLE_WAIT_SECONDS, MOST_STEP_SECONDS
 from kvferry.connector.messages import LoadOrder, LoadPart, StepOrders
-from kvferry.connector.waiting import IDLE_WAIT_SECONDS, MOST_STEP_SECONDS
 from kvferry.connector.worker import WorkerHalf
 from kvferry.planning.select import LoadSpan
 from kvferry.transport.read_plan import ReadOrder, Report
