@@ -22,13 +22,12 @@ from kvferry.connector.bids import PlaceTokens, Speeds
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
 from kvferry.connector.config import ConnectorConfig
-from kvferry.connector.content import Adapters, TurnNames, content_of
+from kvferry.connector.content import Adapters, Prompts, TurnNames, content_of
 from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import EventStream
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.connector.source import RunningLoads, Source
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of

@@ -133,7 +133,7 @@ def _no_pins(engine: Any) -> Iterator[None]:
     loads = half(engine).admission.loads
     given_back = set[str]()
 
-    def release(self: Any, reports: Any) -> None:
+    def release(self: Any, reports: Any, over: Any) -> None:
         # A late load's blocks go at once; what is then reported of it frees nothing, and counts as nothing.
         for load in list(self):
             if load.late and load.key not in given_back:
@@ -143,7 +143,7 @@ def _no_pins(engine: Any) -> Iterator[None]:
                     blocks[load.holder] -= len(load.blocks)
                 self._pool.free_blocks(reversed(load.blocks))
                 load.blocks = ()
-        released(self, reports)
+        released(self, reports, over)
 
     released = type(loads).release
     with mock.patch.object(type(loads), "release", release):

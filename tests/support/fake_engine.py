@@ -15,14 +15,13 @@ from typing import Any
 from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Bid
 from kvferry.connector.blocks import PartBlocks
-from kvferry.connector.content import Adapters
+from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.engine import BlockIds, CacheGroup, PlainStep
 from kvferry.connector.events import Event, EventStream
 from kvferry.connector.messages import Load, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import Feed, Source
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener

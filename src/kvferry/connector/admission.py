@@ -344,7 +344,7 @@ class Admission:
                 one.feed.drop()  # other workers need not wait for the rest of it
             if not one.given_up:
                 self._drop_sibling_loads(one)
-        self.loads.release(reports)
+        self.loads.release(reports.reports, reports.released)
         self._tell_late_blocks()
 
     def _ended(self, one: RunningLoad) -> None:

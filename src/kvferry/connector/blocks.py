@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvferry.connector.engine import Block, BlockIds, BlockPool, CacheGroup, Request
-from kvferry.connector.messages import StepReports
 from kvferry.geometry import Group, GroupKind
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import (
@@ -119,11 +118,14 @@ class TransferBook(Generic[TransferT]):
             transfer.late = True
             self._late[transfer.holder] += len(transfer.blocks)
 
-    def release(self, reports: StepReports) -> None:
-        """Unpin the blocks of transfers that are over. Call this once per message, after `add_report`."""
-        for key, report in reports.reports.items():
+    def release(self, reports: Mapping[str, Report], released: Mapping[str, int]) -> None:
+        """Unpin the blocks of transfers that are over. Call this once per message, after `add_report`.
+
+        The arguments are those fields of `StepReports`.
+        """
+        for key, report in reports.items():
             self.end(key, report.workers - report.late)
-        for key, workers in reports.released.items():
+        for key, workers in released.items():
             self.end(key, workers)
 
     def end(self, key: str, workers: int) -> bool:

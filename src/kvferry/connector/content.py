@@ -1,7 +1,7 @@
 """Names for the content of a prompt: digests of everything that determines its KV, and of its cache salt.
 
 A peer gives the KV of a ticket only to a prompt of the same content (`transport.redeem`). Tiers keep chunks
-under keys derived from their content (`keys.chunk`).
+under keys derived from their content (`keys.chunk`), which `Prompts` has for each request.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
 
+from kvferry.cache.prompt_chunks import ChunkBeginnings, PromptChunks
 from kvferry.cache.weights import weights_of
 from kvferry.common.errors import ConfigError, NotYetNamed, Unnameable
 from kvferry.common.text import shown
@@ -272,3 +273,124 @@ class TurnNames:
         # Other engines do not know the number. So they find no KV from before the reset, nor KV that running
         # requests compute from it.
         self._epoch = f"{secrets.token_hex(16)} "
+
+
+class Prompts:
+    """The chunk keys of all requests whose KV may be stored in the tiers or loaded from them.
+
+    A request has no keys if its content cannot be identified for certain (for example, embeddings as prompt).
+    Its KV is neither stored nor looked up.
+    """
+
+    def __init__(
+        self,
+        canonical: CanonicalForm,
+        adapters: Adapters,
+        beginnings: ChunkBeginnings | None = None,
+        *,
+        prompts_only: bool = False,
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            beginnings: the tiers' chunks by their beginnings; None if prefixes end with chunks only.
+            prompts_only: True to compute no keys for generated tokens, because their KV differs from the KV
+                of equal tokens in a prompt.
+        """
+        self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
+        self._beginnings = beginnings
+        self._known: dict[str, PromptChunks] = {}
+        self._unnamed: dict[str, Unnameable] = {}
+        self._epoch, self._suspended = "", ""
+        self._salt_of: dict[str, str] = {}  # cache salt of each known request
+        self._salt_epochs: dict[str, str] = {}  # random text before each forgotten salt
+
+    def add(self, request: Request) -> PromptChunks | None:
+        """Compute the chunk keys of a new request and return its chunks; None if it has none, or none yet.
+
+        `why_unnamed` then returns the reason.
+        """
+        self._unnamed.pop(request.request_id, None)
+        try:
+            chunks = self.chunks_of(request)
+        except Unnameable as error:
+            logger.debug("request %s: not cached: %s", shown(request.request_id), error)
+            self._unnamed[request.request_id] = error
+            return None
+        self._salt_of[request.request_id] = request.cache_salt or ""
+        self._known[request.request_id] = chunks
+        return chunks
+
+    def get(self, request: Request) -> PromptChunks | None:
+        """Return the chunks of a request's tokens so far, prompt and generated; None if it has no keys."""
+        name = request.request_id
+        if self._prompts_only and request.num_tokens > request.num_prompt_tokens:
+            self.remove(name)
+        if self.are_pending(name):
+            self.add(request)
+        if (chunks := self._known.get(name)) is None:
+            return None
+        try:
+            # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys
+            # say.
+            if not self._adapters.is_current(request.adapter):
+                raise Unnameable("its LoRA was replaced in place since it came in")
+            if any(one.is_ambiguous for one in request.items):
+                raise Unnameable("an identifier of its items has stood for another")
+            known = len(chunks.keys)
+            if known < request.num_tokens:
+                chunks.keys.extend(request.all_token_ids[known : request.num_tokens])
+        except Unnameable as error:
+            self.remove(name)
+            self._unnamed[name] = error
+            return None
+        return chunks
+
+    def are_pending(self, request_id: str) -> bool:
+        """Return True while the digest of a request's LoRA adapter is computed: its keys may become known."""
+        return isinstance(self._unnamed.get(request_id), NotYetNamed)
+
+    def why_unnamed(self, request_id: str) -> str:
+        return str(self._unnamed.get(request_id, self._suspended or "the cache was reset since it came in"))
+
+    def remove(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+        self._salt_of.pop(request_id, None)
+        self._unnamed.pop(request_id, None)
+
+    def start_anew(self) -> None:
+        """Give all content new chunk keys from now on, because the engine's cache was reset. Ends `suspend`.
+
+        KV of running requests is no longer stored or looked up.
+        """
+        # The number is random, so that other engines with a shared tier do not find chunks from after the
+        # reset, nor this engine those from before. Running requests get no keys: their blocks mix KV from
+        # before and after.
+        self.suspend("")  # for no reason: keys are computed
+        self._epoch = f"{secrets.token_hex(16)} "
+
+    def suspend(self, why: str) -> None:
+        """Drop the chunk keys of all requests, and compute none until `start_anew`, for this reason."""
+        self._known.clear()
+        self._salt_of.clear()
+        self._unnamed.clear()
+        self._suspended = why
+
+    def forget_salt(self, salt: str) -> None:
+        """Give content under a cache salt new chunk keys from now on, so that its chunks are not found again.
+
+        KV of running requests with the salt is no longer stored or looked up. The salt is empty for requests
+        without one.
+        """
+        self._salt_epochs[salt] = f"{secrets.token_hex(16)} "
+        for name in [name for name, one in self._salt_of.items() if one == salt]:
+            self.remove(name)
+
+    def chunks_of(self, request: Request) -> PromptChunks:
+        """Return the chunks of a prompt, without remembering it. Raise Unnameable if it has no keys."""
+        if self._suspended:
+            raise Unnameable(self._suspended)
+        epoch = self._epoch + self._salt_epochs.get(request.cache_salt or "", "")
+        tokens = list(request.all_token_ids)
+        keys = keys_of(request, tokens, self._canonical.chunk_tokens, self._adapters, epoch)
+        return PromptChunks(self._canonical.groups, keys, self._beginnings)

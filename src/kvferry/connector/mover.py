@@ -23,12 +23,12 @@ from numpy import uint8
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import ChunkCopies, offsets_of
 from kvferry.memory.device_copy import HostRegistration
 from kvferry.memory.device_stream import DeviceEvent, enter_stream, wait_event
-from kvferry.planning.chunk_cells import cells_to_blank, cells_to_load, cells_to_store
+from kvferry.planning.chunk_cells import cells_to_blank, cells_to_load, cells_to_store, chunk_pools
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan, unfilled_cells
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
@@ -37,9 +37,6 @@ from kvferry.tiers.host.arena import Arena
 from kvferry.transport.read_plan import LoadFigures, Report
 
 logger = logging.getLogger(__name__)
-
-_SLOTS = 1 << 20
-"""Number of chunks in the pools passed to the planner. Any number that no order exceeds will do."""
 
 _FIRST, _LOAD, _STORE, _LAST = range(4)
 """Priorities of the thread's jobs, the most urgent first: attach the arena, load, store, end the thread."""
@@ -51,22 +48,9 @@ _Job: TypeAlias = Callable[[], bool | None]
 """A job of the thread. It returns True if it could not begin yet, and must be called again."""
 
 
-def _pools(canonical: CanonicalForm) -> list[RankGeometry]:
-    return [chunk_pool(canonical, number, 0, _SLOTS) for number in range(len(canonical.groups))]
-
-
 class _RouteCopier(NamedTuple):
     route: Route
     copies: ChunkCopies
-
-
-def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """Raise Incompatible unless all ranks together can store whole chunks, and load their KV from chunks."""
-    pools = _pools(canonical)
-    for pool in pools:
-        build_templates(ranks, pool)
-    for rank in ranks:
-        build_templates(pools, rank)
 
 
 class ChunkRoutes:
@@ -99,7 +83,7 @@ class ChunkRoutes:
         self._canonical, self._memory = canonical, memory
         number = [(rank.pp_rank, rank.tp_rank) for rank in ranks].index(rank_coordinates)
         self._rank = ranks[number]
-        space, pools = AddressSpace(self._rank.regions), _pools(canonical)
+        space, pools = AddressSpace(self._rank.regions), chunk_pools(canonical)
         # Copies of each group, out of the blocks and into them.
         self._out: list[list[_RouteCopier]] = []
         self._in: list[list[_RouteCopier]] = []

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.geometry import Attention, GroupKind, GroupPattern
+from kvferry.geometry import Attention, GroupKind, GroupPattern, RankGeometry
+from kvferry.geometry.canonical import CanonicalForm, chunk_pool
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import (
     ALL_TOKENS,
@@ -20,9 +21,26 @@ from kvferry.planning.select import (
     needed_tokens,
     select_cells,
 )
-from kvferry.planning.template import Route
+from kvferry.planning.template import Route, build_templates
 
 _STATE = Attention(GroupKind.STATE)
+
+_SLOTS = 1 << 20
+"""Number of chunks in the pools passed to the planner. Any number that no order exceeds will do."""
+
+
+def chunk_pools(canonical: CanonicalForm) -> list[RankGeometry]:
+    """Return a buffer of chunks of each KV cache group, as the planner describes the memory of a rank."""
+    return [chunk_pool(canonical, number, 0, _SLOTS) for number in range(len(canonical.groups))]
+
+
+def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
+    """Raise Incompatible unless all ranks together can store whole chunks, and load their KV from chunks."""
+    pools = chunk_pools(canonical)
+    for pool in pools:
+        build_templates(ranks, pool)
+    for rank in ranks:
+        build_templates(pools, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector import content
 from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.tiers import prompts, storing, tiering
+from kvferry.connector.tiers import milestones, storing, tiering
 from kvferry.geometry import GroupKind
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -78,7 +79,7 @@ def tiered(monkeypatch, stores, *, write_back=False, capacity="1MiB", **settings
         return [(engine.queue, 1.0)]
 
     monkeypatch.setattr(tiering, "open_tiers", open_tiers)
-    monkeypatch.setattr(prompts.secrets, "token_hex", lambda _: f"reset at {engine.clock.now}")
+    monkeypatch.setattr(content.secrets, "token_hex", lambda _: f"reset at {engine.clock.now}")
     config = ConnectorConfig(
         host="127.0.0.1",
         tiers=[{"type": "host", "capacity": capacity}, {"type": "file", "path": "/unused"}],
@@ -274,7 +275,7 @@ def test_a_step_that_looks_at_what_has_something_to_do_equals_one_that_looks_at_
             now = half.events.waiting, *(container for part in parts for container in part.agenda)
             assert [*map(id, half._agenda)] == [*map(id, now)], "a part has replaced its container"
         with monkeypatch.context() as patched:
-            for module in (storing, prompts):
+            for module in (storing, milestones):
                 patched.setattr(module, "Milestones", EveryStep)
             with tiered(monkeypatch, stores, **settings) as engine:
                 requests = Traffic(engine, seed, **traffic)

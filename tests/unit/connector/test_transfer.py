@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.connector.blocks import Transfer, TransferBook, may_hold
-from kvferry.connector.messages import StepReports
 from kvferry.transport.read_plan import Report
 from support.block_pool import BlockPool
 from support.examples import examples
@@ -47,7 +46,7 @@ def test_one_report_may_count_several_workers():
         assert book.pinned == 1
         report = Report(None, workers=workers)
         ended = book.book.add_report("a", report)
-        book.book.release(StepReports(reports={"a": report}))
+        book.book.release({"a": report}, {})
     assert (ended.key, ended.report.workers, book.pinned) == ("a", 3, 0)
 
 
@@ -56,16 +55,16 @@ def test_a_late_load_keeps_its_blocks_until_the_workers_that_were_late_have_rele
     book.begin("a", "P", 3)
     report = Report("its deadline passed", late=1, workers=2)
     assert book.book.add_report("a", report).late
-    book.book.release(StepReports(reports={"a": report}))
+    book.book.release({"a": report}, {})
     assert (book.pinned, book.book.late_blocks("P"), book.book.late_blocks()) == (3, 3, 3)
-    book.book.release(StepReports(released={"a": 1}))
+    book.book.release({}, {"a": 1})
     assert (book.pinned, book.book.late_blocks("P")) == (0, 0)
 
 
 def test_reports_about_other_work_are_ignored():
     book = Book()
     book.begin("a", "P", 1)
-    book.book.release(StepReports(reports={"store#1": Report(None)}, released={"b": 1}))
+    book.book.release({"store#1": Report(None)}, {"b": 1})
     assert book.pinned == 1
 
 
@@ -164,7 +163,7 @@ class LifeOfTransfers(RuleBasedStateMachine):
         late = data.draw(st.integers(0, workers))
         report = Report(None, late=late, workers=workers)
         ended = self.book.book.add_report(key, report)
-        self.book.book.release(StepReports(reports={key: report}))
+        self.book.book.release({key: report}, {})
         self.unreported[key] -= workers
         self.in_flight[key] += late
         if late:
@@ -178,7 +177,7 @@ class LifeOfTransfers(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(key for key, left in self.in_flight.items() if left)))
         workers = data.draw(st.integers(1, self.in_flight[key]))
         self.in_flight[key] -= workers
-        self.book.book.release(StepReports(released={key: workers}))
+        self.book.book.release({}, {key: workers})
         self._forget(key)
 
     def _forget(self, key):

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from hypothesis import event, given, strategies as st
 
-from kvferry.connector.content import Adapters
+from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.events import EventStream
 from kvferry.connector.peers.source import PeerSource
 from kvferry.connector.source import common_alignment, load_plans
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind, Layer, RankGeometry, Region
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool

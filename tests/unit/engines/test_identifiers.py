@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.common.errors import Unnameable
-from kvferry.connector.content import Adapters, content_of
-from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.content import Adapters, Prompts, content_of
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.items import Identifiers, name_of
 from kvferry.geometry.canonical import canonical_form_of

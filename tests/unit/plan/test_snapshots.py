@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvferry.common.errors import ConfigError
 from kvferry.connector.engine import PlainStep
-from kvferry.connector.tiers.prompts import SnapshotPlaces
+from kvferry.connector.tiers.milestones import SnapshotPlaces
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.planning.retention import snapshot_positions
 from kvferry.tools.plan.blocks import SnapshotSteps, parse_retention

@@ -17,11 +17,11 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
 from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.content import Prompts
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, StepReports
 from kvferry.connector.source import Answer
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.geometry.canonical.derive import content_alignment

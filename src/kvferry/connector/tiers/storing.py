@@ -25,12 +25,12 @@ from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.prompt_chunks import BegunChunk, PromptChunks
 from kvferry.common.limited_log import LimitedLog
 from kvferry.connector.blocks import PartBlocks, Transfer, TransferBook
+from kvferry.connector.content import Prompts
 from kvferry.connector.engine import BlockIds, BlockPool, Request, Step
 from kvferry.connector.events import EventStream, StoreBegan, StoreEnded, short_id
 from kvferry.connector.messages import Piece, StepReports, StoreOrder
 from kvferry.connector.tiers.events import BlockEvents
 from kvferry.connector.tiers.milestones import Milestones
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import CanonicalForm, CanonicalGroup
 from kvferry.geometry.canonical.derive import content_alignment, snapshot_interval
@@ -155,7 +155,7 @@ class StoreOrders:
         for key, report in reports.reports.items():
             if key in self._stores and (store := self._stores.add_report(key, report)) is not None:
                 ended.append(store)
-        self._stores.release(reports)
+        self._stores.release(reports.reports, reports.released)
         for store in ended:
             assert store.report is not None
             failure, figures = store.report.failure, store.report.figures

@@ -17,13 +17,12 @@ from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unna
 from kvferry.common.units import parse_size
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
-from kvferry.connector.content import Adapters
+from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
-from kvferry.connector.mover import check_storable
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
-from kvferry.connector.tiers.prompts import Prompts, SnapshotPlaces, snapshot_rule
+from kvferry.connector.tiers.milestones import SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind, RankGeometry
@@ -37,6 +36,7 @@ from kvferry.geometry.canonical.derive import (
     whole_block_tokens,
 )
 from kvferry.keys.namespace import Namespace
+from kvferry.planning.chunk_cells import check_storable
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.fleet.settings import FleetSettings

@@ -11,7 +11,7 @@ import pytest
 from kvferry.connector.config import parse_config
 from kvferry.connector.engine import CacheGroup, PlainRequest, PlainStep
 from kvferry.connector.events import EventStream, SnapshotsPlaced
-from kvferry.connector.tiers.prompts import SnapshotPlaces, snapshot_rule
+from kvferry.connector.tiers.milestones import SnapshotPlaces, snapshot_rule
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tools.models.layout import EngineShape, lay_out

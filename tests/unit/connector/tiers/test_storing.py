@@ -10,11 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.connector.blocks import PartBlocks
-from kvferry.connector.content import Adapters
+from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.engine import CacheGroup, PlainStep
 from kvferry.connector.events import StoreBegan, StoreEnded
 from kvferry.connector.messages import StepReports
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.storing import MOST_PINNED, StoreOrders, Storing
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of, derive as length

@@ -6,10 +6,10 @@ import pytest
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.connector.content import Prompts
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import StepReports
-from kvferry.connector.tiers.prompts import Prompts
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.content import Adapters, TurnNames
-from kvferry.connector.tiers.prompts import Prompts
+from kvferry.connector.content import Adapters, Prompts, TurnNames
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tools.models.layout import EngineShape, lay_out
 from support.block_pool import request
