@@ -51,7 +51,7 @@ def digest_of_files(
     files: Sequence[Path],
     digest_file: Path | None = None,
     now: Callable[[], float] = time.time,
-    digest: Callable[[FileIO, Progress], str] | None = None,
+    digest: Callable[[FileIO, Callable[[int], None]], str] | None = None,
     max_digests: int = _MOST_FILES,
 ) -> str:
     """Return the digest of the content of files, in the given order: 32 hex digits.
@@ -61,7 +61,7 @@ def digest_of_files(
     """
     digest_file = digest_file or _default_digest_file()
     known, news = _read_digest_file(digest_file), {}
-    whole, progress = hashlib.blake2b(digest_size=16), Progress(files)
+    whole, progress = hashlib.blake2b(digest_size=16), log_progress(files)
     for file in files:
         try:
             with file.open("rb", buffering=0) as opened:
@@ -98,27 +98,27 @@ def cached_digests() -> tuple[Path | None, int]:
     return digest_file, len(_read_digest_file(digest_file))
 
 
-class Progress:
-    """Logs a message each time `_PROGRESS_BYTES` more bytes of weight files have been read."""
+def log_progress(files: Sequence[Path]) -> Callable[[int], None]:
+    """Return a function that takes a number of bytes read, and logs a line each `_PROGRESS_BYTES` of all."""
+    read = 0
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._of = f"{len(files)} weight files"
-        self._read = 0
+    def add(count: int) -> None:
+        nonlocal read
+        before, read = read, read + count
+        if before // _PROGRESS_BYTES != read // _PROGRESS_BYTES:
+            logger.info("hashing %d weight files, once: %.1f GB so far", len(files), read / 1e9)
 
-    def add(self, count: int) -> None:
-        before, self._read = self._read, self._read + count
-        if before // _PROGRESS_BYTES != self._read // _PROGRESS_BYTES:
-            logger.info("hashing %s, once: %.1f GB so far", self._of, self._read / 1e9)
+    return add
 
 
-def digest_file_content(file: FileIO, progress: Progress) -> str:
-    """Return the BLAKE3 digest of an unbuffered binary file, in hex. `progress` counts the bytes."""
+def digest_file_content(file: FileIO, progress: Callable[[int], None]) -> str:
+    """Return the BLAKE3 digest of an unbuffered binary file, in hex. `progress` gets the counts of bytes read."""
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     # Not through a memory map: if somebody truncates a mapped file, the process gets SIGBUS.
     while count := file.readinto(buffer):
         hasher.update(buffer[:count])
-        progress.add(count)
+        progress(count)
     return str(hasher.hexdigest())
 
 

@@ -56,16 +56,14 @@ WAIT_SECONDS = 5.0
 
 _SWEEP_SECONDS = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class GatherLimits:
-    """Limits of the state that readers can make a `GatherServer` keep."""
-
-    readers: int = 1024  # beyond it, the oldest reader is forgotten
-    cells: int = 1 << 22  # cell offsets in readers' routes; likewise
-    waiting: int = 4096  # requests
-    waiting_of_reader: int = 1024
-    waiting_bytes: int = 64 << 20  # block ids of all waiting requests, and as many bytes of cells
+# Limits of the state that readers can make a server keep: number of readers, and of cell offsets in all their
+# routes, beyond which the oldest reader is forgotten; number of waiting requests in all, and of one reader;
+# bytes of block ids of all waiting requests, and as many of cells.
+MAX_READERS = 1024
+MAX_READERS_CELLS = 1 << 22
+MAX_WAITING = 4096
+MAX_WAITING_OF_READER = 1024
+MAX_WAITING_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -111,7 +109,6 @@ class GatherServer:
         settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        limits: GatherLimits | None = None,
         make_copies: Callable[..., StagingCopies] = StagingCopies,
         shared: StagingArea | None = None,
     ) -> None:
@@ -123,7 +120,7 @@ class GatherServer:
             shared: staging area in host memory that readers of the same machine map.
         """
         self.area, self._shared = area, shared
-        self._limits, self._make_copies = limits or GatherLimits(), make_copies
+        self._make_copies = make_copies
         self._words, self._first_word, self._clock = words, first_word, clock
         self._blocks = geometry.num_blocks
         self._pool = AddressSpace(geometry.regions)
@@ -173,8 +170,8 @@ class GatherServer:
         self._readers[sender] = _Reader(routes, cells)
         # The reader that has just come is kept, however many cells it has.
         while len(self._readers) > 1 and (
-            len(self._readers) > self._limits.readers
-            or sum(reader.cells for reader in self._readers.values()) > self._limits.cells
+            len(self._readers) > MAX_READERS
+            or sum(reader.cells for reader in self._readers.values()) > MAX_READERS_CELLS
         ):
             _, oldest = self._readers.popitem(last=False)
             self._free_all(oldest)
@@ -192,9 +189,9 @@ class GatherServer:
         of_reader = sum(one.sender == sender for one in self._waiting)
         size = sum(len(one.message.blocks) for one in self._waiting) + len(message.blocks)
         return (
-            len(self._waiting) >= self._limits.waiting
-            or of_reader >= self._limits.waiting_of_reader
-            or size > self._limits.waiting_bytes
+            len(self._waiting) >= MAX_WAITING
+            or of_reader >= MAX_WAITING_OF_READER
+            or size > MAX_WAITING_BYTES
         )
 
     def _serve_waiting(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 
 from kvferry.cache import weights
-from kvferry.cache.weights import Progress, digest_file_content, file_key, weights_of
+from kvferry.cache.weights import digest_file_content, file_key, log_progress, weights_of
 from kvferry.common.errors import ConfigError
 
 
@@ -185,12 +185,12 @@ def test_the_digest_is_fixed_for_ever(file, memory):
 
 
 def test_progress_is_logged_every_eight_gib(caplog):
-    progress = Progress([Path("a"), Path("b")])
+    progress = log_progress([Path("a"), Path("b")])
     with caplog.at_level(logging.INFO, "kvferry"):
-        progress.add((8 << 30) - 1)
+        progress((8 << 30) - 1)
         assert not caplog.messages
-        progress.add(1)
-        progress.add(1)
+        progress(1)
+        progress(1)
     assert caplog.messages == ["hashing 2 weight files, once: 8.6 GB so far"]
 
 

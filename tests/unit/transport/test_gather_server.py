@@ -17,7 +17,7 @@ from kvferry.memory.copies import StagingCopies
 from kvferry.memory.image_digest import digest_bytes
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
-from kvferry.transport import security
+from kvferry.transport import gather_server, security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, parse_allowed_peers
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
@@ -32,7 +32,7 @@ from kvferry.transport.gather_client import (
     NotGathered,
     decode_reply,
 )
-from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherLimits, GatherServer
+from kvferry.transport.gather_server import ALLOCATION_SECONDS, WAIT_SECONDS, GatherServer
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import PROTOCOL, encode
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
@@ -60,7 +60,6 @@ class World:
         stack: ExitStack,
         units: int = UNITS,
         peers: AllowedPeers = ANY_PEER,
-        limits: GatherLimits | None = None,
         shared: int = 0,
     ) -> None:
         self.stack, self.now = stack, 1000.0
@@ -81,7 +80,6 @@ class World:
             first,
             TransferSettings(host=HOST, keys=KEYS, peers=peers),
             lambda: self.now,
-            limits=limits,
             make_copies=self._copies,
             shared=self.shared,
         )
@@ -532,8 +530,9 @@ def test_another_introduction_frees_what_was_held(world):
     assert world.area.used_units == 1
 
 
-def test_the_first_of_too_many_readers_is_forgotten(stack):
-    world = World(stack, limits=GatherLimits(readers=2))
+def test_the_first_of_too_many_readers_is_forgotten(stack, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_READERS", 2)
+    world = World(stack)
     readers = []
     for _ in range(3):
         readers.append(world.reader(world.route(StridedCopy(0, 0, 8))))
@@ -546,8 +545,9 @@ def test_the_first_of_too_many_readers_is_forgotten(stack):
     assert isinstance(readers[1].hear(), Gathered)
 
 
-def test_more_than_may_wait_are_refused(stack):
-    world = World(stack, limits=GatherLimits(waiting=1))
+def test_more_than_may_wait_are_refused(stack, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_WAITING", 1)
+    world = World(stack)
     reader = world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE))
     reader.say(ask(1, (1,) * 5), ask(2), ask(3))
     assert reader.hear().segment == 1
@@ -614,8 +614,9 @@ def test_closing_leaves_a_copy_behind_that_hangs(world, caplog):
     wait_for(lambda: closed(world.server))  # it ends by itself once the copy does
 
 
-def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(stack):
-    world = World(stack, limits=GatherLimits(cells=100))
+def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(stack, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_READERS_CELLS", 100)
+    world = World(stack)
     readers = []
     for _ in range(2):
         readers.append(world.reader(world.route(StridedCopy(0, 0, 8), at=tuple(range(60)))))
@@ -625,8 +626,10 @@ def test_readers_with_very_many_cells_are_forgotten_the_oldest_first(stack):
     assert readers[0].hear().unknown
 
 
-def test_waiting_requests_are_bounded_by_their_size_and_by_their_reader(stack):
-    world = World(stack, units=1, limits=GatherLimits(waiting_of_reader=2, waiting_bytes=100))
+def test_waiting_requests_are_bounded_by_their_size_and_by_their_reader(stack, monkeypatch):
+    monkeypatch.setattr(gather_server, "MAX_WAITING_OF_READER", 2)
+    monkeypatch.setattr(gather_server, "MAX_WAITING_BYTES", 100)
+    world = World(stack, units=1)
     one, other = (world.reader(world.route(StridedCopy(0, 0, 8), stride=WIDE)) for _ in range(2))
     one.say(ask(1))
     assert isinstance(one.hear(), Gathered)
