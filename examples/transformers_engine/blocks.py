@@ -83,7 +83,7 @@ class Pool:
 
 
 class Tables:
-    """Block tables of one request, as kvferry expects them (`RequestBlocks`).
+    """Block tables of one request.
 
     Attributes:
         blocks: blocks of the request by position, for each KV cache group.

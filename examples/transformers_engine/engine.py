@@ -196,7 +196,7 @@ class Engine:
                 time.sleep(_POLL_SECONDS)
             # The last token is computed even if its K and V are loaded, so it needs the blocks of its window.
             request.tables.cover(max(tokens, 1), min(tokens, request.num_tokens - 1))
-            self._half.admission.allocated(request, request.tables, tokens)
+            self._half.admission.allocated(request, request.tables.blocks, tokens)
             if not tokens:
                 return Counter()
             places = self._half.admission.origins(request.request_id)

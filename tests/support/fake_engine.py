@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from kvferry.connector.admission import Admission
@@ -272,10 +271,7 @@ class FakeEngine:
         if not any(self.tables[request.request_id]):
             assert self.cover(request, request.num_tokens), "give the test's pool more blocks"
             self.leave_window(request, local_tokens)
-        blocks = SimpleNamespace(
-            blocks=self.tables[request.request_id], get_block_ids=lambda: self.table_ids(request)
-        )
-        self.admission.allocated(request, blocks, load_tokens)
+        self.admission.allocated(request, self.tables[request.request_id], load_tokens)
 
     def report(
         self,

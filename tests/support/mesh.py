@@ -239,7 +239,7 @@ class MeshConnector(WithoutWorkers):
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
-        self.half.admission.allocated(self.wrap(request), blocks, external)
+        self.half.admission.allocated(self.wrap(request), blocks.blocks, external)
 
     def build_connector_meta(self, output: Any) -> SchedulerMeta:
         return SchedulerMeta("e", self.half.orders(VLLMStep(output)))

@@ -233,7 +233,7 @@ class ServedEngine:
         local = self._local.tokens if tokens else self._local.resumable_tokens
         total = local + tokens
         blocks.cover(total, total)
-        self.half.admission.allocated(request, blocks, tokens)
+        self.half.admission.allocated(request, blocks.blocks, tokens)
         parts = dict.fromkeys(("host", *(tier.name for tier in self.tiers)), 0)
         if tokens:
             (load,) = self.half.admission._states[request.request_id].loads

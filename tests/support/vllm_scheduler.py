@@ -268,7 +268,7 @@ class PlayedConnector(WithoutWorkers):
         self.most = max(self.most, self.admissions[request.request_id])
         if external:
             self.loads.append((self.asked, self.asked + external, request.num_tokens))
-        self.admission.allocated(self.wrap(request), blocks, external)
+        self.admission.allocated(self.wrap(request), blocks.blocks, external)
 
     def build_connector_meta(self, output: Any) -> SchedulerMeta:
         meta = SchedulerMeta("e")

@@ -112,7 +112,7 @@ def log_progress(files: Sequence[Path]) -> Callable[[int], None]:
 
 
 def digest_file_content(file: FileIO, progress: Callable[[int], None]) -> str:
-    """Return the BLAKE3 digest of an unbuffered binary file, in hex. `progress` gets the counts of bytes read."""
+    """Return the BLAKE3 digest of an unbuffered binary file, in hex. `progress` gets each number of bytes."""
     hasher = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     # Not through a memory map: if somebody truncates a mapped file, the process gets SIGBUS.

@@ -30,7 +30,7 @@ from kvferry.connector.choosing import (
     last_boundary_before,
     must_compute,
 )
-from kvferry.connector.engine import CacheGroup, PrefixCache, Request, RequestBlocks
+from kvferry.connector.engine import Block, CacheGroup, PrefixCache, Request
 from kvferry.connector.events import (
     Arrived,
     DecisionReason,
@@ -245,10 +245,12 @@ class Admission:
                 return False
         return True
 
-    def allocated(self, request: Request, blocks: RequestBlocks, load_tokens: int) -> None:
+    def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], load_tokens: int) -> None:
         """Begin the loads of a request for which the engine has just allocated blocks.
 
-        The loads write into `blocks`, all of the request. `load_tokens` is as `matched` returned it last.
+        Args:
+            blocks: all blocks of the request by position, for each KV cache group. The loads write into them.
+            load_tokens: as `matched` returned it last.
         """
         self.admitted += 1
         name = request.request_id

@@ -201,15 +201,6 @@ class Request(Protocol):
         """
 
 
-class RequestBlocks(Protocol):
-    """The blocks that the engine has allocated to a request, by block position, per KV cache group."""
-
-    @property
-    def blocks(self) -> Sequence[Sequence[Block]]: ...
-
-    def get_block_ids(self) -> BlockIds: ...
-
-
 class Step(Protocol):
     """A step that the engine has scheduled.
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.common.text import shown
 from kvferry.connector.bids import Bid, trim_parts
 from kvferry.connector.blocks import Transfer, TransferBook
-from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request, RequestBlocks
+from kvferry.connector.engine import Block, BlockPool, CacheGroup, Request
 from kvferry.connector.events import GroupBytes, LoadBegan, MissReason, SourceMiss, short_id
 from kvferry.connector.messages import Load, LoadPart, StepOrders
 from kvferry.geometry import GroupKind
@@ -210,15 +210,22 @@ class RunningLoads(TransferBook[RunningLoad]):
         return (self._agenda,)
 
     def begin_all(
-        self, request: Request, blocks: RequestBlocks, parts: Sequence[tuple[Source, Bid, LoadSpan]]
+        self,
+        request: Request,
+        blocks: Sequence[Sequence[Block]],
+        parts: Sequence[tuple[Source, Bid, LoadSpan]],
     ) -> list[RunningLoad]:
-        """Begin a load for each part of an attempt to load a prefix, and pin the blocks they write."""
+        """Begin a load for each part of an attempt to load a prefix, and pin the blocks they write.
+
+        `blocks` are those of the request by position, for each KV cache group.
+        """
         self._attempts += 1
         attempt = f"{shown(request.request_id)}#{self._attempts}"
+        block_ids = [[block.block_id for block in of_group] for of_group in blocks]
         found = []
         for number, (source, bid, span) in enumerate(parts):
             tables, written = list[Int64s](), list[Block]()
-            for group, ids, of_group in zip(self._groups, blocks.get_block_ids(), blocks.blocks, strict=True):
+            for group, of_group, ids in zip(self._groups, blocks, block_ids, strict=True):
                 tables.append(np.array(group.table(ids, span.total), np.int64))
                 for block in of_group[writable_blocks(group, span)]:
                     if not block.is_null:

@@ -153,7 +153,7 @@ def wait_for_free_blocks(half: SchedulerHalf) -> None:
     "happen",
     [
         lambda half: half.on_new_request(ask("new")),
-        lambda half: half.admission.allocated(ask("new"), None, 0),
+        lambda half: half.admission.allocated(ask("new"), (), 0),
         lambda half: half._peering.server.events.put(b"", LeasesClaimed(["x"])),
     ],
     ids=["new request", "blocks", "message"],

@@ -60,7 +60,7 @@ def serve(half: KVFerryConnector, name: str = "a") -> None:
     assert half.get_num_new_matched_tokens(one, OWN) == (0, False)
     held = half._pool.allocate(3)
     table = [block.block_id for block in held]
-    half.update_state_after_alloc(one, SimpleNamespace(blocks=(held,), get_block_ids=lambda: (table,)), 0)
+    half.update_state_after_alloc(one, SimpleNamespace(blocks=(held,)), 0)
     one.num_computed_tokens = OWN
     state = SimpleNamespace(boundary_state_offloads={}, resolve_block_ids=lambda _: (table,))
     half.build_connector_meta(

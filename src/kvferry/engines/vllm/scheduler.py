@@ -205,7 +205,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.half.admission.allocated(self._wrap(request), blocks, num_external_tokens)
+        self.half.admission.allocated(self._wrap(request), blocks.blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Label, int]:
         if not num_external_tokens:
