@@ -18,7 +18,7 @@ from kvferry.connector.messages import StepOrders
 from kvferry.connector.peers.producer import Producer
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Facts
 from kvferry.transport.offer import read_offer
@@ -96,14 +96,14 @@ class RetainingProducer:
         reply = self._server.tickets.redeem(
             Redeem(self._messages, _CONSUMER, ticket, self._tokens, self._content)
         )
-        claimed = LeasesClaimed(self._server.tickets.claimed(_CONSUMER, [ticket]))
+        claimed = LeaseClaims(self._server.tickets.claimed(_CONSUMER, [ticket]))
         self._server.events.put(b"", claimed)
         return reply
 
     def release(self, offer: dict[str, Any]) -> None:
         """Release the lease of an offer. `step` ends the lease."""
         leases = self._server.tickets.release(_CONSUMER, [_ticket(offer)])
-        self._server.events.put(b"", LeasesReleased(leases), force=True)
+        self._server.events.put(b"", LeaseClaims(leases, released=True), force=True)
 
     def step(self) -> int:
         """Run one step of the scheduler without tokens. Return the number of leases that end in it.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, LEASES, TOKENS, TURNS
 from kvferry.common.errors import ProtocolError
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.messages import (
     AskTurn,
     Heartbeat,
@@ -42,7 +43,7 @@ class Model:
         self._claimed: dict[bytes, set[int]] = defaultdict(set)
         self._released: dict[bytes, set[int]] = defaultdict(set)
         self._message: Any = None
-        self._due: LeasesClaimed | LeasesReleased | None = None
+        self._due: LeaseClaims | None = None
         self._grants = False
         self._receive, self._send = server._listener.receive, server._listener.send
         self._put = server.events.put
@@ -75,16 +76,16 @@ class Model:
             claimed = [one for one in self._leases if asked.consumer in self._claimed[one]]
             found = [self._leases[one] for one in claimed if one in asked.tickets]
             found += [name for name in TURNS if ticket(name) in asked.tickets]
-            self._due = LeasesClaimed(sorted(found)) if found else None
+            self._due = LeaseClaims(sorted(found)) if found else None
         elif isinstance(asked, Release):
             named = [one for one in self._leases if one in asked.tickets]
             ended = [self._leases[one] for one in named if self._ends(one, asked.consumer)]
-            self._due = LeasesReleased(sorted(ended)) if ended else None
+            self._due = LeaseClaims(sorted(ended), released=True) if ended else None
         elif isinstance(asked, Redeem) and self._may_redeem(asked):
             self._claimed[asked.ticket].add(asked.consumer)
             self._grants = asked.known_tokens < TOKENS
             if self._grants:
-                self._due = LeasesClaimed([self._leases[asked.ticket]])
+                self._due = LeaseClaims([self._leases[asked.ticket]])
         return sender, data
 
     def _ends(self, one: bytes, consumer: int) -> bool:
@@ -119,11 +120,11 @@ class Model:
             self.found += bool(said.kept)
             self.wrong += [f"{kept} for {asked}" for kept in said.kept if not _may_find(asked, kept)]
 
-    def _told(self, sender: bytes, event: LeasesClaimed | LeasesReleased, **options: Any) -> bool:
+    def _told(self, sender: bytes, event: LeaseClaims, **options: Any) -> bool:
         due, self._due = self._due, None
-        if due != type(event)(sorted(event.leases)):
+        if due != replace(event, leases=sorted(event.leases)):
             self.wrong.append(f"{event} in place of {due} for {self._message}")
-        elif isinstance(event, LeasesReleased):
+        elif event.released:
             self.ended += 1
             for name in event.leases:
                 self._grant(name)

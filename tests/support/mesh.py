@@ -24,7 +24,7 @@ from kvferry.engines.vllm.compat.requests import VLLMStep, request_wrapper
 from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.tools.models.layout import EngineShape, lay_out
-from kvferry.transport.control_server import FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import FairQueue, LeaseClaims
 from kvferry.transport.handshake import Address, PeerInfo, Unusable
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import AskTurn, Facts, RankCard
@@ -74,7 +74,7 @@ class NearServer:
 
     def __init__(self, port: int, card: PeerInfo) -> None:
         self.port, self.card = port, card
-        self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
+        self.events: FairQueue = FairQueue()
         self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
         self.sealer = Sealer(_SEAL_KEY)
         self.keepers: dict[Address, int] = {}
@@ -159,7 +159,7 @@ class NearClient:
         self._held[address].discard(ticket)
         server = self._network.servers[address[1]]
         if leases := server.tickets.release(self._me, [ticket]):
-            server.events.put(b"", LeasesReleased(leases), force=True)
+            server.events.put(b"", LeaseClaims(leases, released=True), force=True)
 
     def beat(self) -> None:
         """Send the heartbeats of all leases."""
@@ -170,7 +170,7 @@ class NearClient:
     def _beat(self, address: Address, tickets: Sequence[bytes]) -> None:
         server = self._network.servers[address[1]]
         if leases := server.tickets.claimed(self._me, tickets) + server.turns.leases(tickets):
-            server.events.put(b"", LeasesClaimed(leases))
+            server.events.put(b"", LeaseClaims(leases))
 
     def ask_turn(self, peers: dict[Address, int], content: Any) -> int | None:
         number, asked = self._queries.begin(peers)

@@ -62,7 +62,7 @@ from kvferry.engines.vllm.multi.connector import FerryMultiConnector
 from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.geometry import Group
 from kvferry.tiers.names import TIERS
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.read_plan import Report
 from support.producers import played_channel
 from support.vllm_cache import BLOCK, KINDS, STEP
@@ -312,7 +312,7 @@ class OfferingConnector(PlayedConnector):
             workers=1,
             clock=self.clock,
         )
-        self.heard: deque[LeasesClaimed | LeasesReleased] = deque()
+        self.heard: deque[LeaseClaims] = deque()
         self.ended: set[str] = set()
 
     def _on_event(self, event: Any) -> None:

@@ -9,10 +9,7 @@ from kvferry.transport.agent import (
     preload as preload,
 )
 from kvferry.transport.control_client import ControlClient as ControlClient
-from kvferry.transport.control_server import (
-    ControlServer as ControlServer,
-    LeasesClaimed as LeasesClaimed,
-)
+from kvferry.transport.control_server import ControlServer as ControlServer
 from kvferry.transport.costs import (
     CostsFile as CostsFile,
     TransferSettings as TransferSettings,

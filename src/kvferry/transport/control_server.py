@@ -14,7 +14,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from msgspec import structs
 
@@ -51,62 +50,54 @@ MAX_MESSAGES = 8192
 _MOST_KEEPERS = 64
 _REASON_CHARACTERS = 2000
 
-_Message = TypeVar("_Message")
+
+@dataclass(frozen=True, slots=True)
+class LeaseClaims:
+    """Event: a consumer has claimed leases or sent a heartbeat, or the last one has released them."""
+
+    leases: list[str]  # named as in `LeaseBook`
+    released: bool = False
 
 
-class FairQueue(Generic[_Message]):
-    """A FIFO queue between two threads, limited per sender and in total. `dropped` counts lost messages."""
+class FairQueue:
+    """A FIFO queue between two threads, limited per sender and in total. `dropped` counts lost events."""
 
     def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
         self.dropped = 0
         self._per_sender, self._total = per_sender, total
-        self._waiting: deque[tuple[bytes, _Message]] = deque()
+        self._waiting: deque[tuple[bytes, LeaseClaims]] = deque()
         self._of: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[_Message]:
-        return iter([message for _, message in list(self._waiting)])
+    def __iter__(self) -> Iterator[LeaseClaims]:
+        return iter([event for _, event in list(self._waiting)])
 
-    def put(self, sender: bytes, message: _Message, *, force: bool = False) -> bool:
-        """Append a message, or drop it and return False if a limit is reached. `force` ignores the limits."""
+    def put(self, sender: bytes, event: LeaseClaims, *, force: bool = False) -> bool:
+        """Append an event, or drop it and return False if a limit is reached. `force` ignores the limits."""
         with self._lock:
             full = self._of[sender] >= self._per_sender or len(self._waiting) >= self._total
             if full and not force:
                 self.dropped += 1
                 return False
             self._of[sender] += 1
-            self._waiting.append((sender, message))
+            self._waiting.append((sender, event))
             return True
 
-    def popleft(self) -> _Message:
+    def popleft(self) -> LeaseClaims:
         with self._lock:
-            sender, message = self._waiting.popleft()
+            sender, event = self._waiting.popleft()
             self._of[sender] -= 1
             if not self._of[sender]:
                 del self._of[sender]  # anyone with the key can be any number of senders
-            return message
+            return event
 
     def clear(self) -> None:
         with self._lock:
             self._waiting.clear()
             self._of.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class LeasesClaimed:
-    """Event: a consumer has claimed these leases, named as in `LeaseBook`, or sent a heartbeat for them."""
-
-    leases: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class LeasesReleased:
-    """Event: the last consumer has released these leases, named as in `LeaseBook`."""
-
-    leases: list[str]
 
 
 class ControlServer:
@@ -128,7 +119,7 @@ class ControlServer:
         resolve: ResolveName | None = None,
     ) -> None:
         """Bind the socket, and start the thread. The arguments are those of `Listener`."""
-        self.events: FairQueue[LeasesClaimed | LeasesReleased] = FairQueue()
+        self.events = FairQueue()
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
         key = secrets.token_bytes(SEAL_KEY_BYTES)
@@ -176,7 +167,7 @@ class ControlServer:
         if isinstance(message, Redeem):
             answer = self.tickets.redeem(message)
             if isinstance(answer, Redeemed):
-                claimed = LeasesClaimed(self.tickets.claimed(message.consumer, [message.ticket]))
+                claimed = LeaseClaims(self.tickets.claimed(message.consumer, [message.ticket]))
                 self.events.put(sender, claimed)  # may be dropped, because a heartbeat repeats it
             return encode(answer)
         if isinstance(message, AskTurn):
@@ -189,10 +180,10 @@ class ControlServer:
         if isinstance(message, Heartbeat):
             leases = self.tickets.claimed(message.consumer, message.tickets)
             if leases := leases + self.turns.leases(message.tickets):
-                self.events.put(sender, LeasesClaimed(leases))
+                self.events.put(sender, LeaseClaims(leases))
         # Each ticket is released at most once, so the number of leases limits these events.
         elif leases := self.tickets.release(message.consumer, message.tickets):
-            self.events.put(sender, LeasesReleased(leases), force=True)
+            self.events.put(sender, LeaseClaims(leases, released=True), force=True)
         return None
 
     def _on_hello(self, message: Hello, reply: Reply) -> None:

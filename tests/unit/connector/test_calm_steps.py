@@ -16,7 +16,7 @@ from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.messages import Facts, RankCard
 from kvferry.transport.read_plan import Report
 from support.block_pool import BlockPool
@@ -154,7 +154,7 @@ def wait_for_free_blocks(half: SchedulerHalf) -> None:
     [
         lambda half: half.on_new_request(ask("new")),
         lambda half: half.admission.allocated(ask("new"), (), 0),
-        lambda half: half._peering.server.events.put(b"", LeasesClaimed(["x"])),
+        lambda half: half._peering.server.events.put(b"", LeaseClaims(["x"])),
     ],
     ids=["new request", "blocks", "message"],
 )
@@ -203,7 +203,7 @@ def test_no_step_is_quiet_while_a_lease_is_held(half):
     held, _ = half.finished(one, ([1, 2, 3],))
     assert held
     assert not any(step(half).quiet for _ in range(3))
-    half._peering.server.events.put(b"", LeasesReleased(["r"]))
+    half._peering.server.events.put(b"", LeaseClaims(["r"], released=True))
     assert set(step(half).ended) == {"r"}
     assert not step(half).quiet, "workers have not raised the word yet"
     half.sent({"r"})
@@ -235,8 +235,9 @@ class Requests:
             if half.finished(one, ([1, 2, 3],))[0]:
                 self.held.add(name)
         elif what < 0.5 and self.held:
-            kind = self.draw.choice([LeasesClaimed, LeasesReleased, LeasesReleased])
-            half._peering.server.events.put(b"", kind([self.draw.choice(sorted(self.held))]))
+            released = self.draw.choice([False, True, True])
+            leases = [self.draw.choice(sorted(self.held))]
+            half._peering.server.events.put(b"", LeaseClaims(leases, released))
         elif what > 0.98:
             half.reset()
 

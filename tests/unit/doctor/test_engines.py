@@ -18,7 +18,7 @@ from kvferry.tools.doctor import http_engine
 from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.serving.role import Role
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.redeem import Grant, PromptContent
@@ -90,7 +90,7 @@ def keeps_blocks(of=None) -> ControlServer:
 def has_its_blocks_back(server: ControlServer) -> None:
     """Wait until the lease was claimed and released, as by any consumer."""
     wait_for(lambda: len(server.events) >= 2)
-    assert list(server.events) == [LeasesClaimed(["cmpl-7"]), LeasesReleased(["cmpl-7"])]
+    assert list(server.events) == [LeaseClaims(["cmpl-7"]), LeaseClaims(["cmpl-7"], released=True)]
 
 
 def engine(port: int | None, **changes) -> dict[str, object]:

@@ -10,7 +10,7 @@ import zmq
 from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import identity
 from kvferry.tools.doctor.identity import IdentifyError, identify, release_ticket
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import PROTOCOL
 from kvferry.transport.redeem import Grant, PromptContent
@@ -121,4 +121,4 @@ def test_a_lease_is_given_back():
         one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(1, 2, [[1]]))
         release_ticket((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
         wait_for(lambda: len(one.events) >= 2)
-        assert list(one.events) == [LeasesClaimed(["cmpl-1"]), LeasesReleased(["cmpl-1"])]
+        assert list(one.events) == [LeaseClaims(["cmpl-1"]), LeaseClaims(["cmpl-1"], released=True)]

@@ -15,7 +15,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.engines.vllm.compat.requests import VLLMRequest
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.multi.connector import FerryMultiConnector
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import LeaseClaims
 from support.clock import Clock
 from support.examples import examples
 from support.vllm_cache import BLOCK
@@ -100,11 +100,11 @@ class Serving(RuleBasedStateMachine):
         self.engine.land()
 
     @precondition(lambda self: self.engine.connector.leases)
-    @rule(data=st.data(), says=st.sampled_from([LeasesClaimed, LeasesReleased]))
-    def hear(self, data, says):
-        event(f"a consumer's {says.__name__}")
+    @rule(data=st.data(), released=st.booleans())
+    def hear(self, data, released):
+        event("a consumer's release" if released else "a consumer's claim")
         lease = data.draw(st.sampled_from(self.engine.connector.leases))
-        self.engine.connector.heard.append(says([lease]))
+        self.engine.connector.heard.append(LeaseClaims([lease], released))
 
     @rule()
     def confirm_ended_leases(self):
@@ -296,7 +296,7 @@ def test_unclaimed_leases_end_after_a_quarter_of_their_time_if_a_prompt_waits(ki
         assert one.request_id in engine.answered
         taken, left = left - engine.pool.get_num_free_blocks(), engine.pool.get_num_free_blocks()
     claimed = leases[0]
-    engine.connector.heard.append(LeasesClaimed([claimed]))
+    engine.connector.heard.append(LeaseClaims([claimed]))
     waits = engine.ask(range(9000, 9000 + 8 * BLOCK), 1)
     begun = CLOCK.now
     while waits.request_id not in engine.answered:

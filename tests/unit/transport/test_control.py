@@ -20,8 +20,7 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import (
     MAX_PER_SENDER,
     ControlServer,
-    LeasesClaimed,
-    LeasesReleased,
+    LeaseClaims,
 )
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.messages import (
@@ -130,7 +129,7 @@ def execute(client: ControlClient, server: ControlServer) -> None:
     """Wait until the client has executed all that it was asked before. It connects to the server."""
     server.turns.publish(content(600), KeptTurn("D", 3, MARK, GRANT, 600, 1, 0, []), "mark")
     client.hold((HOST, server.port), MARK)
-    wait_for(lambda: LeasesClaimed(["mark"]) in server.events)
+    wait_for(lambda: LeaseClaims(["mark"]) in server.events)
 
 
 def publish(server: ControlServer, named: bytes, lease: str = "lease") -> None:
@@ -357,7 +356,7 @@ def test_a_peer_that_is_met_anew_still_hears_of_the_leases_held_there(ends):
     client.forget((HOST, server.port))
     status(client, server.port)
     server.events.clear()
-    wait_for(lambda: LeasesClaimed(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"]) in server.events)
 
 
 def test_a_peer_that_was_given_up_has_its_full_time_when_it_is_asked_anew(ends):
@@ -475,20 +474,20 @@ def test_heartbeats_come_while_a_lease_is_held_and_stop_with_its_release(ends):
     server = ends.server()
     client = ends.client(heartbeat_seconds=0.05)
     first, second = (redeem(client, server, ticket(name), name) for name in "ab")
-    wait_for(lambda: sum(event == LeasesClaimed(["a", "b"]) for event in list(server.events)) >= 3)
+    wait_for(lambda: sum(event == LeaseClaims(["a", "b"]) for event in list(server.events)) >= 3)
     client.end(first)
-    wait_for(lambda: LeasesReleased(["a"]) in server.events)
+    wait_for(lambda: LeaseClaims(["a"], released=True) in server.events)
     server.events.clear()
     wait_for(lambda: len(server.events) >= 2)
-    assert all(event == LeasesClaimed(["b"]) for event in list(server.events)), (
+    assert all(event == LeaseClaims(["b"]) for event in list(server.events)), (
         "a released lease is not kept alive"
     )
     client.end(second)
-    wait_for(lambda: LeasesReleased(["b"]) in server.events)
+    wait_for(lambda: LeaseClaims(["b"], released=True) in server.events)
     server.events.clear()
     execute(client, server)
     wait_for(lambda: len(server.events) >= 3)  # heartbeats go on, for the lease that is held now
-    assert all(event == LeasesClaimed(["mark"]) for event in list(server.events))
+    assert all(event == LeaseClaims(["mark"]) for event in list(server.events))
 
 
 def test_a_reply_that_comes_after_a_heartbeat_is_heard(ends):
@@ -545,7 +544,7 @@ def test_a_lease_is_claimed_at_once_and_not_with_the_next_heartbeat(ends):
     client = ends.client(heartbeat_seconds=600.0)
     for name in "ab":
         redeem(client, server, ticket(name), name)
-    wait_for(lambda: list(server.events) == [LeasesClaimed(["a"]), LeasesClaimed(["b"])])
+    wait_for(lambda: list(server.events) == [LeaseClaims(["a"]), LeaseClaims(["b"])])
 
 
 def test_a_release_right_before_the_end_still_goes_out(ends):
@@ -553,7 +552,7 @@ def test_a_release_right_before_the_end_still_goes_out(ends):
     client = ControlClient(facts("D"), lambda ranks: None, KEYS)
     client.end(redeem(client, server, LEASE))
     client.close()
-    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
 
 
 def test_a_message_right_before_the_end_still_goes_out_to_a_peer_that_was_just_dialled():
@@ -608,7 +607,7 @@ def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
         client.end(claim)
         client.release(at, asked)
     client.end(redeem(client, server, LEASE, publishes=False))
-    wait_for(lambda: list(server.events) == [LeasesClaimed(["lease"]), LeasesReleased(["lease"])])
+    wait_for(lambda: list(server.events) == [LeaseClaims(["lease"]), LeaseClaims(["lease"], released=True)])
 
 
 def holding_up(server: ControlServer) -> threading.Event:
@@ -637,7 +636,7 @@ def test_a_producer_that_does_not_answer_a_ticket_is_given_up_and_met_anew(ends)
     assert isinstance(client.look_up((HOST, server.port)), Pending)
     client.end(claim)
     begun.set()
-    wait_for(lambda: LeasesReleased(["lease"]) in server.events)  # it may have claimed the lease
+    wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)  # it may have claimed the lease
 
 
 def test_a_producer_that_has_ended_is_given_up_although_no_time_passes(ends):
@@ -734,7 +733,7 @@ def test_tickets_that_are_given_back_at_once_end_their_leases(ends):
     for name in names:
         claim = client.redeem((HOST, server.port), ticket(name), 4, CONTENT)
         client.end(claim)
-    wait_for(lambda: all(LeasesReleased([name]) in server.events for name in names))
+    wait_for(lambda: all(LeaseClaims([name], released=True) in server.events for name in names))
 
 
 def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(ends):
@@ -778,11 +777,11 @@ def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
         assert client.answer(claim) == Redeemed(0, 1, GRANT, 4)
-    wait_for(lambda: LeasesClaimed(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"]) in server.events)
     wait_for(lambda: not claim.asked)
     assert client.answer(claim) == Redeemed(claim.message.number, 1, GRANT, 4)
     client.end(claim)
-    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
 
 
 def test_a_read_that_is_over_before_its_claim_is_heard_releases_the_lease(ends):
@@ -792,7 +791,7 @@ def test_a_read_that_is_over_before_its_claim_is_heard_releases_the_lease(ends):
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
         client.end(claim)
-    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
     assert len(server.tickets) == 0
 
 
@@ -857,9 +856,9 @@ def test_a_ticket_that_two_decode_engines_have_redeemed_ends_with_the_last_of_th
     one.end(first)
     again = one.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert granted(one, again).reason == "this engine has redeemed the ticket before, and released it"
-    assert LeasesReleased(["lease"]) not in server.events
+    assert LeaseClaims(["lease"], released=True) not in server.events
     other.end(last)
-    wait_for(lambda: LeasesReleased(["lease"]) in server.events)
+    wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
 
 
 def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends):
@@ -869,7 +868,7 @@ def test_a_release_is_heard_however_many_heartbeats_wait_for_the_engine(ends):
         client.hold((HOST, server.port), LEASE)
     wait_for(lambda: server.events.dropped)
     client.release((HOST, server.port), LEASE)
-    wait_for(lambda: list(server.events)[-1] == LeasesReleased(["lease"]))
+    wait_for(lambda: list(server.events)[-1] == LeaseClaims(["lease"], released=True))
 
 
 def test_leases_of_others_are_neither_extended_nor_released(ends):
@@ -888,7 +887,7 @@ def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
     server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
     ends.raw(server.port).send(encode(Heartbeat(7, [LEASE] * 1000)))
     wait_for(lambda: server.events)
-    assert list(server.events) == [LeasesClaimed(["turn"])]
+    assert list(server.events) == [LeaseClaims(["turn"])]
 
 
 def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
@@ -898,9 +897,7 @@ def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     client.hold((HOST, server.port), LEASE)
     client.release((HOST, server.port), LEASE)
     granted(client, client.redeem((HOST, server.port), LEASE, 1, CONTENT))
-    assert list(server.events) == [LeasesClaimed(["turn"])], (
-        "it is kept for its time, and no ticket redeems it"
-    )
+    assert list(server.events) == [LeaseClaims(["turn"])], "it is kept for its time, and no ticket redeems it"
 
 
 @pytest.mark.parametrize("beat", [Heartbeat, Release], ids=lambda kind: kind.__name__)
@@ -912,7 +909,7 @@ def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, b
     wait_for(lambda: server.rejected == 3)
     raw.send(encode(beat(9, [bytes(16)] * MAX_TICKETS)))
     redeem(ends.client(), server, LEASE)
-    wait_for(lambda: list(server.events) == [LeasesClaimed(["lease"])])
+    wait_for(lambda: list(server.events) == [LeaseClaims(["lease"])])
 
 
 def test_a_port_in_use_is_a_setting_to_change(ends):

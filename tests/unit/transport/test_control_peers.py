@@ -13,7 +13,7 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.transport import resolver, security
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.control_server import ControlServer, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.handshake import PeerInfo, Pending, Unusable
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
@@ -184,10 +184,10 @@ def test_a_listed_name_is_dialled_at_the_address_that_was_found(stack):
     assert isinstance(status(one, ("svc", at.port)), PeerInfo)
     heard = wait_for(lambda: len(at.events) > 3 and [at.events.popleft() for _ in range(4)])
     assert heard == [
-        LeasesClaimed(["a"]),
-        LeasesClaimed(["b"]),
-        LeasesReleased(["a"]),
-        LeasesClaimed(["b"]),
+        LeaseClaims(["a"]),
+        LeaseClaims(["b"]),
+        LeaseClaims(["a"], released=True),
+        LeaseClaims(["b"]),
     ], "in order"
 
 
@@ -200,7 +200,7 @@ def test_messages_to_a_name_that_is_not_resolved_yet_are_bounded_and_keep_their_
     assert isinstance(status(one, (HOST, server(stack).port)), PeerInfo)  # all before it was executed
     names.answer.set()
     heard = wait_for(lambda: len(at.events) > 2 and list(at.events))
-    assert heard == [LeasesClaimed(["a"]), LeasesClaimed(["b"]), LeasesClaimed(["c"])]
+    assert heard == [LeaseClaims(["a"]), LeaseClaims(["b"]), LeaseClaims(["c"])]
 
 
 def test_a_resolver_that_hangs_delays_no_heartbeat_and_no_other_handshake(stack):

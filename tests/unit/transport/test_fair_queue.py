@@ -9,7 +9,7 @@ from support.locked import locked
 
 
 def test_messages_are_taken_in_their_order():
-    inbox = FairQueue[str]()
+    inbox = FairQueue()
     for sender, message in [(b"a", "1"), (b"b", "2"), (b"a", "3")]:
         assert inbox.put(sender, message)
     assert list(inbox) == ["1", "2", "3"]
@@ -20,7 +20,7 @@ def test_messages_are_taken_in_their_order():
 
 
 def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
-    inbox = FairQueue[int](per_sender=4, total=100)
+    inbox = FairQueue(per_sender=4, total=100)
     for number in range(1000):
         inbox.put(b"flood", number)
     assert inbox.put(b"honest", -1)
@@ -31,7 +31,7 @@ def test_a_sender_that_floods_loses_its_own_messages_and_no_others():
 
 
 def test_forced_messages_are_taken_beyond_the_limits():
-    inbox = FairQueue[str](per_sender=2, total=3)
+    inbox = FairQueue(per_sender=2, total=3)
     for sender in (b"a", b"a", b"b"):
         assert inbox.put(sender, "beat")
     assert not inbox.put(b"a", "beat")
@@ -41,7 +41,7 @@ def test_forced_messages_are_taken_beyond_the_limits():
 
 
 def test_made_up_senders_do_not_make_it_grow():
-    inbox = FairQueue[int](per_sender=4, total=10)
+    inbox = FairQueue(per_sender=4, total=10)
     for number in range(1000):
         inbox.put(str(number).encode(), number)
     assert len(inbox) == 10
@@ -53,7 +53,7 @@ def test_made_up_senders_do_not_make_it_grow():
 
 def test_both_threads_use_it_under_its_lock_alone():
     """A sender that is counted wrongly once loses messages for good."""
-    inbox = FairQueue[str]()
+    inbox = FairQueue()
     inbox._waiting, inbox._of = locked(deque, inbox._lock), locked(Counter, inbox._lock)
     inbox.put(b"a", "1")
     assert inbox.popleft() == "1"

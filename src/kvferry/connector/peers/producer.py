@@ -41,7 +41,7 @@ from kvferry.connector.events import EventStream, LeaseEnded, LeaseExtended, Lea
 from kvferry.connector.messages import LEASE_SLOTS, StepOrders
 from kvferry.connector.peers.turns import BlocksWanted, TurnKeeper, choose_leases_to_end
 from kvferry.planning.select import NULL_BLOCK, attends_to_all
-from kvferry.transport.control_server import ControlServer, FairQueue, LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import ControlServer, FairQueue
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseBook, LeaseWord
 from kvferry.transport.offer import (
@@ -374,17 +374,17 @@ class Producer:
         self._granted[lease] = granted
         self._events.emit(granted)
 
-    def take_events(self, events: FairQueue[LeasesClaimed | LeasesReleased], orders: StepOrders) -> None:
+    def take_events(self, events: FairQueue, orders: StepOrders) -> None:
         """Take the messages of other engines, and add to `orders` which leases the workers end."""
         if not (events or self._withdrawn or len(self._book)):
             return
         while events:
             event = events.popleft()
-            if isinstance(event, LeasesClaimed):
-                for name in self._book.extend(event.leases):
-                    self._events.emit(LeaseExtended(name, self._clock()))
-            else:
+            if event.released:
                 self._end(self._book.end(event.leases))
+                continue
+            for name in self._book.extend(event.leases):
+                self._events.emit(LeaseExtended(name, self._clock()))
         withdrawn = self._withdrawn + self._preempted() + self._given_up()
         self._withdrawn.clear()
         self._end(self._book.end(withdrawn), withdrawn=True)

@@ -23,7 +23,6 @@ from kvferry.transport import (
     Grant,
     Keys,
     LeaseBook,
-    LeasesClaimed,
     LeaseWords,
     PeerInfo,
     PromptContent,
@@ -290,10 +289,10 @@ class _ServedEngine:
         ending = dict[str, int]()
         while self._server.events:
             event = self._server.events.popleft()
-            if isinstance(event, LeasesClaimed):
-                self._book.extend(event.leases)
-            else:
+            if event.released:
                 ending.update(self._book.end(event.leases))
+            else:
+                self._book.extend(event.leases)
         ending.update(self._book.end_expired())
         # In the order of an engine: no reader may claim the lease from here on, and then its word changes.
         self._server.tickets.withdraw(ending)

@@ -10,7 +10,7 @@ from kvferry.connector.content import Adapters, content_of
 from kvferry.connector.events import LeaseEnded, LeaseExtended, LeaseGranted
 from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport import seal
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
 from kvferry.transport.seal import SealBinding
@@ -47,7 +47,7 @@ def keep_turn(engine: FakeEngine, name: str) -> tuple:
     return engine.finish(one)
 
 
-def ended(engine: FakeEngine, *messages: LeasesClaimed | LeasesReleased) -> set[str]:
+def ended(engine: FakeEngine, *messages: LeaseClaims) -> set[str]:
     """Leases whose words workers raise with the next step."""
     orders = hear(engine, *messages)
     assert not orders.raised
@@ -80,12 +80,12 @@ def test_events_follow_a_lease_from_its_grant_to_its_end() -> None:
     first, second = [LeaseGranted(name, engine.clock.now, 8, LEASE_SECONDS) for name in ("a", "b")]
     assert engine.told == [first, second]
     engine.clock.now += LEASE_SECONDS / 2
-    ended(engine, LeasesClaimed(["a", "nobody"]))
+    ended(engine, LeaseClaims(["a", "nobody"]))
     assert engine.told[2:] == [LeaseExtended("a", engine.clock.now)]
     engine.clock.now += LEASE_SECONDS / 2
     assert ended(engine) == {"b"}
     assert engine.told[3:] == [LeaseEnded("b", engine.clock.now, granted=second, expired=True)]
-    assert ended(engine, LeasesReleased(["a", "b"])) == {"a"}
+    assert ended(engine, LeaseClaims(["a", "b"], released=True)) == {"a"}
     assert engine.told[4:] == [LeaseEnded("a", engine.clock.now, granted=first, expired=False)]
     found = engine.fold.take()
     assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {
@@ -99,7 +99,7 @@ def test_unclaimed_leases_end_early_when_a_request_waits_for_blocks() -> None:
     engine = start(blocks=100)
     for name in "abcd":
         offer(engine, name, blocks=4)
-    ended(engine, LeasesClaimed(["b"]))
+    ended(engine, LeaseClaims(["b"]))
     engine.leave_free(5)
     # Nine blocks, four more than there are.
     waits = engine.arrive(request("waits", range(8 * 16), status=RequestStatus.WAITING))
@@ -150,7 +150,7 @@ def test_an_unclaimed_lease_ends_when_the_router_no_longer_wants_it() -> None:
     engine = start()
     for number, name in enumerate("abc"):
         assert end(engine, name, kv_transfer_params=named(number))[0]
-    ended(engine, LeasesClaimed(["b"]))
+    ended(engine, LeaseClaims(["b"]))
     assert end(engine, "d", kv_transfer_params=named(3, 0, 1, 99))[0]
     assert ended(engine) == {"a"}, "an engine reads b, which it releases by itself"
     assert engine.told[-1] == LeaseEnded(
@@ -181,7 +181,7 @@ def test_unclaimed_leases_end_soon_while_the_engine_is_paused() -> None:
     engine = start()
     for name in "ab":
         offer(engine, name)
-    ended(engine, LeasesClaimed(["b"]))
+    ended(engine, LeaseClaims(["b"]))
     engine.producer.on_pause(paused=True)
     assert ended(engine) == set(), "a decode engine may just be asking for it"
     engine.clock.now += 1
@@ -208,7 +208,7 @@ def test_an_engine_that_falls_asleep_ends_its_leases_at_once_and_offers_nothing(
     engine = start()
     for name in "ab":
         offer(engine, name)
-    ended(engine, LeasesClaimed(["b"]))
+    ended(engine, LeaseClaims(["b"]))
     engine.producer.on_pause(paused=True)
     engine.producer.on_sleep()
     assert ended(engine) == {"a", "b"}
@@ -323,7 +323,7 @@ def test_a_ticket_ends_before_a_word_of_its_lease_is_raised(how) -> None:
     elif how == "withdrawn":
         engine.producer.reset()
         assert isinstance(redeem(engine, params, content), NotRedeemed), "even before the next step"
-    messages = [LeasesReleased(["a"])] if how == "released" else []
+    messages = [LeaseClaims(["a"], released=True)] if how == "released" else []
     assert ended(engine, *messages) == {"a"}, "workers raise the word after this"
     assert isinstance(redeem(engine, params, content, consumer=10), NotRedeemed)
 
@@ -333,7 +333,7 @@ def test_a_prompt_is_not_offered_when_all_lease_slots_are_in_use(caplog) -> None
     offer(engine, "a")
     assert end(engine, "b") == (False, write_nothing())
     assert "request b: not offered" in caplog.text
-    ended(engine, LeasesReleased(["a"]))
+    ended(engine, LeaseClaims(["a"], released=True))
     assert end(engine, "c") == (False, write_nothing()), "not before all workers have raised the word"
     engine.sent("a")
     offer(engine, "d")
@@ -356,7 +356,7 @@ def test_samples_of_one_prompt_share_a_lease() -> None:
     )
     assert end(engine, "0_cmpl-1-0-12ab34ce")[1] != offer
     assert [event.request_id for event in engine.told] == [SAMPLES[0], "0_cmpl-1-0-12ab34ce"]
-    assert ended(engine, LeasesReleased([SAMPLES[0]])) == {SAMPLES[0]}
+    assert ended(engine, LeaseClaims([SAMPLES[0]], released=True)) == {SAMPLES[0]}
     assert end(engine, SAMPLES[1])[0], "of a lease that has ended nothing can be read any more"
     engine.clock.now += LEASE_SECONDS
     assert ended(engine) == {"0_cmpl-1-0-12ab34ce", SAMPLES[1]}
@@ -388,7 +388,7 @@ def test_an_earlier_turn_is_kept_for_its_time() -> None:
     assert ended(engine) == ended(engine) == set()
     assert (len(engine.channel.turns), len(engine.channel.tickets)) == (1, 0)
     engine.clock.now += 3.5 * LEASE_SECONDS
-    ended(engine, LeasesClaimed(["a"]))
+    ended(engine, LeaseClaims(["a"]))
     engine.clock.now += 0.9 * LEASE_SECONDS
     assert ended(engine) == set(), "it is being read"
     engine.clock.now += 0.1 * LEASE_SECONDS
@@ -424,8 +424,8 @@ def test_a_reset_withdraws_earlier_offers() -> None:
     assert engine.told[-1] == LeaseEnded(
         "a", engine.clock.now, granted=grant_of(engine, "a"), expired=False, withdrawn=True
     )
-    assert ended(engine, LeasesReleased(["a"])) == set()
-    assert ended(engine, LeasesReleased(["b"])) == {"b"}
+    assert ended(engine, LeaseClaims(["a"], released=True)) == set()
+    assert ended(engine, LeaseClaims(["b"], released=True)) == {"b"}
 
 
 def test_an_engine_that_stopped_offering_keeps_no_turn_and_offers_no_prompt() -> None:
@@ -446,7 +446,7 @@ def test_a_drained_engine_offers_nothing_more_and_keeps_the_leases_that_are_held
     assert end(engine, "b") == (False, write_nothing(stopped=True))
     assert ended(engine) == set()
     assert engine.producer.leases == 1
-    assert ended(engine, LeasesReleased(["a"])) == {"a"}
+    assert ended(engine, LeaseClaims(["a"], released=True)) == {"a"}
     engine.sent("a")
     assert engine.producer.leases == 0
 

@@ -11,7 +11,7 @@ from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import LeaseEnded, LeaseGranted
 from kvferry.connector.messages import StepOrders
 from kvferry.geometry import GroupKind
-from kvferry.transport.control_server import LeasesClaimed, LeasesReleased
+from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.offer import write_nothing
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from support.block_pool import request
@@ -94,7 +94,7 @@ def test_the_end_adds_the_last_tokens_with_windows_and_state_under_the_same_leas
     assert granted(whole) == (TOKENS, tables)
     assert (whole.grant.slot, whole.grant.generation) == (some.grant.slot, some.grant.generation)
     assert len(engine.told) == 1
-    assert ended(hear(engine, LeasesReleased(["a"]))) == ({"a"}, set())
+    assert ended(hear(engine, LeaseClaims(["a"], released=True))) == ({"a"}, set())
 
 
 def test_a_prompt_of_one_step_is_offered_under_the_ticket_of_its_router() -> None:
@@ -136,7 +136,7 @@ def aborted(engine: FakeEngine, one: Any) -> tuple[Any, ...]:
 def released(engine: FakeEngine, one: Any) -> tuple[Any, ...]:
     assert ask(engine).tokens == 40
     assert engine.channel.tickets.release(9, [ticket("t")]) == ["a"]
-    return (LeasesReleased(["a"]),)
+    return (LeaseClaims(["a"], released=True),)
 
 
 def reset(engine: FakeEngine, one: Any) -> tuple[Any, ...]:
@@ -257,7 +257,7 @@ def test_heartbeats_of_a_reader_reach_the_lease_of_a_prompt_that_is_computed() -
     engine.step((one, 40))
     ask(engine)
     assert engine.channel.tickets.claimed(9, [ticket("t")]) == ["a"]
-    assert hear(engine, LeasesClaimed(["a"])) == NOTHING_TO_DO
+    assert hear(engine, LeaseClaims(["a"])) == NOTHING_TO_DO
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 32, "0" * 31, 7, ["0" * 32]])
