@@ -33,7 +33,7 @@ from kvferry.transport.handshake import Address, PeerInfo, Pending
 from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.redemptions import Redemption
-from kvferry.transport.seal import SealBinding, Sealer
+from kvferry.transport.seal import SealBinding, open_seal, seal_grant
 from kvferry.transport.security import Keys, random_keys
 
 PRODUCERS = ("at rest", "beside a thread that never rests")
@@ -105,8 +105,8 @@ def measure_seals() -> list[SealSize]:
 
 
 def _seal_size(family: str, tokens: int, pools: Sequence[list[list[int]]]) -> SealSize:
-    sealer, binding = (
-        Sealer(secrets.token_bytes(SEAL_KEY_BYTES)),
+    key, binding = (
+        secrets.token_bytes(SEAL_KEY_BYTES),
         SealBinding((_HOST, 1), new_ticket(), tokens, _CONTENT),
     )
     lengths, sealing, opening = list[int](), list[float](), list[float]()
@@ -114,11 +114,11 @@ def _seal_size(family: str, tokens: int, pools: Sequence[list[list[int]]]) -> Se
         grant = Grant.of(0, 0, tables)
         for _ in range(_SEALS):
             began = time.perf_counter()
-            sealed = sealer.seal(_RUN, grant, binding)
+            sealed = seal_grant(key, _RUN, grant, binding)
             sealing.append(time.perf_counter() - began)
             if sealed:
                 began = time.perf_counter()
-                sealer.open(sealed, binding)
+                open_seal(key, sealed, binding)
                 opening.append(time.perf_counter() - began)
         lengths.append(len(sealed))
     opened = percentile(opening, 50) if opening else 0.0
@@ -160,11 +160,11 @@ def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
             _met(one, address, None, tokens)
             known, sealed = [], []
             peer = one.known(address)
-            sealer = Sealer(b"" if peer is None else peer.seal_key)
+            key = b"" if peer is None else peer.seal_key
             for ticket, other in zip(tickets[: 2 * rounds : 2], tickets[1 : 2 * rounds : 2], strict=True):
                 binding = SealBinding(address, other, tokens, _CONTENT)
                 known.append(_redeemed(one, address, ticket, tokens))
-                sealed.append(_redeemed(one, address, other, tokens, sealer.seal(_RUN, grant, binding)))
+                sealed.append(_redeemed(one, address, other, tokens, seal_grant(key, _RUN, grant, binding)))
     return RedeemTimes(name, tuple(known), tuple(sealed), tuple(handshakes), tuple(both))
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import zmq
 
 from kvferry.common.errors import ProtocolError
+from kvferry.transport import control_client
 from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
-from kvferry.transport.seal import SealBinding, Sealer
+from kvferry.transport.seal import SealBinding
 from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine import on_the_way, parts
 from support.vllm_engine.pages import negate
@@ -289,19 +290,19 @@ def _breaking(inner: Any, hooks: Hooks, fault: str, *args: Any) -> Any:
 
 def _hook_seals(hooks: Hooks) -> None:
     """Remember what became of sealed grants."""
-    inner = Sealer.open
+    inner = control_client.open_seal
 
-    def opened(sealer: Sealer, sealed: str, binding: SealBinding) -> Any:
+    def opened(key: bytes, sealed: str, binding: SealBinding) -> Any:
         ticket = binding.ticket.hex()
         try:
-            found = inner(sealer, sealed, binding)
+            found = inner(key, sealed, binding)
         except ProtocolError as error:
             hooks.seals[ticket] = str(error)
             raise
         hooks.seals[ticket] = "opened"
         return found
 
-    Sealer.open = opened
+    control_client.open_seal = opened
 
 
 def _hook_gathering(server: Any, hooks: Hooks) -> None:

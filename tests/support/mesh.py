@@ -32,7 +32,7 @@ from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import TicketBook
 from kvferry.transport.redemptions import Redemptions
-from kvferry.transport.seal import SealBinding, Sealer
+from kvferry.transport.seal import SealBinding, open_seal
 from kvferry.transport.turns import TurnIndex, TurnQueries
 from support.clock import Clock
 from support.models import attention, model
@@ -76,7 +76,7 @@ class NearServer:
         self.port, self.card = port, card
         self.events: FairQueue = FairQueue()
         self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
-        self.sealer = Sealer(_SEAL_KEY)
+        self.seal_key = _SEAL_KEY
         self.keepers: dict[Address, int] = {}
 
     def close(self) -> None: ...
@@ -121,7 +121,7 @@ class NearClient:
     ) -> Any:
         binding, grant = SealBinding(address, ticket, tokens, content), None
         if sealed and address[1] in self._network.servers:
-            grant = Sealer(_SEAL_KEY).open(sealed, binding)
+            grant = open_seal(_SEAL_KEY, sealed, binding)
             self._network.opened += 1
         one = self._redemptions.begin(address, ticket, tokens, content, foreseen=foreseen, grant=grant)
         if one.users == 1:

@@ -10,7 +10,6 @@ from kvferry.connector.content import TurnNames
 from kvferry.connector.messages import LEASE_SLOTS, StepOrders, StepReports
 from kvferry.connector.peers.producer import Producer
 from kvferry.transport.redeem import TicketBook
-from kvferry.transport.seal import Sealer
 from kvferry.transport.turns import TurnIndex
 from support.engine_info import FULL_GROUP
 from support.fake_engine import FakeEngine, PartialHalf
@@ -20,7 +19,7 @@ LEASE_SECONDS = 30.0
 
 def played_channel() -> Any:
     """Return a control server without a socket: what a producer shares with it."""
-    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), sealer=Sealer(b"k" * 32))
+    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), seal_key=b"k" * 32)
 
 
 def producing(

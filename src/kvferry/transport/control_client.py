@@ -47,7 +47,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, ResolveName
-from kvferry.transport.seal import SealBinding, Sealer
+from kvferry.transport.seal import SealBinding, open_seal
 from kvferry.transport.security import Keys
 from kvferry.transport.sockets import SOCKETS, ChannelClient, ControlSocket
 from kvferry.transport.turns import TurnContent, TurnQueries
@@ -187,7 +187,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
         if peer is None or not peer.seal_key:
             return None
         try:
-            found = Sealer(peer.seal_key).open(sealed, binding)
+            found = open_seal(peer.seal_key, sealed, binding)
         except ProtocolError as error:
             self._seal_log.say("seal", f"{error}; the ticket is redeemed")
             return None

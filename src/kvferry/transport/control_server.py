@@ -40,7 +40,6 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Redeem, Redeemed, TicketBook
 from kvferry.transport.resolver import ResolveName
-from kvferry.transport.seal import Sealer
 from kvferry.transport.turns import TurnIndex
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class ControlServer:
     Attributes:
         events: events about leases, oldest first. The server's thread appends them, and the engine's thread
             removes them. The number of queued events caused by one consumer is limited.
-        sealer: seals grants for the consumers of this channel.
+        seal_key: key with which grants are sealed for the consumers of this channel.
     """
 
     def __init__(
@@ -122,11 +121,10 @@ class ControlServer:
         self.events = FairQueue()
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
-        key = secrets.token_bytes(SEAL_KEY_BYTES)
-        self.sealer = Sealer(key)
+        self.seal_key = secrets.token_bytes(SEAL_KEY_BYTES)
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
-        self._card, self._peers = replace(card, seal_key=key), peers
+        self._card, self._peers = replace(card, seal_key=self.seal_key), peers
         self._listener = Listener(
             "control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers, resolve=resolve
         )

@@ -83,49 +83,48 @@ class _Sealed(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Sealed)
 
 
-class Sealer:
-    """Seals and opens grants with the key of a producer's run, `SEAL_KEY_BYTES` long. Thread-safe."""
+def seal_grant(key: bytes, incarnation: int, grant: Grant, binding: SealBinding) -> str:
+    """Return the grant of an engine's run as text; empty if it would be longer than `MAX_SEAL`.
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    `key` is that of the producer's run, `SEAL_KEY_BYTES` long.
+    """
+    lengths = [len(table) // _ID.itemsize for table in grant.tables]
+    if sum(lengths) > _MAX_SEALED_BLOCKS:
+        return ""
+    if (packed := _pack(grant.tables)) is None:
+        return ""
+    inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, packed)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    sealed = nonce + _cipher(key, binding).encrypt(nonce, encode(inner), binding.encoded())
+    text = base64.urlsafe_b64encode(sealed).decode()
+    return text if len(text) <= MAX_SEAL else ""
 
-    def seal(self, incarnation: int, grant: Grant, binding: SealBinding) -> str:
-        """Return the grant of an engine's run as text; empty if it would be longer than `MAX_SEAL`."""
-        lengths = [len(table) // _ID.itemsize for table in grant.tables]
-        if sum(lengths) > _MAX_SEALED_BLOCKS:
-            return ""
-        if (packed := _pack(grant.tables)) is None:
-            return ""
-        inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, packed)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = nonce + self._cipher(binding).encrypt(nonce, encode(inner), binding.encoded())
-        text = base64.urlsafe_b64encode(sealed).decode()
-        return text if len(text) <= MAX_SEAL else ""
 
-    def open(self, sealed: str, binding: SealBinding) -> Redeemed:
-        """Return the grant in a seal, as the reply to its ticket.
+def open_seal(key: bytes, sealed: str, binding: SealBinding) -> Redeemed:
+    """Return the grant in a seal, as the reply to its ticket.
 
-        Raises:
-            ProtocolError: the seal is not of this use, or was not made with this key.
-        """
-        if len(sealed) > MAX_SEAL:
-            raise ProtocolError(f"a sealed grant of {len(sealed)} characters, at most {MAX_SEAL}")
-        try:
-            data = base64.b64decode(sealed, altchars=b"-_", validate=True)
-            inner = self._cipher(binding).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], binding.encoded())
-        except (InvalidTag, binascii.Error, ValueError) as error:
-            raise ProtocolError(
-                "a sealed grant does not open: it was changed on its way, or sealed by another run of the "
-                "engine or for another ticket, address or prompt"
-            ) from error
-        with as_protocol_error(_WHAT):
-            found = _decoder.decode(inner)
-            grant = Grant(found.slot, found.generation, _unpack(found.lengths, found.blocks))
-        return Redeemed(0, found.incarnation, grant, binding.tokens)
+    Raises:
+        ProtocolError: the seal is not of this use, or was not made with this key.
+    """
+    if len(sealed) > MAX_SEAL:
+        raise ProtocolError(f"a sealed grant of {len(sealed)} characters, at most {MAX_SEAL}")
+    try:
+        data = base64.b64decode(sealed, altchars=b"-_", validate=True)
+        inner = _cipher(key, binding).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], binding.encoded())
+    except (InvalidTag, binascii.Error, ValueError) as error:
+        raise ProtocolError(
+            "a sealed grant does not open: it was changed on its way, or sealed by another run of the "
+            "engine or for another ticket, address or prompt"
+        ) from error
+    with as_protocol_error(_WHAT):
+        found = _decoder.decode(inner)
+        grant = Grant(found.slot, found.generation, _unpack(found.lengths, found.blocks))
+    return Redeemed(0, found.incarnation, grant, binding.tokens)
 
-    def _cipher(self, binding: SealBinding) -> AESGCM:
-        # A key per ticket: random nonces of 96 bits under one key would repeat some day.
-        return AESGCM(blake2b(binding.ticket, key=self._key, digest_size=SEAL_KEY_BYTES).digest())
+
+def _cipher(key: bytes, binding: SealBinding) -> AESGCM:
+    # A key per ticket: random nonces of 96 bits under one key would repeat some day.
+    return AESGCM(blake2b(binding.ticket, key=key, digest_size=SEAL_KEY_BYTES).digest())
 
 
 def _pack(tables: list[bytes]) -> bytes | None:

@@ -18,7 +18,7 @@ from kvferry.tiers.names import TIERS
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Grant
-from kvferry.transport.seal import SealBinding
+from kvferry.transport.seal import SealBinding, seal_grant
 from support.vision import noise
 from support.vllm_engine import (
     any_layout,
@@ -660,7 +660,9 @@ def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> dict
     found.grant = Grant.of(**{**now, **changes})
     address, named = (offer["remote_host"], offer["remote_port"]), bytes.fromhex(offer["remote_request_id"])
     binding = SealBinding(address, named, found.tokens, found.content)
-    sealed = parts.server(engine).sealer.seal(parts.tickets(engine)._incarnation, found.grant, binding)
+    sealed = seal_grant(
+        parts.server(engine).seal_key, parts.tickets(engine)._incarnation, found.grant, binding
+    )
     return {**offer, "remote_sealed_grant": sealed}
 
 

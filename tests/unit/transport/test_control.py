@@ -39,7 +39,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, Unchanged
 from kvferry.transport.redemptions import SILENT, Redemption
-from kvferry.transport.seal import SealBinding, Sealer
+from kvferry.transport.seal import SealBinding, seal_grant
 from kvferry.transport.turns import TurnContent
 from support.clock import Clock
 from support.keys import KEYS, OTHER_KEYS
@@ -672,7 +672,7 @@ def test_a_producers_answer_is_news(ends):
     assert not news.is_set()
     publish(server, MARK, "mark")
     binding = SealBinding((HOST, server.port), MARK, 4, CONTENT)
-    sealed = server.sealer.seal(1, GRANT, binding)
+    sealed = seal_grant(server.seal_key, 1, GRANT, binding)
     known = client.redeem((HOST, server.port), MARK, 4, CONTENT, sealed=sealed)
     wait_for(lambda: known.granted)
     execute(client, server)
@@ -764,10 +764,10 @@ def test_an_unanswered_ticket_is_asked_again_on_a_new_connection(ends):
     assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
 
 
-def sealed_by(server: ControlServer, run: int = 1, sealer: Sealer | None = None) -> str:
+def sealed_by(server: ControlServer, run: int = 1, key: bytes = b"") -> str:
     """Return the grant of `LEASE`, as the server's engine would add it to its offer."""
     binding = SealBinding((HOST, server.port), LEASE, 4, CONTENT)
-    return (sealer or server.sealer).seal(run, GRANT, binding)
+    return seal_grant(key or server.seal_key, run, GRANT, binding)
 
 
 def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
@@ -801,7 +801,7 @@ def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
     status(client, server.port)
     publish(server, LEASE)
     sealed = {
-        "another engine": lambda: sealed_by(server, sealer=ends.server().sealer),
+        "another engine": lambda: sealed_by(server, key=ends.server().seal_key),
         "another run": lambda: sealed_by(server, run=2),
         "another server": lambda: sealed_by(ends.server()),
         "nothing": lambda: "",

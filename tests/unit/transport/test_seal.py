@@ -15,7 +15,7 @@ from msgspec import structs
 from kvferry.common.errors import ProtocolError
 from kvferry.transport import seal as module
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed
-from kvferry.transport.seal import MAX_SEAL, SealBinding, Sealer
+from kvferry.transport.seal import MAX_SEAL, SealBinding, _cipher, open_seal, seal_grant
 from support.examples import examples
 from transport.cards import ticket
 
@@ -27,28 +27,22 @@ NO_USE = "a sealed grant does not open: it was changed on its way, or sealed by 
 
 
 @pytest.fixture(scope="module")
-def sealer() -> Sealer:
-    return Sealer(KEY)
+def sealed() -> str:
+    return seal_grant(KEY, RUN, GRANT, USE)
 
 
-@pytest.fixture(scope="module")
-def sealed(sealer: Sealer) -> str:
-    return sealer.seal(RUN, GRANT, USE)
-
-
-def refusal(sealer: Sealer, text: str, use: SealBinding = USE) -> str:
+def refusal(text: str, use: SealBinding = USE, key: bytes = KEY) -> str:
     with pytest.raises(ProtocolError) as error:
-        sealer.open(text, use)
+        open_seal(key, text, use)
     return str(error.value)
 
 
-def test_a_seal_opens_as_the_answer_to_its_ticket(sealer, sealed):
-    assert sealer.open(sealed, USE) == Redeemed(0, RUN, GRANT, TOKENS)
-    assert Sealer(KEY).open(sealed, USE).grant.tables == GRANT.tables
+def test_a_seal_opens_as_the_answer_to_its_ticket(sealed):
+    assert open_seal(KEY, sealed, USE) == Redeemed(0, RUN, GRANT, TOKENS)
 
 
-def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealer, sealed):
-    again = sealer.seal(RUN, GRANT, USE)
+def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealed):
+    again = seal_grant(KEY, RUN, GRANT, USE)
     assert len(again) == len(sealed)
     assert again != sealed
     data = base64.urlsafe_b64decode(sealed)
@@ -61,22 +55,22 @@ def test_any_block_tables_come_back_as_they_were(tables, runs):
     if runs:
         tables = [list(range(first, first + 300)) for first in range(len(tables))]
     grant = Grant.of(1, 2, tables)
-    assert Sealer(KEY).open(Sealer(KEY).seal(RUN, grant, USE), USE).grant == grant
+    assert open_seal(KEY, seal_grant(KEY, RUN, grant, USE), USE).grant == grant
 
 
-def test_a_seal_with_any_bit_changed_does_not_open(sealer, sealed):
+def test_a_seal_with_any_bit_changed_does_not_open(sealed):
     data = base64.urlsafe_b64decode(sealed)
     for bit in range(8 * len(data)):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
-        assert refusal(sealer, base64.urlsafe_b64encode(changed).decode()).startswith(NO_USE)
+        assert refusal(base64.urlsafe_b64encode(changed).decode()).startswith(NO_USE)
 
 
-def test_a_seal_that_is_cut_or_longer_does_not_open(sealer, sealed):
+def test_a_seal_that_is_cut_or_longer_does_not_open(sealed):
     for length in range(len(sealed)):
-        assert refusal(sealer, sealed[:length]).startswith(NO_USE)
+        assert refusal(sealed[:length]).startswith(NO_USE)
     for more in ("AAAA", "\x00", "é", "\ud800"):
-        assert refusal(sealer, sealed + more).startswith(NO_USE)
+        assert refusal(sealed + more).startswith(NO_USE)
 
 
 @pytest.mark.parametrize(
@@ -95,31 +89,31 @@ def test_a_seal_that_is_cut_or_longer_does_not_open(sealer, sealed):
         replace(USE, content=PromptContent("tokens", "item", "sadapter", "salt")),
     ],
 )
-def test_a_seal_opens_for_no_other_ticket_address_or_prompt(sealer, sealed, use):
-    assert refusal(sealer, sealed, use).startswith(NO_USE)
+def test_a_seal_opens_for_no_other_ticket_address_or_prompt(sealed, use):
+    assert refusal(sealed, use).startswith(NO_USE)
 
 
-def test_a_seal_opens_with_no_other_key_and_under_no_other_protocol(sealer, sealed, monkeypatch):
-    assert refusal(Sealer(bytes(32)), sealed).startswith(NO_USE)
+def test_a_seal_opens_with_no_other_key_and_under_no_other_protocol(sealed, monkeypatch):
+    assert refusal(sealed, key=bytes(32)).startswith(NO_USE)
     monkeypatch.setattr(module, "PROTOCOL", module.PROTOCOL + 1)
-    assert refusal(sealer, sealed).startswith(NO_USE)
+    assert refusal(sealed).startswith(NO_USE)
 
 
-def test_a_seal_that_is_too_long_is_refused_unread(sealer):
-    assert refusal(sealer, "A" * (MAX_SEAL + 1)) == "a sealed grant of 4097 characters, at most 4096"
-    assert refusal(sealer, "A" * MAX_SEAL).startswith(NO_USE)
+def test_a_seal_that_is_too_long_is_refused_unread():
+    assert refusal("A" * (MAX_SEAL + 1)) == "a sealed grant of 4097 characters, at most 4096"
+    assert refusal("A" * MAX_SEAL).startswith(NO_USE)
 
 
-def test_block_tables_that_do_not_fit_are_not_sealed(sealer):
+def test_block_tables_that_do_not_fit_are_not_sealed():
     scattered = random.Random(1).sample(range(1, 1 << 20), 8192)
-    assert sealer.seal(RUN, Grant.of(1, 2, [scattered]), USE) == ""
-    assert 0 < len(sealer.seal(RUN, Grant.of(1, 2, [scattered[:700]]), USE)) <= MAX_SEAL
+    assert seal_grant(KEY, RUN, Grant.of(1, 2, [scattered]), USE) == ""
+    assert 0 < len(seal_grant(KEY, RUN, Grant.of(1, 2, [scattered[:700]]), USE)) <= MAX_SEAL
     whole = range(1, 8193)
-    assert 0 < len(sealer.seal(RUN, Grant.of(1, 2, [whole]), USE)) < 400
-    assert sealer.seal(RUN, Grant.of(1, 2, [[1] * (1 << 16), [1]]), USE) == ""
+    assert 0 < len(seal_grant(KEY, RUN, Grant.of(1, 2, [whole]), USE)) < 400
+    assert seal_grant(KEY, RUN, Grant.of(1, 2, [[1] * (1 << 16), [1]]), USE) == ""
 
 
-def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(sealer, monkeypatch):
+def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(monkeypatch):
     class Counting:
         def __init__(self, *arguments):
             self.inner = compressobj(*arguments)
@@ -132,13 +126,13 @@ def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(sealer, mo
     compressobj, compressed = zlib.compressobj, []
     monkeypatch.setattr(zlib, "compressobj", Counting)
     scattered = random.Random(1).sample(range(1, 1 << 20), 1 << 16)
-    assert sealer.seal(RUN, Grant.of(1, 2, [scattered]), USE) == ""
+    assert seal_grant(KEY, RUN, Grant.of(1, 2, [scattered]), USE) == ""
     assert 0 < sum(compressed) < 1 << 16, "of 256 KiB"
 
 
-def forged(sealer: Sealer, *inner) -> str:
+def forged(*inner) -> str:
     """Return what an engine with the key can write."""
-    data = sealer._cipher(USE).encrypt(b"n" * 12, msgspec.msgpack.encode(inner), USE.encoded())
+    data = _cipher(KEY, USE).encrypt(b"n" * 12, msgspec.msgpack.encode(inner), USE.encoded())
     return base64.urlsafe_b64encode(b"n" * 12 + data).decode()
 
 
@@ -160,9 +154,9 @@ PACKED = zlib.compress(bytes(8))
         ((RUN, 3, 7, [2], b"no stream"), "cannot be unpacked"),
     ],
 )
-def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(sealer, inner, says):
-    assert sealer.open(forged(sealer, RUN, 3, 7, [2], PACKED), USE).grant == Grant.of(3, 7, [[0, 0]])
-    reason = refusal(sealer, forged(sealer, *inner))
+def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(inner, says):
+    assert open_seal(KEY, forged(RUN, 3, 7, [2], PACKED), USE).grant == Grant.of(3, 7, [[0, 0]])
+    reason = refusal(forged(*inner))
     assert reason.startswith("not a sealed grant: ")
     assert says in reason
 
@@ -172,4 +166,4 @@ def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(sealer, inner,
 )
 @examples(200)
 def test_any_text_of_a_client_is_refused_in_one_sentence(text):
-    assert "\n" not in refusal(Sealer(KEY), text)
+    assert "\n" not in refusal(text)

@@ -54,7 +54,7 @@ from kvferry.transport.offer import (
     write_offer,
 )
 from kvferry.transport.redeem import Grant, new_ticket
-from kvferry.transport.seal import SealBinding
+from kvferry.transport.seal import SealBinding, seal_grant
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Producer:
         # With a host buffer, peers read a copy of the cache, which is made when the prompt is complete.
         self._step_tokens = 0 if config.host_buffer else _readable_step_tokens(engine)
         self._book = LeaseBook(incarnation, lease_slots, config.lease_seconds, clock)
-        self.port, self._tickets, self._sealer = channel.port, channel.tickets, channel.sealer
+        self.port, self._tickets, self._seal_key = channel.port, channel.tickets, channel.seal_key
         self._events, self._log = events, LimitedLog(logger)
         self._wanted = BlocksWanted(engine.groups, engine.tokens_in_flight)
         self.turns = TurnKeeper(
@@ -351,7 +351,7 @@ class Producer:
             grant = Grant.of(word.slot, word.generation, tables)
             self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
             binding = SealBinding((self._host, self.port), one.ticket, tokens, content)
-            sealed = self._sealer.seal(word.incarnation, grant, binding)
+            sealed = seal_grant(self._seal_key, word.incarnation, grant, binding)
         offer = Offer(
             remote_engine_id=self._engine.engine_id,
             remote_host=self._host,

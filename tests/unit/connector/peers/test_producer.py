@@ -13,7 +13,7 @@ from kvferry.transport import seal
 from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
-from kvferry.transport.seal import SealBinding
+from kvferry.transport.seal import SealBinding, open_seal
 from support.block_pool import request
 from support.fake_engine import FakeEngine
 from support.lora import adapter, once_named
@@ -274,8 +274,10 @@ def opened(engine: FakeEngine, params: dict, content, host: str = "127.0.0.1") -
     """What an engine of the same key, with such a prompt, finds in an offer."""
     found = read_offer(params)
     named, tokens = bytes.fromhex(found.remote_request_id), found.remote_num_tokens
-    return engine.channel.sealer.open(
-        found.remote_sealed_grant, SealBinding((host, found.remote_port), named, tokens, content)
+    return open_seal(
+        engine.channel.seal_key,
+        found.remote_sealed_grant,
+        SealBinding((host, found.remote_port), named, tokens, content),
     )
 
 
