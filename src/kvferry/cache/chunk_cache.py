@@ -243,13 +243,17 @@ class ChunkCache:
         """
         return next((one for slow in self.slow_tiers if (one := slow.usage.same_name_namespace)), "")
 
-    def reserve(self, key: bytes, group: int) -> Slot | None:
-        """Reserve a slot in host memory for a chunk that ranks will fill; None if it is dropped.
+    def reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
+        """Reserve a slot in host memory for a chunk that will be filled; None if it is dropped.
 
-        The host tier counts a chunk as dropped that it has, that is being filled, or that has no room.
+        A chunk is dropped that the host tier has, that is being filled, or that has no room. The host tier
+        counts it, if `counted`.
         """
         self.events += 1
-        return self._reserve(key, group)
+        slot = self.host.reserve(key, group, counted=counted)
+        for slow in self._write_back:
+            self._to_write[slow.name] = slow
+        return slot
 
     def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
         """Make a chunk available for loads, and queue it for every slow tier, once no rank uses its slot.
@@ -377,12 +381,6 @@ class ChunkCache:
             self._descriptions[group, tokens] = replace(self._formats[group], tokens=tokens)
         return self._descriptions[group, tokens]
 
-    def _reserve(self, key: bytes, group: int, *, counted: bool = True) -> Slot | None:
-        slot = self.host.reserve(key, group, counted=counted)
-        for slow in self._write_back:
-            self._to_write[slow.name] = slow
-        return slot
-
     def _enqueue(self, slow: TierQueue, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
         slow.enqueue(key, group, cold=cold)
         self._to_write[slow.name] = slow
@@ -449,7 +447,7 @@ class ChunkCache:
             if slow.name not in fetch.without and slow.known([want.key])[0]
         ]:
             # Not counted as dropped, because the fetch tries again in the next step.
-            slot = self._reserve(want.key, want.group, counted=False)
+            slot = self.reserve(want.key, want.group, counted=False)
             if slot is None:
                 return False
             group = self._describe_chunk(want.group, want.tokens)

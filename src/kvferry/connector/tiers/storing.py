@@ -319,7 +319,7 @@ class Storing:
         return self._milestones.due, self._snapshots
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a request whose chunk keys are known or still being computed."""
+        """Prepare to store the chunks of a new request. A request without chunk keys is soon forgotten."""
         ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
         self._progress[request.request_id] = Progress(
             request, next(self._arrivals), tail=self._state is not None, ends=ends

@@ -228,9 +228,8 @@ class Tiering:
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request, if it has or may get chunk keys."""
-        if self._prompts.get(request) is not None or self._prompts.are_pending(request.request_id):
-            self._storing.on_new_request(request)
+        """Prepare to store the chunks of a new request."""
+        self._storing.on_new_request(request)
 
     def place_snapshots(self, request: Request, start: int) -> None:
         """Have the engine take snapshots of a request that it is about to admit, for other prompts.
