@@ -248,7 +248,6 @@ class Tiering:
             *self._places.agenda,
             *self._stores.agenda,
             *self._cache.agenda,
-            self._cards,
         )
 
     @property
