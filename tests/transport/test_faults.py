@@ -175,7 +175,7 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     assert reader.poll("load") is None
     now = 31.0
     (settled,) = loads.settle()
-    assert (settled.report.failure, settled.released) == ("its deadline passed", False)
+    assert (settled.report.failure, settled.report.late) == ("its deadline passed", 1)
     assert len(loads) == 1
     assert reader.agent.held["reads"] == 1, "nothing in flight is given back"
     landed = (large.pages(reader.memory.bytes) == large.pages(50)).all(axis=1)
@@ -188,7 +188,7 @@ def test_while_a_producer_is_stopped_the_deadline_passes_and_the_memory_stays_ow
     assert result.failure is None
     assert (large.pages(reader.memory.bytes)[1:] == large.pages(50)[1:]).all()
     loads.on_part_ended("load", result)
-    assert [(one.report, one.released) for one in loads.settle()] == [(None, True)]
+    assert [one.report for one in loads.settle()] == [None]
     assert len(loads) == 0
 
 

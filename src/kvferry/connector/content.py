@@ -299,10 +299,9 @@ class Prompts:
         """
         self._canonical, self._adapters, self._prompts_only = canonical, adapters, prompts_only
         self._beginnings = beginnings
-        self._known: dict[str, PromptChunks] = {}
+        self._known: dict[str, tuple[PromptChunks, str]] = {}  # with the cache salt of the request
         self._unnamed: dict[str, Unnameable] = {}
         self._epoch, self._suspended = "", ""
-        self._salt_of: dict[str, str] = {}  # cache salt of each known request
         self._salt_epochs: dict[str, str] = {}  # random text before each forgotten salt
 
     def add(self, request: Request) -> PromptChunks | None:
@@ -317,8 +316,7 @@ class Prompts:
             logger.debug("request %s: not cached: %s", shown(request.request_id), error)
             self._unnamed[request.request_id] = error
             return None
-        self._salt_of[request.request_id] = request.cache_salt or ""
-        self._known[request.request_id] = chunks
+        self._known[request.request_id] = chunks, request.cache_salt or ""
         return chunks
 
     def get(self, request: Request) -> PromptChunks | None:
@@ -328,8 +326,9 @@ class Prompts:
             self.remove(name)
         if self.are_pending(name):
             self.add(request)
-        if (chunks := self._known.get(name)) is None:
+        if (found := self._known.get(name)) is None:
             return None
+        chunks, _ = found
         try:
             # Blocks that the request has computed since the LoRA was replaced hold other KV than their keys
             # say.
@@ -355,7 +354,6 @@ class Prompts:
 
     def remove(self, request_id: str) -> None:
         self._known.pop(request_id, None)
-        self._salt_of.pop(request_id, None)
         self._unnamed.pop(request_id, None)
 
     def start_anew(self) -> None:
@@ -372,7 +370,6 @@ class Prompts:
     def suspend(self, why: str) -> None:
         """Drop the chunk keys of all requests, and compute none until `start_anew`, for this reason."""
         self._known.clear()
-        self._salt_of.clear()
         self._unnamed.clear()
         self._suspended = why
 
@@ -383,7 +380,7 @@ class Prompts:
         without one.
         """
         self._salt_epochs[salt] = f"{secrets.token_hex(16)} "
-        for name in [name for name, one in self._salt_of.items() if one == salt]:
+        for name in [name for name, (_, one) in self._known.items() if one == salt]:
             self.remove(name)
 
     def chunks_of(self, request: Request) -> PromptChunks:

@@ -61,8 +61,7 @@ class SettledLoad:
     """A load whose result is known, or whose memory is free, since the last call of `Loads.settle`."""
 
     load: Load
-    report: Report | None  # None if it was reported before
-    released: bool  # no part is in flight any more
+    report: Report | None  # None if it was reported before, and no part is in flight any more
     served: bool | None = None  # with the last report of an attempt: whether all its loads have succeeded
 
 
@@ -222,7 +221,7 @@ class Loads:
                 one.expected = now + (now - one.began)
             if one.reported:
                 if landed:
-                    found.append(SettledLoad(one.load, None, released=True))
+                    found.append(SettledLoad(one.load, None))
             elif landed or failure is not None:
                 one.reported = True
                 report = replace(one.parts, failure=failure)
@@ -234,7 +233,7 @@ class Loads:
                 served = None
                 if len(results) == one.load.loads:
                     served = all(self._attempts.pop(one.load.attempt))
-                found.append(SettledLoad(one.load, report, released=landed, served=served))
+                found.append(SettledLoad(one.load, report, served))
         return found
 
 

@@ -314,7 +314,7 @@ class WorkerHalf:
                     # Before the request is reported as served: the engine then computes with these blocks.
                     self._mirror.load(self._groups, self._needed(load.span, load.tables))
                 self._reports.reports[load.key] = one.report
-            elif one.released:
+            else:
                 self._reports.released[load.key] = 1
             if one.served is not None:
                 received.add(load.request_id)
