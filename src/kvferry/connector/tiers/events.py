@@ -98,6 +98,7 @@ class TierEvents:
                     served=queue.usage.served,
                     served_bytes=queue.usage.served_bytes,
                     refused=queue.usage.refused,
+                    address=queue.usage.address,
                 )
             )
 
