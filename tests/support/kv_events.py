@@ -1,15 +1,18 @@
-"""A router's view of the KV events that an engine publishes over ZMQ."""
+"""KV events as an engine publishes them, and a router's view of them."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from hashlib import sha256
 from math import lcm
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import msgspec
 import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 QUIET_SECONDS = 0.5
 Hash: TypeAlias = "int | bytes"
@@ -23,6 +26,36 @@ def endpoint(folder: Path) -> str:
 def publishing(folder: Path) -> dict[str, Any]:
     """``kv_events_config`` of an engine that publishes there."""
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint(folder)}
+
+
+def hashes(tokens: Sequence[int], size: int, seed: str = "", before: Sequence[int] = ()) -> list[bytes]:
+    """An engine's hashes of the blocks of these tokens, which follow others."""
+    whole = [*before, *tokens]
+    ends = range(len(before) + size, len(whole) + 1, size)
+    return [sha256(f"{seed} {whole[:end]}".encode()).digest() for end in ends]
+
+
+def stored(
+    tokens: Sequence[int], size: int, seed: str = "", before: Sequence[int] = (), **more: Any
+) -> BlockStored:
+    """The event that host memory has the blocks of these tokens, which follow others."""
+    parent = hashes(before, size, seed)[-1] if before else None
+    kind = {"group_idx": 0, "kv_cache_spec_kind": "full_attention", "ownership": "host"}
+    named = hashes(tokens, size, seed, before)
+    fields = {"lora_id": None, "medium": "CPU", "lora_name": None, **kind, **more}
+    return BlockStored(named, parent, [*tokens], size, **fields)
+
+
+def removed(
+    tokens: Sequence[int], size: int, seed: str = "", before: Sequence[int] = (), group_idx: int = 0
+) -> BlockRemoved:
+    """The event that host memory has these blocks no more."""
+    named = hashes(tokens, size, seed, before)
+    return BlockRemoved(named, "CPU", group_idx=group_idx, ownership="host")
+
+
+def batch(*events: BlockStored | BlockRemoved) -> bytes:
+    return msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[*events], data_parallel_rank=0))
 
 
 class Router:

@@ -297,6 +297,7 @@ class TierChanged:
     served: int = 0  # number of chunks that other engines were told to read
     served_bytes: int = 0
     refused: int = 0  # number of chunks that they were told to read elsewhere
+    address: str = ""  # address at which they read this engine's host memory; empty if they do not
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,8 @@ class MetricsListener:
         ):
             if now is not None:
                 counted.set(name, tier, to=now)
+        if event.address:
+            counted.set("fleet_info", event.address, to=1)
         counted.count("tier_fetched_chunks", tier, by=event.fetched)
         counted.count("tier_stored_chunks", tier, by=event.stored)
         counted.count("tier_stored_bytes", tier, by=event.stored_bytes)

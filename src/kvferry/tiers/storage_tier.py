@@ -35,6 +35,8 @@ class StoreUsage:
     served: int = 0
     served_bytes: int = 0
     refused: int = 0
+    # Address at which other engines read this engine's host memory; empty if they do not.
+    address: str = ""
 
 
 class KeySearch(Protocol):

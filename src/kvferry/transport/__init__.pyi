@@ -49,6 +49,7 @@ from kvferry.transport.messages import (
     Request as Request,
     compare_facts as compare_facts,
 )
+from kvferry.transport.offer import MAX_REMOTE_CACHES as MAX_REMOTE_CACHES
 from kvferry.transport.read_plan import (
     LoadFigures as LoadFigures,
     ReadOrder as ReadOrder,

@@ -212,6 +212,16 @@ def parse_engine(text: str) -> tuple[str, int] | None:
     return str(address or found[1]), int(found[2])
 
 
+def engine_text(address: tuple[str, int]) -> str:
+    """Return an address in the form that `parse_engine` parses.
+
+    >>> engine_text(("10.0.0.1", 5600)), engine_text(("::1", 5600))
+    ('10.0.0.1:5600', '[::1]:5600')
+    """
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class PortRange:
     """TCP ports from `first` to `last`, both included. The text is also UCX's form.

@@ -31,7 +31,7 @@ from kvferry.tools.dashboard.alerts import ALERTS
 from kvferry.tools.dashboard.panels import series
 from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend
-from kvferry.tools.serving.router.metrics import RouterMetrics
+from kvferry.tools.serving.router.metrics import FollowedRank, RouterMetrics
 
 BESIDE = {"instance", "job", "model_name", "engine"}
 """Labels that Prometheus and vLLM give every series."""
@@ -116,7 +116,9 @@ def test_an_unknown_metric_or_label_is_refused():
 def test_the_router_shows_the_metrics_that_the_dashboard_queries():
     backends = [Backend(Role.DECODE, "http://127.0.0.1:1")]
     shown = {}
-    for family in text_string_to_metric_families(RouterMetrics(lambda: backends).page().decode()):
+    followed = [FollowedRank("http://127.0.0.1:1", 0, "127.0.0.1:2", 3, 4)]
+    page = RouterMetrics(lambda: backends, followed).page().decode()
+    for family in text_string_to_metric_families(page):
         shown |= {sample.name: family.type for sample in family.samples}
     wanted = {
         name + suffix: metric.kind

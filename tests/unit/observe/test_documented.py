@@ -13,7 +13,13 @@ from kvferry.connector.events import MissReason
 from kvferry.observe.metrics import CONNECTOR, METRICS, MULTI, PREFIX, ROUTER_PREFIX, MetricKind, exposed_name
 from kvferry.tools.serving.role import Role
 from kvferry.tools.serving.router.backends import Backend, BackendState
-from kvferry.tools.serving.router.metrics import AloneReason, Outcome, RequestRecord, RouterMetrics
+from kvferry.tools.serving.router.metrics import (
+    AloneReason,
+    FollowedRank,
+    Outcome,
+    RequestRecord,
+    RouterMetrics,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "metrics.md").read_text()
@@ -54,7 +60,8 @@ def test_every_metric_is_listed_with_its_kind_and_labels() -> None:
 
 def router() -> dict[str, tuple[str, set[str]]]:
     """Kind and labels of every metric of a router's page, by its name."""
-    metrics = RouterMetrics(lambda: [Backend(Role.DECODE, "http://d")])
+    followed = [FollowedRank("http://d", 0, "127.0.0.1:1", 2, 3)]
+    metrics = RouterMetrics(lambda: [Backend(Role.DECODE, "http://d")], followed)
     metrics.begin()
     metrics.end(RequestRecord(first_byte=0.0, prefill_seconds=0.0, status=200, complete=True))
     found = {}

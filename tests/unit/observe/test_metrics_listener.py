@@ -305,7 +305,7 @@ def test_tiers_and_leases_and_late_blocks() -> None:
             dropped=(("no room", 2),),
         ),
         TierChanged(1.0, "file", used=20, capacity=200, owed=0),
-        TierChanged(1.0, "fleet", served=3, served_bytes=30, refused=2),
+        TierChanged(1.0, "fleet", served=3, served_bytes=30, refused=2, address="10.0.0.1:5700"),
         store := StoreBegan("a", 0.0, "store#0", "full_attention", 2),
         StoreEnded("a", 0.0, began=store, failure="", size=64, seconds=0.3),
         StoreEnded("a", 0.0, began=store, failure="gone", size=0, seconds=0.3),
@@ -319,6 +319,7 @@ def test_tiers_and_leases_and_late_blocks() -> None:
     assert {" ".join([name, *of]): n for (name, of), n in found.gauges.items()} == {
         "tier_used_bytes host": 10, "tier_capacity_bytes host": 100, "tier_owed_chunks file": 0,
         "tier_used_bytes file": 20, "tier_capacity_bytes file": 200, "leases": 1, "late_blocks": 7,
+        "fleet_info 10.0.0.1:5700": 1,
         "first_snapshot_tokens": 1088, "snapshot_bytes": 4096,
     }  # fmt: skip
     assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {

@@ -111,7 +111,8 @@ def test_json_has_every_number_for_the_whole_and_for_each_group(capsys, config):
     assert said.keys() == JSON_KEYS
     (group,) = said["groups"]
     assert group.keys() == GROUP_KEYS
-    assert said["source"] == {"tp": 1, "pp": 1, "block_size": 16, "layout": "LBNHC", "backend": None}
+    undivided = {"tp": 1, "pp": 1, "dcp": 1, "interleave": 1}
+    assert said["source"] == {**undivided, "block_size": 16, "layout": "LBNHC", "backend": None}
     expected = {
         "kv_bytes_per_token": 1024, "state_bytes": 0, "page_bytes": 4096, "to_page_bytes": 4096, "pages": 40,
         "descriptors": 40, "bytes": 163840, "full_attention_bytes": 163840, "run_bytes": 4096,
@@ -185,7 +186,7 @@ def test_flags_of_the_side_that_gets_it_follow_those_of_the_other(capsys, config
             "--layout", "bhlnc", "--to-tp", "4",
         )
     )  # fmt: skip
-    alike = {"pp": 2, "block_size": 32, "layout": "BHLNC", "backend": None}
+    alike = {"pp": 2, "dcp": 1, "interleave": 1, "block_size": 32, "layout": "BHLNC", "backend": None}
     assert said["source"] == {"tp": 2, **alike}
     assert said["destination"] == {"tp": 4, **alike}
 

@@ -19,6 +19,7 @@ from kvferry.tools.serving.router.completion import Completion
 from kvferry.tools.serving.router.endpoint import Call
 from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import RequestRecord
+from kvferry.tools.serving.router.prefixes import Prefixes
 from kvferry.tools.serving.router.settings import RouterSettings
 from support.clock import Clock
 from support.waiting import wait_for
@@ -249,7 +250,7 @@ def test_client_gets_one_answer_if_a_prefill_fails_just_as_the_decode_engine_ans
         backend.mark_up()
     for _ in range(2):
         engines.prefill.backends[0].note_hand_over(OFFER)
-    flow = CompletionFlow(settings, engines, Client())  # type: ignore[arg-type]
+    flow = CompletionFlow(settings, engines, Client(), Prefixes(engines, 1.0))  # type: ignore[arg-type]
     call = Call("POST", "/v1/completions", "", (), (), b"", RequestRecord())
     anyio.run(flow.complete, Completion(call, {"prompt": LONG}, send))
     assert [body for body in sent if body] == [b"alone"]

@@ -98,6 +98,7 @@ class TierEvents:
                     served=slow.usage.served,
                     served_bytes=slow.usage.served_bytes,
                     refused=slow.usage.refused,
+                    address=slow.usage.address,
                 )
             )
             slow.read_seconds.clear()

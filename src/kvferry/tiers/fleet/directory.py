@@ -28,7 +28,7 @@ import valkey
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.limited_log import LimitedLog
-from kvferry.transport.addresses import parse_engine
+from kvferry.transport.addresses import engine_text, parse_engine
 from kvferry.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,7 @@ class Directory:
         self.run = secrets.token_bytes(_RUN_BYTES)
         self._clock, self._held, self._changes = clock, held, changes
         self._of = namespace[:8]
-        host, port = address
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._address = engine_text(address)
         self._publisher, self._seeker = connect(url, 2.0), connect(url, find_seconds)
         self._publishing, self._seeking = (
             _Breaker(what, url, clock) for what in ("publishing", "looking up")

@@ -53,7 +53,7 @@ from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.storage_tier import StorageTier, StoreUsage
-from kvferry.transport.addresses import AllowedPeers, PortRange
+from kvferry.transport.addresses import AllowedPeers, PortRange, engine_text
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseWords, new_incarnation
@@ -175,7 +175,12 @@ class FleetTier(StorageTier):
         server = self.server
         if server is None:
             return StoreUsage()
-        return StoreUsage(served=server.served, served_bytes=server.served_bytes, refused=server.refused)
+        return StoreUsage(
+            served=server.served,
+            served_bytes=server.served_bytes,
+            refused=server.refused,
+            address=engine_text((self._place.advertise_host, server.port)),
+        )
 
     def refresh(self) -> int:
         self._holders.expire()

@@ -61,6 +61,16 @@ class PlanOptions:
     to_pp: int | None = option(
         None, "RANKS", "Pipeline-parallel ranks of the receiving engine; by default as --pp."
     )
+    dcp: int = option(1, "RANKS", "Decode-context-parallel ranks of the sending engine, a divisor of --tp.")
+    to_dcp: int | None = option(
+        None, "RANKS", "Decode-context-parallel ranks of the receiving engine; by default as --dcp."
+    )
+    interleave: int = option(
+        1, "TOKENS", "Tokens that each of these ranks takes in turn (vLLM's --cp-kv-cache-interleave-size)."
+    )
+    to_interleave: int | None = option(
+        None, "TOKENS", "The same of the receiving engine; by default as --interleave."
+    )
     block_size: int | None = count(None, "Tokens per block of the sending engine; by default vLLM's choice.")
     to_block_size: int | None = count(
         None, "Tokens per block of the receiving engine; by default as --block-size."
@@ -148,7 +158,13 @@ def plan(options: PlanOptions) -> None:
 
     separate = options.kv == "apart"
     source = EngineSide(
-        options.tp, options.pp, resolve_layout(options.layout, reading), options.block_size, options.backend
+        options.tp,
+        options.pp,
+        resolve_layout(options.layout, reading),
+        options.block_size,
+        options.backend,
+        options.dcp,
+        options.interleave,
     )
     destination = replace(
         source,
@@ -158,6 +174,8 @@ def plan(options: PlanOptions) -> None:
             layout=resolve_layout(options.to_layout, reading) if options.to_layout else None,
             block_tokens=options.to_block_size,
             backend=options.to_backend,
+            dcp=options.to_dcp,
+            turn_tokens=options.to_interleave,
         ),
     )
     pricing = Pricing(

@@ -194,6 +194,11 @@ class RouterOptions:
         "Continue a stream at another decode engine if its own fails.",
         default=True,
     )
+    follow_events: bool = flag(
+        "--follow-events/--no-follow-events",
+        "Tell engines which others have a prefix of a prompt, by their KV events.",
+        default=True,
+    )
     drain_seconds: float = option(25.0, "SECONDS", "Time that running requests have after SIGTERM.", min=0.0)
     api_key_file: Path | None = option(
         None, "FILE", "Keys of which callers must send one; else KVFERRY_ROUTER_API_KEY."
@@ -243,6 +248,7 @@ def router(options: RouterOptions) -> None:
         allowed_origins=tuple(options.allow_origin or ()),
         min_prefill_tokens=options.min_prefill_tokens,
         continue_streams=options.continue_streams,
+        follow_events=options.follow_events,
         introduce=True,
         trust_kv_params=options.trust_kv_transfer_params,
     )

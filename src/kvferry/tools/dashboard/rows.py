@@ -40,6 +40,20 @@ ROWS: tuple[PanelRow, ...] = (
             rates("kvferry_router_continued_streams_total"),
         ),
         panel(
+            "Requests with a hint",
+            "Requests whose engine was told which other engines have a prefix of the prompt in host memory, "
+            "and times that KV events, from which the router knows it, were lost.",
+            "reqps",
+            rates("kvferry_router_hinted_requests_total", also="hinted"),
+            rates("kvferry_router_event_gaps_total", "url", also="gaps"),
+        ),
+        panel(
+            "Blocks known",
+            "Blocks of tokens that each engine has in host memory, by the KV events that the router follows.",
+            "short",
+            levels("kvferry_router_known_blocks", "url"),
+        ),
+        panel(
             "Engines by state",
             "Number of engines that the router finds up, resting, down or draining.",
             "short",
@@ -246,6 +260,12 @@ ROWS: tuple[PanelRow, ...] = (
             "Bytes of chunks in host memory that other engines of the fleet were told to read.",
             "Bps",
             rates("kvferry_tier_served_bytes_total", "instance", "tier"),
+        ),
+        panel(
+            "Engines that others read",
+            "Engines of the fleet, by the address at which others read their host memory.",
+            "short",
+            levels("kvferry_fleet_info", "instance", "address"),
         ),
         panel(
             "Chunks for other engines",

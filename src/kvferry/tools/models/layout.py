@@ -15,14 +15,17 @@ snapshots of recurrent state. The layouts LHBNC and BHLNC require that all pages
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from kvferry.common.errors import GeometryError
 from kvferry.geometry import (
     LAYOUTS,
     Group,
+    GroupKind,
+    Interleave,
     Layer,
+    PageFormat,
     PageMap,
     PoolRoom,
     RankGeometry,
@@ -36,7 +39,10 @@ from kvferry.tools.models.store import LayerCache, ModelCache
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """A KV cache group: indices in `ModelCache.layers` of the layers that share a block table."""
+    """A KV cache group: indices in `ModelCache.layers` of the layers that share a block table.
+
+    `block_tokens` are those of all ranks that divide a block (`EngineShape.dcp`).
+    """
 
     layers: tuple[int, ...]
     block_tokens: int
@@ -54,6 +60,10 @@ class EngineShape:
     kernel_tokens: int = 0  # tokens per kernel block if a block consists of several, otherwise 0
     # All layers of a group have the same `LayerCache`. If empty, layers with equal caches form one.
     groups: tuple[GroupShape, ...] = ()
+    # Decode context parallelism: as many neighbouring tensor-parallel ranks divide the tokens of a block, of
+    # which each takes `turn_tokens` in turn. A block then has as many tokens as `dcp` pages.
+    dcp: int = 1
+    turn_tokens: int = 1
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -62,6 +72,11 @@ class EngineShape:
             raise GeometryError(
                 f"{self.tp} tensor-parallel ranks, layers {self.stages} per pipeline rank; expected 1 or "
                 "more of each"
+            )
+        if self.dcp < 1 or self.tp % self.dcp:
+            raise GeometryError(
+                f"{self.dcp} of {self.tp} tensor-parallel ranks divide the tokens of a block; expected a "
+                f"divisor of {self.tp}"
             )
         if self.block_tokens < 1 or self.num_blocks < 1:
             raise GeometryError(
@@ -82,6 +97,10 @@ class EngineShape:
     @property
     def ranks(self) -> int:
         return self.tp * len(self.stages)
+
+    def dividing(self, cache: LayerCache) -> int:
+        """Return how many ranks divide the tokens of a block of this cache."""
+        return 1 if cache.kind is GroupKind.STATE else self.dcp
 
     @property
     def kernels(self) -> int:
@@ -191,10 +210,13 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
     on_stage = range(first, first + engine.stages[stage])
     placed = []
     shapes = engine.groups or [
-        GroupShape(n, model.layers[n[0]].block_tokens or engine.block_tokens) for n in group_layers(model)
+        GroupShape(n, (store.block_tokens or engine.block_tokens) * engine.dividing(store))
+        for n in group_layers(model)
+        for store in (model.layers[n[0]],)
     ]
     for shape in shapes:
-        store, tokens, kernels = model.layers[shape.layers[0]], shape.block_tokens, 1
+        store, kernels = model.layers[shape.layers[0]], 1
+        tokens = shape.block_tokens // engine.dividing(store)
         if tokens == engine.block_tokens:
             tokens, kernels = engine.kernel_tokens or tokens, engine.kernels
         interior = page_interior(store, tokens, kernels, tp_rank, engine.tp)
@@ -205,7 +227,7 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         blocks = engine.num_blocks * interior.kernels
         counts = (len(numbers), blocks, interior.heads, interior.tokens, interior.content)
         where = page_map(engine.layout, address, counts, interior.kernels, pool.room(interior))
-        page = interior.page(where)
+        page = _divided(interior.page(where), engine, store, tp_rank)
         layers = tuple(
             Layer(layer_name(n), where.page(j, 0), where.block_stride, page) for j, n in enumerate(numbers)
         )
@@ -221,6 +243,15 @@ def lay_out_rank(model: ModelCache, engine: EngineShape, rank: int, address: int
         regions=(Region(address, engine.num_blocks * pool.block_bytes),),
     )
     return RankLayout(geometry, tuple(maps))
+
+
+def _divided(page: PageFormat, engine: EngineShape, store: LayerCache, tp_rank: int) -> PageFormat:
+    """Return the page of a rank that has a part of a block's tokens."""
+    ranks = engine.dividing(store)
+    if ranks == 1:
+        return page
+    interleave = Interleave(tp_rank % ranks, ranks, engine.turn_tokens)
+    return replace(page, block_tokens=page.block_tokens * ranks, interleave=interleave)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from kvferry.common.errors import ConfigError
-from kvferry.geometry import GroupKind, PageFormat, PageMap, RankGeometry, whole_page
+from kvferry.geometry import (
+    NOT_INTERLEAVED,
+    GroupKind,
+    PageFormat,
+    PageMap,
+    RankGeometry,
+    whole_page,
+)
 from kvferry.tools.models import ModelReading, per_layer
 from kvferry.tools.models.config import FLOATS
 from kvferry.tools.models.layout import lay_out, lay_out_rank, layer_name
@@ -200,14 +207,19 @@ def _page(
         names = _renamed(pages)
         fields = tuple(replace(field, name=names.get(field.name, field.name)) for field in page.fields)
         return replace(page, fields=fields)
-    ranks = rank.tp_size if any(field.heads for field in cache.fields) else 1
+    shard, ranks = rank.tp_rank, rank.tp_size
     kept = " ".join(f"{field.name}:{field.item_bytes}" for field in cache.fields)
+    if not any(field.heads for field in cache.fields):
+        # Ranks have copies, unless they divide the tokens.
+        shard, ranks = page.interleave.rank, page.interleave.ranks
+    if page.interleave != NOT_INTERLEAVED:
+        kept += f" of {page.interleave.size} tokens in turn"
     return whole_page(
         f"{pages.backend} {kept}",
         page.block_tokens,
         (where.kernels, *where.counts[2:]),
         where.strides[1:],
         item_bytes=1,
-        rank=rank.tp_rank if ranks > 1 else 0,
+        rank=shard,
         ranks=ranks,
     )

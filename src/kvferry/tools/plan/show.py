@@ -274,6 +274,8 @@ def _side(side: EngineSide, block_tokens: int) -> dict[str, Any]:
     return {
         "tp": side.tp,
         "pp": side.pp,
+        "dcp": side.dcp,
+        "interleave": side.turn_tokens,
         "block_size": block_tokens,
         "layout": side.layout,
         "backend": side.backend,

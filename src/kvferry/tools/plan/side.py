@@ -30,6 +30,8 @@ class EngineSide:
     # `block_tokens`, `backend`: None for vLLM's choice.
     block_tokens: int | None = None
     backend: str | None = None
+    dcp: int = 1  # number of neighbouring tensor-parallel ranks that divide the tokens of a block
+    turn_tokens: int = 1  # tokens that each of them takes in turn
 
     def __post_init__(self) -> None:
         known = _ALIASES.get(self.layout.upper(), self.layout.upper())
@@ -37,16 +39,25 @@ class EngineSide:
             listed = ", ".join((AUTO, *LAYOUTS, *_ALIASES))
             raise ConfigError(f"layout {self.layout!r} is not known; choose one of {listed}")
         object.__setattr__(self, "layout", known)
-        for name, value in (("tp", self.tp), ("pp", self.pp), ("block size", self.block_tokens)):
+        for name, value in (
+            ("tp", self.tp),
+            ("pp", self.pp),
+            ("block size", self.block_tokens),
+            ("dcp", self.dcp),
+            ("interleave", self.turn_tokens),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, it must be at least 1")
+        if self.tp % self.dcp:
+            raise ConfigError(f"dcp is {self.dcp}; it must divide tp, which is {self.tp}")
 
     @property
     def label(self) -> str:
         """Short description of the engine, such as ``TP2, layout LBNHC``, without the block size."""
         pipeline = f", PP{self.pp}" if self.pp > 1 else ""
+        context = f", DCP{self.dcp} in turns of {self.turn_tokens}" if self.dcp > 1 else ""
         backend = f", {self.backend}" if self.backend else ""
-        return f"TP{self.tp}{pipeline}, layout {self.layout}{backend}"
+        return f"TP{self.tp}{pipeline}{context}, layout {self.layout}{backend}"
 
 
 def resolve_layout(name: str, reading: ModelReading) -> str:
@@ -70,11 +81,12 @@ def resolve_layout(name: str, reading: ModelReading) -> str:
 def block_tokens(reading: ModelReading, side: EngineSide) -> tuple[int, str]:
     """Return the engine's number of tokens per block, and the reason for this and for layers with more.
 
-    The reason is empty if all layers have the requested block size, or vLLM's usual size (16).
+    The number is that of all ranks that divide a block's tokens. The reason is empty if all layers have the
+    requested block size, or vLLM's usual size (16).
     """
     tokens, why = base_tokens(reading.cache.layers, side.tp, side.block_tokens)
     _, more = block_sizes(reading.cache.layers, side.tp, side.layout, tokens)
-    return tokens, "; ".join(filter(None, (why, more)))
+    return tokens * side.dcp, "; ".join(filter(None, (why, more)))
 
 
 def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineShape:
@@ -83,14 +95,62 @@ def shape(reading: ModelReading, side: EngineSide, num_blocks: int) -> EngineSha
     Raises:
         GeometryError: there are more pipeline ranks than layers, the heads cannot be distributed evenly over
             the tensor-parallel ranks, or `block_sizes` rejects the layout.
-        ConfigError: a pipeline rank has no layer with a cache.
+        ConfigError: a pipeline rank has no layer with a cache, or vLLM refuses the context parallelism.
     """
     layers = reading.cache.layers
     tokens, _ = base_tokens(layers, side.tp, side.block_tokens)
+    _check_context_parallelism(reading, side, tokens)
     sizes, _ = block_sizes(layers, side.tp, side.layout, tokens)
     counts = group_counts(layers, side.tp, side.layout, sizes)
-    groups = tuple(GroupShape(each, sizes[layers[each[0]]]) for each in group_layers(reading.cache, counts))
-    return EngineShape(side.tp, _stages(reading, side.pp), tokens, side.layout, num_blocks, groups=groups)
+    groups = tuple(
+        GroupShape(each, sizes[layers[each[0]]] * side.dcp) for each in group_layers(reading.cache, counts)
+    )
+    return EngineShape(
+        side.tp,
+        _stages(reading, side.pp),
+        tokens,
+        side.layout,
+        num_blocks,
+        groups=groups,
+        dcp=side.dcp,
+        turn_tokens=side.turn_tokens,
+    )
+
+
+def _check_context_parallelism(reading: ModelReading, side: EngineSide, tokens: int) -> None:
+    """Raise ConfigError if vLLM would not let ranks divide the tokens of a block.
+
+    The rules are those of vLLM's ``ModelConfig.verify_with_parallel_config``, of its managers of the KV
+    cache, which assert that windows, attention chunks and state are not divided, and of
+    ``VllmConfig.validate_block_size``.
+    """
+    if side.dcp == 1:
+        return
+    if undivided := {
+        cache.kind.value
+        for cache in reading.cache.layers
+        if cache.kind not in (GroupKind.FULL, GroupKind.MLA) or cache.state_tokens > 1
+    }:
+        raise ConfigError(
+            f"dcp is {side.dcp}, but vLLM divides no tokens of a model with {', '.join(sorted(undivided))} "
+            "layers; choose 1"
+        )
+    if tokens % side.turn_tokens:
+        raise ConfigError(
+            f"interleave is {side.turn_tokens}; it must divide the {tokens} tokens of a rank's block"
+        )
+    # Ranks with copies of a head divide its tokens.
+    heads = max(field.heads for cache in reading.cache.layers for field in cache.fields)
+    if heads and side.dcp * heads > side.tp:
+        raise ConfigError(
+            f"dcp is {side.dcp} at tp {side.tp}; with {heads} KV heads, vLLM takes at most "
+            f"{max(side.tp // heads, 1)}"
+        )
+    if heads and reading.cache.query_heads // heads % side.dcp:
+        raise ConfigError(
+            f"dcp is {side.dcp}; it must divide the {reading.cache.query_heads // heads} attention heads "
+            "for each KV head"
+        )
 
 
 def _stages(reading: ModelReading, pp: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from kvferry.tools.serving.router.failures import Failures
 from kvferry.tools.serving.router.fleet import Introductions, Prober, watch_engines
 from kvferry.tools.serving.router.flow import CompletionFlow
 from kvferry.tools.serving.router.metrics import CONTENT_TYPE, RouterMetrics
+from kvferry.tools.serving.router.prefixes import Prefixes
 from kvferry.tools.serving.router.replies import MESSAGES, NO_DECODE_ENGINE, RESPONSES, ApiError, Reply
 from kvferry.tools.serving.router.responses import Responses, previous_response
 from kvferry.tools.serving.router.settings import KeyCheck, RouterSettings
@@ -120,7 +121,8 @@ class RouterApp(Starlette):
         self._engines = Engines(settings.prefill, settings.decode, settings.clock)
         self._decode = self._engines.decode
         self._hop = Hop()
-        self._metrics = RouterMetrics(lambda: self._engines.known)
+        self._prefixes = Prefixes(self._engines, settings.probe_seconds)
+        self._metrics = RouterMetrics(lambda: self._engines.known, self._prefixes)
         self._client: EngineClient
         self._flow: CompletionFlow
         self._responses: Responses
@@ -168,10 +170,12 @@ class RouterApp(Starlette):
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         settings, engines = self._settings, self._engines
         async with EngineClient(settings, self._hop) as self._client:
-            self._flow = CompletionFlow(settings, engines, self._client)
+            self._flow = CompletionFlow(settings, engines, self._client, self._prefixes)
             self._responses = Responses(engines, self._client)
             self._prober = Prober(self._client, engines, settings)
             tasks = {asyncio.create_task(self._prober.run())}
+            if settings.follow_events:
+                tasks.add(asyncio.create_task(self._prefixes.run(self._client)))
             if settings.introduce:
                 introductions = Introductions(settings, engines, self._client, self._hop)
                 tasks.add(asyncio.create_task(introductions.run()))

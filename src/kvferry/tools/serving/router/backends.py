@@ -285,7 +285,12 @@ class Pool:
         self.backends: tuple[Backend, ...] = ()
 
     def next(
-        self, tried: Sequence[Backend], session: int | None = None, *, last_resort: bool = False
+        self,
+        tried: Sequence[Backend],
+        session: int | None = None,
+        *,
+        cached: Callable[[Backend], int] = lambda _: 0,
+        last_resort: bool = False,
     ) -> Backend | None:
         """Choose the engine for a request: that of its session, or else the one with the fewest requests.
 
@@ -293,6 +298,8 @@ class Pool:
 
         Args:
             tried: engines to skip, because this request was already sent to them.
+            cached: returns how many tokens of the prompt an engine has in host memory. Of the engines with
+                the fewest requests, the one with the most is chosen.
             last_resort: True to choose from the engines that rest, and then from those that are down, if no
                 other engine is left. An engine that has never been up gets no requests.
         """
@@ -303,7 +310,7 @@ class Pool:
             return max(choice, key=lambda backend: score(session, backend.url), default=None)
         # Of equals, take the one that was idle longest: an idle router would else send everything to the
         # first.
-        return min(choice, key=lambda backend: (backend.outstanding, backend.last_used), default=None)
+        return min(choice, key=lambda one: (one.outstanding, -cached(one), one.last_used), default=None)
 
 
 class Engines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.common.errors import KVFerryError
@@ -95,7 +95,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def api_of(path: str, body: dict[str, Any]) -> str:
+def api_of(path: str, body: Mapping[str, Any]) -> str:
     """Return the path of the endpoint that serves a request.
 
     >>> api_of("/invocations", {"prompt": "x"}), api_of("/invocations", {"input": "x"})

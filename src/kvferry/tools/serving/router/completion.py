@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from starlette.types import Send
 
 from kvferry.tools.serving.router.backends import Backend
+from kvferry.tools.serving.router.bodies import KV_PARAMS
 from kvferry.tools.serving.router.endpoint import Call
 from kvferry.tools.serving.router.events import RelayedStream, end_broken
 from kvferry.tools.serving.router.failures import Failures
 from kvferry.tools.serving.router.metrics import AloneReason
+from kvferry.tools.serving.router.prefixes import PrefixHolders
 from kvferry.tools.serving.router.replies import Reply
 
 
@@ -36,6 +38,9 @@ class Completion:
     # Prefill engines that have refused this request, each with a description of its answer.
     refusals: list[tuple[Backend, str]] = field(default_factory=list)
 
+    # Engines that have a prefix of the prompt in host memory.
+    holders: PrefixHolders = field(default_factory=PrefixHolders)
+
     @property
     def without_kv(self) -> AloneReason:
         """Reason why prefill engines were asked, but the decode engine computes the prompt."""
@@ -45,6 +50,14 @@ class Completion:
     def asked(self) -> dict[str, Any]:
         """Body of the request to engines, without what the router adds."""
         return self.body if self.rest is None else self.rest
+
+    def hinted(self, backend: Backend) -> dict[str, Any]:
+        """Return `asked`, with the names of other engines from which an engine should read a prefix."""
+        named = self.holders.hint(backend)
+        if not named:
+            return self.asked
+        self.call.record.hinted = True
+        return {**self.asked, KV_PARAMS: {**(self.asked.get(KV_PARAMS) or {}), "remote_caches": named}}
 
     async def reply(self, reply: Reply) -> None:
         """Send the answer to the client. A stream that has begun cannot have another answer, and ends."""

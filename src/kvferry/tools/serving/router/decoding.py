@@ -66,7 +66,8 @@ class Decoding:
 
     def next(self, tried: list[Backend], completion: Completion) -> Backend | None:
         if completion.keeper is None:
-            return self._pool.next(tried, completion.session, last_resort=True)
+            cached = completion.holders.tokens_of
+            return self._pool.next(tried, completion.session, cached=cached, last_resort=True)
         return None if completion.keeper in tried else completion.keeper
 
     async def answer(
@@ -139,7 +140,8 @@ class Decoding:
         else:
             # Encoded anew, so that the engine reads only fields that were checked. A response also gets an id
             # that names the engine.
-            asked = stream.asks(with_response_id(call.path, completion.asked, backend))
+            asked = completion.hinted(backend) if params is None else completion.asked
+            asked = stream.asks(with_response_id(call.path, asked, backend))
             body = decode_body(asked, params)
         with backend.count_request():
             async with self._client.opened("POST", backend, call.path, call.headers, body) as response:

@@ -32,6 +32,7 @@ from kvferry.tools.serving.router.decoding import Decoding
 from kvferry.tools.serving.router.failures import Suspects
 from kvferry.tools.serving.router.metrics import AloneReason
 from kvferry.tools.serving.router.prefilling import Prefilling
+from kvferry.tools.serving.router.prefixes import LEAST_TOKENS, Prefixes, PrefixHolders
 from kvferry.tools.serving.router.prompts import estimated_tokens, has_media
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.router.upstream import EngineClient
@@ -40,8 +41,11 @@ from kvferry.tools.serving.router.upstream import EngineClient
 class CompletionFlow:
     """Handler of completion requests."""
 
-    def __init__(self, settings: RouterSettings, engines: Engines, client: EngineClient) -> None:
+    def __init__(
+        self, settings: RouterSettings, engines: Engines, client: EngineClient, prefixes: Prefixes
+    ) -> None:
         self._settings, self._prefill, self._decode = settings, engines.prefill, engines.decode
+        self._prefixes = prefixes
         self._suspects = Suspects(settings.clock)
         self._prefilling = Prefilling(engines.prefill, client, settings.probe_seconds)
         self._decoding = Decoding(settings, engines.decode, client, self._prefilling)
@@ -65,9 +69,11 @@ class CompletionFlow:
         if self._records(completion):
             completion.stream = Transcript(completion.call.path, completion.body)
         tried, offer = list[Backend](), None
+        completion.holders = await self._find_holders(completion)
+        cached = completion.holders.tokens_of
         alone = self._goes_alone(completion)
         if alone is None:
-            backend = self._prefill.next(tried, completion.session)
+            backend = self._prefill.next(tried, completion.session, cached=cached)
             if backend is not None and (source := _stream_source(backend, completion)) is not None:
                 tried.append(backend)
                 if await self._streamed(completion, backend, source):
@@ -90,12 +96,27 @@ class CompletionFlow:
             and may_continue(completion.call.path, completion.body)
         )
 
+    async def _find_holders(self, completion: Completion) -> PrefixHolders:
+        """Find the engines that have a prefix of the prompt, if the engine that gets it may lack it."""
+        path, body, session = completion.call.path, completion.body, completion.session
+        # Trusted bodies are relayed unchanged. Engines do not read what a hint names for requests that
+        # decode alone for reasons of their own.
+        if self._settings.trust_kv_params or decodes_alone(path, body) or has_media(body):
+            return PrefixHolders()
+        if estimated_tokens(body) < LEAST_TOKENS:
+            return PrefixHolders()
+        backend = self._decode.next([], session, last_resort=True)
+        turns = self._decoding.turns
+        if session is not None and backend and turns.new_tokens(session, backend, path, body) is not None:
+            return PrefixHolders()
+        return await self._prefixes.find(path, body, completion.call.headers, backend)
+
     def _goes_alone(self, completion: Completion) -> AloneReason | None:
         """Return why the decode engine should compute the prompt; None if a hand-over is worth its cost."""
         path, body, session = completion.call.path, completion.body, completion.session
         if alone := decodes_alone(path, body):
             return alone
-        limit, backend = self._settings.min_prefill_tokens, self._decode.next([], session, last_resort=True)
+        limit, backend = self._settings.min_prefill_tokens, self._decoding.next([], completion)
         if backend is not None and backend.role is Role.BOTH:
             return AloneReason.BOTH
         if limit and not has_media(body):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvferry.observe import ROUTER_PREFIX
@@ -66,6 +67,7 @@ class RequestRecord:
     complete: bool = False  # True once the last part of the answer was sent
     broken: bool = False  # True if the answer ended with an error event
     continued: bool = False  # True if another decode engine has gone on with the stream
+    hinted: bool = False  # True if an engine was told which others have a prefix of the prompt
     received_bytes: int = 0
     sent_bytes: int = 0
 
@@ -91,10 +93,23 @@ class RequestRecord:
         return (Outcome.SPLIT if self.split else Outcome.PASSED), ""
 
 
+class FollowedRank(NamedTuple):
+    """A data-parallel rank of an engine whose KV events the router follows."""
+
+    url: str
+    rank: int
+    address: str | None  # address at which other engines read its host memory; None if unknown
+    blocks: int  # number of its blocks that are known
+    gaps: int  # number of times that events were lost
+
+
 class RouterMetrics:
     """The metrics of one router, which read the engines' states at each scrape."""
 
-    def __init__(self, backends: Callable[[], Iterable[Backend]]) -> None:
+    def __init__(
+        self, backends: Callable[[], Iterable[Backend]], followed: Iterable[FollowedRank] = ()
+    ) -> None:
+        """Count from now on. `followed` yields what KV events tell at the moment."""
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             f"{ROUTER_PREFIX}requests", "Requests that have ended.", ("outcome", "reason"), registry=registry
@@ -108,9 +123,14 @@ class RouterMetrics:
             "Streams of failed decode engines that another one has gone on with.",
             registry=registry,
         )
+        self._hinted = Counter(
+            f"{ROUTER_PREFIX}hinted_requests",
+            "Requests whose engine was told which others have a prefix of the prompt.",
+            registry=registry,
+        )
         self._received = self._bytes("received", "Bytes of request bodies from callers.")
         self._sent = self._bytes("sent", "Bytes of answers' bodies to callers.")
-        registry.register(_EngineCollector(backends))
+        registry.register(_EngineCollector(backends, followed))
         ProcessCollector(registry=registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -130,6 +150,7 @@ class RouterMetrics:
         self._received.inc(record.received_bytes)
         self._sent.inc(record.sent_bytes)
         self._continued.inc(record.continued)
+        self._hinted.inc(record.hinted)
         # Also of requests that failed later: the prefill engine has done its work.
         if record.prefill_seconds is not None:
             self._prefill.observe(record.prefill_seconds)
@@ -148,8 +169,8 @@ class RouterMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, backends: Callable[[], Iterable[Backend]]) -> None:
-        self._backends = backends
+    def __init__(self, backends: Callable[[], Iterable[Backend]], followed: Iterable[FollowedRank]) -> None:
+        self._backends, self._followed = backends, followed
 
     def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
@@ -166,5 +187,18 @@ class _EngineCollector(Collector):
             for one in BackendState:
                 state.add_metric((backend.role, backend.url, one), float(backend.state is one))
             requests.add_metric((backend.role, backend.url), backend.outstanding)
-        yield state
-        yield requests
+        blocks = GaugeMetricFamily(
+            f"{ROUTER_PREFIX}known_blocks",
+            "Blocks of tokens that the engine has in host memory, by its KV events.",
+            labels=("url", "rank", "address"),
+        )
+        gaps = CounterMetricFamily(
+            f"{ROUTER_PREFIX}event_gaps",
+            "Times that KV events of the engine were lost.",
+            labels=("url", "rank"),
+        )
+        for followed in self._followed:
+            url, rank = followed.url, str(followed.rank)
+            blocks.add_metric((url, rank, followed.address or ""), followed.blocks)
+            gaps.add_metric((url, rank), followed.gaps)
+        yield from (state, requests, blocks, gaps)

@@ -47,7 +47,9 @@ class Prefilling:
         Args:
             tried: prefill engines that have failed already. Further ones are added.
         """
-        while not completion.failures.exhausted and (backend := self._pool.next(tried, completion.session)):
+        while not completion.failures.exhausted and (
+            backend := self._pool.next(tried, completion.session, cached=completion.holders.tokens_of)
+        ):
             tried.append(backend)
             reply = await self.prefilled(backend, completion, None)
             if reply is None:
@@ -76,7 +78,7 @@ class Prefilling:
         # Known before the request is sent, because the engine may keep KV even if its answer is lost.
         completion.held[name := new_ticket()] = backend
         unwanted = backend.take_unwanted()
-        body = prefill_body(completion.asked, ticket, name, unwanted)
+        body = prefill_body(completion.hinted(backend), ticket, name, unwanted)
         try:
             with backend.count_request():
                 async with self._client.opened(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from kvferry.tools.serving.router.backends import Backend
-from kvferry.tools.serving.router.bodies import encoded
+from kvferry.tools.serving.router.bodies import CHAT, COMPLETIONS, api_of, encoded
 
 # About what tokenizers need for English text. It decides where to compute, never what.
 _BYTES_PER_TOKEN = 4
@@ -18,6 +18,17 @@ _MAX_SESSIONS = 10_000
 _BESIDE_MESSAGES = ("system", "tools", "documents")
 # Fields that change the tokens of a prompt or the blocks that it may share.
 _CONTEXT = ("model", "cache_salt", "chat_template", "chat_template_kwargs", *_BESIDE_MESSAGES)
+# Fields that vLLM's ``/tokenize`` takes of a completion, beside its prompt, and of a chat.
+_PLAIN = ("model", "add_special_tokens")
+_TOKENIZED = (
+    *_PLAIN,
+    "messages",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 _TEXT_PARTS = (
     "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"
 )  # fmt: skip
@@ -42,6 +53,30 @@ def estimated_tokens(body: dict[str, Any]) -> int:
     size = sum(len(_encoded(text)) for text in _texts(prompt))
     size += sum(len(encoded(body[field])) for field in _BESIDE_MESSAGES if body.get(field))
     return -(-size // _BYTES_PER_TOKEN)
+
+
+def prompt_tokens(body: Mapping[str, Any]) -> list[int] | None:
+    """Return the token ids of a prompt that is given as such; None for any other.
+
+    >>> prompt_tokens({"prompt": [[1, 2, 3]]}), prompt_tokens({"prompt": "What is a lease word?"})
+    ([1, 2, 3], None)
+    """
+    prompt = _prompt(body)
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    return prompt if all(type(one) is int and 0 <= one < 1 << 32 for one in prompt) else None
+
+
+def tokenize_body(path: str, body: Mapping[str, Any]) -> bytes | None:
+    """Return the body of the request that makes an engine tokenise a prompt; None if none would be exact."""
+    api, prompt = api_of(path, body), _prompt(body)
+    if api == CHAT:
+        asked = {key: body[key] for key in _TOKENIZED if body.get(key) is not None}
+    elif api == COMPLETIONS and isinstance(prompt, str):
+        asked = {"prompt": prompt, **{key: body[key] for key in _PLAIN if body.get(key) is not None}}
+    else:
+        return None
+    return encoded(asked)
 
 
 def has_media(body: dict[str, Any]) -> bool:
@@ -106,7 +141,7 @@ class Turns:
         return prompt.new_tokens(path, body)
 
 
-def _prompt(body: dict[str, Any]) -> Any:
+def _prompt(body: Mapping[str, Any]) -> Any:
     prompt = body.get("prompt", body.get("messages"))
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         return prompt[0]

@@ -51,6 +51,8 @@ class RouterSettings:
     min_prefill_tokens: int = 0
     # True to continue the stream of a decode engine that fails at another one; False to end it with an error.
     continue_streams: bool = True
+    # True to follow the KV events of engines that publish them.
+    follow_events: bool = True
     # True to hand a short prompt over between engines that come up, so that they are connected before the
     # first request; False if they connect by themselves.
     introduce: bool = False
