@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.namespaces import Host, NotPermitted, two_hosts
+from support.namespaces import Host, NotPermitted, hosts_on_a_network
 from support.processor import HAS_AVX512, NO_AVX512
 from support.vllm_engine import imported
 from support.vllm_engine.pair import Pair, Setup
@@ -72,9 +72,9 @@ def pair(request: pytest.FixtureRequest, running: _Running) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
+def hosts() -> Iterator[tuple[Host, ...]]:
     try:
-        with two_hosts() as hosts:
+        with hosts_on_a_network(2) as hosts:
             yield hosts
     except NotPermitted as error:
         pytest.skip(str(error))

@@ -56,11 +56,11 @@ class Fleet:
     def __init__(self, family: Family, checkpoints: Path, folder: Path) -> None:
         self.family, self._checkpoints, self._folder = family, checkpoints, folder
         self.holder = self._start("holder", {"type": "fleet"}, family.options)
-        self.port = self.holder.engine.call("fleet_port")
+        self.port = self.holder.engine.call("fleet_server")["port"]
         named = {"type": "fleet", "engines": [f"127.0.0.1:{self.port}"], "find_seconds": 8}
         try:
             self.reader = self._start("reader", named, {**family.options, **family.other})
-            self.reader.engine.call("fleet_port")
+            self.reader.engine.call("fleet_server")
             self.reader.engine.call("wait_for_tiers")
         except BaseException:
             self.holder.close()

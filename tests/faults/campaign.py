@@ -19,6 +19,7 @@ from pathlib import Path
 from faults import (  # noqa: F401 - declare kinds
     clients,
     crashes,
+    fleet,
     gathered,
     network,
     storage,

@@ -6,6 +6,7 @@ A fault is *armed*, for one request or for the next so many events, and counted 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Hooks:
         leases: name of the lease and block tables of what a request left for a consumer, by its outer name.
         seals: why the last sealed grant of a ticket did not open, or "opened"; by the ticket.
         changed: what was changed of what a request read, by request.
+        gate, fleet_gate: set when calls of the file tier, and READs of the fleet tier, go on that hang.
     """
 
     armed: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -52,6 +54,8 @@ class Hooks:
     of_read: dict[str, str] = field(default_factory=dict)
     seals: dict[str, str] = field(default_factory=dict)
     changed: dict[str, str] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
+    fleet_gate: threading.Event = field(default_factory=threading.Event)
 
     def take(self, fault: str, name: str = "") -> bool:
         """Return whether a fault is to be injected now, and count it."""

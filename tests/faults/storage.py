@@ -51,6 +51,12 @@ def _digest(paths: list[Path]) -> str:
     return found.hexdigest()
 
 
+async def new_misses(stage: Stage, before: dict[str, int]) -> dict[str, int]:
+    """How many chunks storage has not given the decode engine since then, by tier and why."""
+    now = await stage.decode.do("missed")
+    return {what: n - before.get(what, 0) for what, n in now.items() if n != before.get(what, 0)}
+
+
 def _clear_away(paths: list[Path]) -> None:
     """Remove what a trial has damaged and kvferry has not moved aside."""
     for path in paths:
@@ -109,8 +115,7 @@ async def _damaged_alone(
     await _forgotten(stage)
     misses = await stage.decode.do("missed")
     await stage.decoded(trial, text, None, salt, mine)
-    now = await stage.decode.do("missed")
-    new = {name: count - misses.get(name, 0) for name, count in now.items() if count != misses.get(name, 0)}
+    new = await new_misses(stage, misses)
     trial.detected = await stage.failed(mine, _BAD_CHUNK) or ", ".join(
         f"{n} {name}" for name, n in new.items()
     )

@@ -23,9 +23,18 @@ ALONE = [
     "sealed grant of another prompt",
     "sealed grant of an ended lease",
     "producer killed",
+    "slot reused during the read",
 ]
 """Some of the kinds of a whole engine. Each takes seconds, because nothing else happens meanwhile."""
-CONTROLS = ["lease words", "verified transfers", "digest", "sealed digest", "ticket", "checksum"]
+CONTROLS = [
+    "lease words",
+    "verified transfers",
+    "digest",
+    "sealed digest",
+    "ticket",
+    "checksum",
+    "fleet digest",
+]
 """Protections without which the campaign must find something wrong, or it shows nothing with them."""
 
 

@@ -1,4 +1,4 @@
-"""Faults of the file tier that are injected inside an engine's process."""
+"""Faults of the file tier and the fleet tier that are injected inside an engine's process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import errno
 import os
 import resource
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvferry.common.errors import ChunkError
 from kvferry.planning.select import windows_survive_load
@@ -16,6 +19,7 @@ from kvferry.tiers.paths import chunk_name
 from support.chunk_files import verify_bytes
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half
+from support.vllm_engine.tiers_inside import fleet_tier
 
 
 def files_of(engine: Any, text: list[int], salt: str, adapter: str = "", namespace: str = "") -> list[str]:
@@ -88,7 +92,7 @@ def fail_files(engine: Any, call: str, number: int, times: int) -> None:
 def hang_files(engine: Any, call: str) -> None:
     """Let calls of the file tier ("get", "put" or "_write_chunk") hang until `unhang_files`."""
     hooks = engine.hooks
-    owner, attribute = parts.call_of(parts.queues(engine)[0], call)
+    owner, attribute = parts.call_of(parts.queue_of(engine, "file"), call)
     hooks.gate = threading.Event()
     hooks.injected[f"hang {call}", ""] = 0
     inner = getattr(owner, attribute)
@@ -132,6 +136,110 @@ def _raise(_: Any) -> tuple[int, ...]:
     raise OSError(errno.EIO, "injected: the copy failed")
 
 
+def search_fleet(engine: Any, text: list[int], salt: str, adapter: str, hints: list[Any]) -> int:
+    """Search for a prompt's chunks in the fleet, and name these engines. Return how many are known there."""
+    tier, keys = fleet_tier(engine), _chunks_of(engine, text, salt, adapter).all_keys(len(text))
+    search = tier.find(keys, [tuple(address) for address in hints])
+    while search is not None and not search.over:
+        time.sleep(1e-3)
+    return int(tier.contains(keys).sum())
+
+
+def believe_holder(engine: Any, text: list[int], salt: str, adapter: str, holder: tuple[str, int]) -> None:
+    """Believe that an engine has a prompt's chunks in host memory, as if somebody had said so."""
+    keys = _chunks_of(engine, text, salt, adapter).all_keys(len(text))
+    fleet_tier(engine)._holders.add(keys, holder)
+
+
+def hold_fleet_reads(engine: Any) -> None:
+    """Hold back all READs of other engines' host memory until `let_fleet_reads_go`."""
+    hooks, reader = engine.hooks, fleet_tier(engine)._reader
+    hooks.fleet_gate, hooks.injected["hold in the fleet", ""] = threading.Event(), 0
+    hooks.armed["hold in the fleet", ""] = 1 << 30
+    read, gate = type(reader).read.__get__(reader), hooks.fleet_gate
+
+    def held(*where: int) -> None:
+        if hooks.take("hold in the fleet"):
+            gate.wait()
+        read(*where)
+
+    reader.read = held
+
+
+def held_fleet_reads(engine: Any) -> int:
+    """How many READs have been held back since `hold_fleet_reads`."""
+    return int(engine.hooks.injected["hold in the fleet", ""])
+
+
+def let_fleet_reads_go(engine: Any) -> None:
+    """Let them go on."""
+    engine.hooks.armed["hold in the fleet", ""] = 0
+    engine.hooks.fleet_gate.set()
+
+
+def fetched_in_fleet(engine: Any) -> int:
+    """How many chunks were read in other engines' host memory."""
+    return int(parts.cache(engine).counts.fetched["fleet"])
+
+
+def share_names(engine: Any) -> None:
+    """Name chunks as engines do that were never reset: after a reset, others find nothing."""
+    parts.prompts(engine)._epoch = ""
+
+
+def reuse_slots(engine: Any, text: list[int], salt: str, adapter: str) -> int:
+    """Evict a prompt's chunks from host memory. Return how many slots of them were filled with others."""
+    cache = parts.cache(engine)
+    keys = _chunks_of(engine, text, salt, adapter).all_keys(len(text))
+    chunks = [chunk for key in keys if (chunk := cache.host.peek(key)) is not None and not chunk.holds]
+    for chunk in chunks:
+        cache.host.evict(chunk.key)
+    filled = 0
+    for chunk in chunks:
+        slot = cache.host.reserve(os.urandom(31) + chunk.key[-1:], chunk.group)
+        # What a chunk has left there, with other signs. Random bytes may be no numbers.
+        np.frombuffer(cache._memory_at(slot.offset, slot.size), np.uint8)[3::4] ^= 0x80
+        cache.host.commit(slot)
+        filled += any(
+            one.offset < slot.offset + slot.size and slot.offset < one.offset + one.size for one in chunks
+        )
+    return filled
+
+
+def evict_chunks(engine: Any, text: list[int], salt: str, adapter: str) -> int:
+    """Evict a prompt's chunks from host memory. Return how many there were."""
+    host = parts.cache(engine).host
+    keys = _chunks_of(engine, text, salt, adapter).all_keys(len(text))
+    held = [key for key in keys if host.peek(key) is not None]
+    for key in held:
+        host.evict(key)
+    return len(held)
+
+
+def directory_entries(engine: Any, text: list[int], salt: str, adapter: str) -> tuple[bytes, list[bytes]]:
+    """This engine's run, and the names in the directory of a prompt's chunks."""
+    directory = fleet_tier(engine)._directory
+    keys = _chunks_of(engine, text, salt, adapter).all_keys(len(text))
+    return directory.run, [directory._chunk_name(key) for key in keys]
+
+
+def directory_run(engine: Any, run: bytes) -> bytes:
+    """The name in the directory of a run of an engine."""
+    return bytes(fleet_tier(engine)._directory._run_name(run))
+
+
+def try_directory(engine: Any) -> None:
+    """Let pauses after failures of the directory be over."""
+    directory = fleet_tier(engine)._directory
+    for breaker in (directory._publishing, directory._seeking):
+        breaker._until = 0.0
+
+
+def directory_failures(engine: Any) -> int:
+    """How many look-ups in the directory have failed since the last that did not."""
+    return int(fleet_tier(engine)._directory._seeking._failures)
+
+
 def missed(engine: Any) -> dict[str, int]:
     """Chunks that storage did not give, by why."""
     counts = parts.cache(engine).counts
@@ -169,4 +277,4 @@ def _problem(path: str, image: bytes) -> list[str]:
 
 
 def _store(engine: Any) -> Any:
-    return parts.queues(engine)[0].tier
+    return parts.queue_of(engine, "file").tier

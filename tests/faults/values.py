@@ -18,6 +18,7 @@ class Area(StrEnum):
     TRANSFER = "reads and leases"
     NETWORK = "network and peers"
     STORAGE = "file tier"
+    FLEET = "host memory of other engines"
     ENGINE = "engines"
 
 

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair."""
+"""Hosts on one machine: network namespaces joined by a bridge."""
 
 from __future__ import annotations
 
@@ -62,25 +62,32 @@ class Host:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other and nothing else, gone when the block is left.
+def hosts_on_a_network(count: int) -> Iterator[tuple[Host, ...]]:
+    """Hosts that reach each other and nothing else, gone when the block is left.
 
-    Each has a second network device, of address 10.178.0.1 or 10.178.0.2, that leads nowhere.
+    Each has a second network device, of address 10.178.0.1 and so on, that leads nowhere.
 
     Raises:
         NotPermitted: they cannot be made here.
     """
     _sweep()
-    hosts = tuple(Host(f"{_PREFIX}{os.getpid()}-{n}", f"10.177.0.{n}", f"kvf{n}") for n in (1, 2))
+    own = f"{_PREFIX}{os.getpid()}-"
+    hosts = tuple(Host(f"{own}{n}", f"10.177.0.{n}", f"kvf{n}") for n in range(1, count + 1))
+    switch = f"{own}switch"
+    names = (switch, *(host.name for host in hosts))
     try:
         try:
+            for name in names:
+                _ip("netns", "add", name)
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             for host in hosts:
-                _ip("netns", "add", host.name)
-            here, there = hosts
-            peer = ("peer", "name", there.device, "netns", there.name)
-            _ip("link", "add", here.device, "netns", here.name, "type", "veth", *peer)
+                peer = ("peer", "name", host.device, "netns", switch)
+                _ip("link", "add", host.device, "netns", host.name, "type", "veth", *peer)
+                _ip("-n", switch, "link", "set", host.device, "master", "bridge")
         except (OSError, subprocess.CalledProcessError) as error:
             raise NotPermitted(f"network namespaces cannot be made here: {_said(error)}") from error
+        for device in ("bridge", *(host.device for host in hosts)):
+            _ip("-n", switch, "link", "set", device, "up")
         for host in hosts:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
             _ip("-n", host.name, "link", "add", "other", "type", "veth", "peer", "name", "nowhere")
@@ -89,9 +96,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 _ip("-n", host.name, "link", "set", device, "up")
         yield hosts
     finally:
-        for host in hosts:
-            if host.name in _existing():
-                _ip("netns", "delete", host.name)
+        for name in {*names} & {*_existing()}:
+            _ip("netns", "delete", name)
 
 
 @contextmanager

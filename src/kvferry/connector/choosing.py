@@ -10,8 +10,8 @@ source that is still looking only if
 
 - the request came with a ticket for more tokens than the best answer has (`Bid.promised`), or
 - no source that has answered has a bid that is better than computing, or
-- the source answers within milliseconds (`Bid.within_seconds`), and may have more tokens, or
-- the policy estimates times (``cost``), and the answer is expected to save more time than it takes.
+- the answer is expected to save more time than it takes, and either the policy estimates times (``cost``) or
+  the source answers within milliseconds (`Bid.within_seconds`).
 
 Only patience limits the wait for a ticket. Every other wait ends when it has taken as long as what it could
 save: no request waits longer than the engine would take to compute its prompt, once that speed is known.
@@ -323,14 +323,12 @@ class BidChooser:
         # Another engine has computed a ticket's tokens for this request, so only patience limits the wait.
         if bid.promised:
             return self.patience_seconds if more_tokens > 0 else 0.0
-        if self.policy == "cost":
+        if self.policy == "cost" or bid.within_seconds:
             other = self._seconds(answered, computed_tokens if answered is None else missing_tokens)
             saved = other - self._seconds(bid, missing_tokens)
             expected = max(map(self.speeds.answer_seconds, bid.unanswered), default=0.0)
-            return min(saved, self.patience_seconds) if expected < saved else 0.0
-        if bid.within_seconds and more_tokens > 0:
-            saved = self.speeds.compute_seconds(more_tokens)
-            return min(saved, bid.within_seconds, self.patience_seconds)
+            longest = min(bid.within_seconds or self.patience_seconds, self.patience_seconds)
+            return min(saved, longest) if expected < saved else 0.0
         if answered is not None:
             return 0.0
         # Without a measured speed nothing tells what the wait could save.

@@ -52,6 +52,8 @@ SECOND_RUNNER = tuple(
 )  # fmt: skip
 """Test files, the short tests too, that also run with vLLM's second model runner, the default on GPUs."""
 DEEPSEEK_V4 = tuple(f"tests/engine/test_{name}.py" for name in ("families", "tiers"))
+FLEET = "tests/engine/test_fleet_hosts.py"
+"""Three engines on three hosts, which start and are killed."""
 TRITON = ("tests/engine/test_triton.py", "tests/engine/test_context_parallel.py")
 """Tests with Triton's attention backends for GPUs, which run on that runner."""
 
@@ -72,7 +74,8 @@ class Part:
 
 
 def _long(*arguments: str) -> tuple[str, ...]:
-    ignored = [f"--ignore={path}" for path in (*APART.values(), ACCURACY, *TRITON) if path not in arguments]
+    apart = (*APART.values(), ACCURACY, FLEET, *TRITON)
+    ignored = [f"--ignore={path}" for path in apart if path not in arguments]
     return (*PYTEST, "-m", "long", *ignored, *arguments)
 
 
@@ -109,6 +112,7 @@ def parts() -> dict[str, Part]:
         "fuzz": Part(_long("tests/fuzz")),
         **_shares("families", 8, Part(_long(*MATRIX))),
         **_shares("engines", 5, Part(_long("tests/engine", *(f"--ignore={path}" for path in MATRIX)))),
+        "fleet": Part(_long(FLEET)),
         **_shares("second-runner", 8, second_runner),
         **_shares("deepseek-v4", 2, replace(second_runner, command=of_v4)),
         **_shares("triton", 3, triton),

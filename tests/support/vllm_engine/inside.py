@@ -49,7 +49,8 @@ from support.vllm_engine.sleeping import fall_asleep, pause, wake_up  # noqa: F4
 from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     abort_at_random,
     ask_for,
-    fleet_port,
+    failed_reads,
+    fleet_server,
     go_on,
     hang,
     hanging,
@@ -59,6 +60,7 @@ from support.vllm_engine.tiers_inside import (  # noqa: F401 - called by name
     slow_copies,
     slow_files,
     slow_prompts,
+    slow_reads,
     spoil_host_memory,
     spoil_reads,
     stuck,

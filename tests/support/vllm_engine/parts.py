@@ -120,6 +120,11 @@ def queues(engine: Any, of: int = 0) -> list[Any]:
     return cache(engine, of).slow_tiers
 
 
+def queue_of(engine: Any, name: str) -> Any:
+    """The queue of the slow tier of this name."""
+    return next(queue for queue in queues(engine) if queue.name == name)
+
+
 def call_of(queue: Any, name: str) -> tuple[Any, str]:
     """The object and the attribute through which a call of a queue's tier goes."""
     operations = {"get": queue.reads, "put": queue.writes}.get(name)

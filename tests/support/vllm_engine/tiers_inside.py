@@ -7,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvferry.common.errors import KVFerryError
 from support.vllm_engine import parts
 from support.vllm_engine.parts import half, worker_half
 
@@ -221,14 +223,14 @@ def ask_for(engine: Any, prompts: list[list[int]], seed: int, seconds: float) ->
 
 
 def fleet_tier(engine: Any) -> Any:
-    return next(queue.tier for queue in parts.queues(engine) if queue.name == "fleet")
+    return parts.queue_of(engine, "fleet").tier
 
 
-def fleet_port(engine: Any) -> int:
-    """Wait until the fleet tier serves, and return its port."""
+def fleet_server(engine: Any) -> dict[str, int]:
+    """Wait until the fleet tier serves. Return its port, its run, and how many chunks it has served."""
     tier = fleet_tier(engine)
     assert tier.ready.wait(60)
-    return int(tier.server.port)
+    return {name: getattr(tier.server, name) for name in ("port", "incarnation", "served")}
 
 
 def spoil_host_memory(engine: Any) -> None:
@@ -253,3 +255,27 @@ def spoil_reads(engine: Any, *, spoiled: bool) -> None:
         cache._memory_at(into - start + 64, 1)[0] ^= 1
 
     reader.read = spoil if spoiled else read
+
+
+def slow_reads(engine: Any, seconds: float, incarnation: int, begun: str) -> None:
+    """Let each READ from a holder's run begin so much later, and touch a file before; note why READs fail."""
+    engine.failed_reads, reader = [], fleet_tier(engine)._reader
+    read = type(reader).read.__get__(reader)
+
+    def slower(of: int, *where: int) -> None:
+        if of != incarnation:
+            return read(of, *where)
+        Path(begun).touch()
+        time.sleep(seconds)
+        try:
+            read(of, *where)
+        except KVFerryError as error:
+            engine.failed_reads.append(str(error))
+            raise
+
+    reader.read = slower
+
+
+def failed_reads(engine: Any) -> list[str]:
+    """Why READs have failed since `slow_reads`."""
+    return list(engine.failed_reads)

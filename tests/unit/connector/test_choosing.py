@@ -20,8 +20,15 @@ SINGLE = st.builds(
     PARTS,
     st.integers(0, 2),
 )
+SOON = st.builds(
+    lambda source, parts, seconds: Bid(source, parts, looking=True, within_seconds=seconds),
+    st.sampled_from(NAMES),
+    PARTS,
+    st.sampled_from([0.05, 1.0, 20.0]),
+)
 COMPOSED = st.builds(Bid.composed, SINGLE, SINGLE)
 BIDS = st.lists(SINGLE | COMPOSED, max_size=5)
+ALL_BIDS = st.lists(SINGLE | COMPOSED | SOON, max_size=5)
 NAMED = st.tuples(st.sampled_from(["weight", "first", "cost"]), WEIGHTS, RATES)
 ANSWERS = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 100))
 
@@ -47,7 +54,7 @@ def wait(ours, bids, missing=PROMPT, computed=None, step=0.01, until=30.0):
 @examples(30)
 @given(
     named=NAMED,
-    bids=BIDS,
+    bids=ALL_BIDS,
     patience=st.floats(0.1, 5),
     answers=ANSWERS,
     more=st.integers(0, 100),
@@ -85,11 +92,11 @@ def expected(ours, bids, excluded, waited, missing, computed):
         limit = ours.patience_seconds
         if one.promised:
             return waited < limit and (answered is None or one.tokens > answered.tokens)
-        if ours.policy == "cost":
+        if ours.policy == "cost" or one.within_seconds:
             other = seconds_to_first_token(speeds, answered, computed if answered is None else missing)
             saved = other - seconds_to_first_token(speeds, one, missing)
             slowest = max(speeds.answer_seconds(name) for name in one.unanswered)
-            return slowest < saved and waited < min(saved, limit)
+            return slowest < saved and waited < min(saved, one.within_seconds or limit, limit)
         if speeds.computing_is_known:
             limit = min(limit, speeds.compute_seconds(computed))
         return answered is None and waited < limit
@@ -112,7 +119,7 @@ def expected(ours, bids, excluded, waited, missing, computed):
 @examples(60)
 @given(
     named=NAMED,
-    bids=BIDS,
+    bids=ALL_BIDS,
     excluded=st.sets(st.sampled_from(NAMES), max_size=2),
     waited=st.sampled_from([0.0, 0.5, 2.0, 11.0]) | st.floats(0, 5),
     answers=ANSWERS,
@@ -209,6 +216,24 @@ def test_the_cost_policy_waits_as_long_as_the_missing_part_takes():
     assert wait(soon, [PENDING, ready], TOKENS)[0] == pytest.approx(1.0, abs=0.02)
     whole = bid("tiers", tiers=TOKENS)
     assert wait(chooser("cost", {}, COMPUTING), [PENDING, whole], TOKENS) == (0.0, whole)
+
+
+@pytest.mark.parametrize("name", ["weight", "first", "cost"])
+def test_a_search_is_waited_for_while_it_may_find_a_faster_place(name):
+    """A slower place has all tokens; the search, which ends within 50 ms, would find them in a faster one."""
+    ready = bid("tiers", file=TOKENS)
+    search = replace(bid("search", looking=True, peer=TOKENS), within_seconds=0.05)
+
+    def waits(file, peer, answers=None):
+        rates = {"computed": 5_000.0, "file": file, "peer": peer}
+        waited, found = wait(chooser(name, {}, rates, answers=answers), [search, ready], TOKENS, step=0.001)
+        assert found is ready
+        return round(waited, 3)
+
+    assert waits(file=1e5, peer=1e6) == 0.05, "90 ms would be saved"
+    assert waits(file=1e6, peer=4e6) == 0.008, "7.5 ms would be saved"
+    assert waits(file=1e6, peer=4e6, answers={"search": 0.01}) == 0.0, "searches take longer than they save"
+    assert waits(file=1e6, peer=1e5) == 0.0, "what the search would find is slower"
 
 
 @pytest.mark.parametrize("name", ["weight", "first", "cost"])

@@ -151,7 +151,7 @@ def row(draw: Any, chunks: int) -> list[int]:
 class Chunks:
     """A cache that says where chunks are, and notes what is fetched."""
 
-    tiers, find_seconds = ("host", "file", "object"), 0.0
+    tiers, searched = ("host", "file", "object"), None
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.wanted_chunks = rows, []

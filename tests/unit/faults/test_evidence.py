@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import zmq
@@ -40,6 +41,7 @@ class QuietEngine:
 
     async def do(self, name: str, *arguments: Any, **_: Any) -> Any:
         empty: dict[str, Any] = {"missed": {}, "dropped": {}, "told": [], "known": ""}
+        empty |= {"directory_entries": (b"", []), "directory_run": b""}
         return self._known.get(name, empty.get(name, 0))
 
     async def until(self, *_: Any, **__: Any) -> bool:
@@ -64,7 +66,7 @@ class QuietStage:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = self.directory = folder
         self.prefill, self.decode = QuietEngine(port), QuietEngine(port)
-        self.other_namespace, self.storage = "", asyncio.Lock()
+        self.other_namespace, self.storage, self.holder = "", asyncio.Lock(), (HOST, port)
         texts = [list(range(n)) for n in (400, 401)]
         self.references = SimpleNamespace(
             texts=texts,
@@ -114,6 +116,15 @@ class QuietStage:
 
     async def restart(self, _: str) -> None:
         pass
+
+    kill = start_anew = restart
+
+    @asynccontextmanager
+    async def fleet_directory(self) -> AsyncIterator[Any]:
+        yield SimpleNamespace(client=MagicMock, terminate=lambda: None)
+
+    async def in_fleet(self, *_: Any, **__: Any) -> int:
+        return 0
 
     async def rest(self) -> dict[str, Any]:
         return {}

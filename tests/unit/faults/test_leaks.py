@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def stopped(engine: Ended, folder: Path) -> Leaks:
     stage = object.__new__(Stage)
     stage.prefill, stage.decode = Ended(50, {}, ""), engine  # type: ignore[assignment]
     stage.directory, stage._free, stage._deaths, stage._shared = folder, [50, 50], [], set()
+    stage._ports = ExitStack()
     return asyncio.run(stage.stop())
 
 

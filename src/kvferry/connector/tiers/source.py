@@ -210,7 +210,7 @@ class TierSource:
         return True
 
     def _hints(self, request: Request) -> Sequence[tuple[str, int]]:
-        if not self._cache.find_seconds:
+        if self._cache.searched is None:
             return ()
         try:
             return read_remote_caches(request.kv_transfer_params)
@@ -229,7 +229,7 @@ class TierSource:
         if chunks is not None:
             if state.searches is None:
                 state.searches = ()
-                if self._cache.find_seconds:
+                if self._cache.searched is not None:
                     state.searches = self._cache.find(chunks.all_keys(request.num_tokens), state.hints)
             # Before the look-up, which may miss what a search finds meanwhile.
             searching = not all(one.over for one in state.searches)
@@ -241,7 +241,8 @@ class TierSource:
             )
         bids = self._bids(request, found, local_tokens)
         if searching:
-            bids = *bids, *self._search_bid(request, bids, local_tokens)
+            # First: it wins if its value is equal, and the request waits only if that is expected to pay.
+            bids = *self._search_bid(request, bids, local_tokens), *bids
         # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
         # the request is not to wait for the tiers.
         busy = bool(bids) and self._is_busy
@@ -277,13 +278,21 @@ class TierSource:
         return bids
 
     def _search_bid(self, request: Request, bids: Sequence[Bid], local_tokens: int) -> Sequence[Bid]:
-        """Return a bid for all tokens, while other engines are asked which chunks they have."""
-        known = bids[0] if bids else None
-        most = request.num_tokens - 1 - local_tokens - (0 if known is None else known.tokens)
+        """Return a bid for all tokens, while other engines are asked which chunks they have.
+
+        They may also have what slower tiers are known to have.
+        """
+        assert self._cache.searched is not None
+        faster, seconds = self._cache.searched
+        most, parts = request.num_tokens - 1 - local_tokens, list[PlaceTokens]()
+        if bids:
+            most = max(most, bids[0].tokens)
+            parts += [part for part in bids[0].parts if part.place in faster]
+        most -= sum([part.tokens for part in parts])
         if most <= 0:
             return ()
-        parts = (*(() if known is None else known.parts), PlaceTokens(FLEET, most))
-        return (Bid(_SEARCH, parts, looking=True, within_seconds=self._cache.find_seconds),)
+        parts.append(PlaceTokens(FLEET, most))
+        return (Bid(_SEARCH, tuple(parts), looking=True, within_seconds=seconds),)
 
     def _part_bid(self, found: Coverage, first: int, last: int) -> Bid | None:
         return None if first >= last or self._is_busy else self._bid(found, first, last)

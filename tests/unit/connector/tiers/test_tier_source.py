@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
+from kvferry.connector.bids import PlaceTokens
 from kvferry.connector.content import Prompts
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
@@ -537,6 +538,26 @@ def test_what_a_search_finds_during_the_look_up_is_looked_up_again(monkeypatch):
     monkeypatch.setattr(engine.cache, "tier_numbers", found_meanwhile)
     assert [one for one, _, _ in looking(engine)] == [True]
     assert looking(engine) == [(False, 2 * CHUNK, 0.0)]
+
+
+def test_what_a_slower_tier_has_may_be_found_by_a_search(monkeypatch):
+    engine = with_tiers((), [0, 1, 2, 3])
+    search = searching(engine, monkeypatch)
+    assert looking(engine) == [(True, PROMPT, 0.5), (False, PROMPT, 0.0)]
+    first, known = engine.source.ask(engine.one, 0).bids
+    assert (first.parts, parts([known])) == ((PlaceTokens("fleet", PROMPT),), [{"object": PROMPT}])
+    store(engine, 0)
+    first, _ = engine.source.ask(engine.one, 0).bids
+    assert first.parts == (PlaceTokens("host", CHUNK), PlaceTokens("fleet", PROMPT - CHUNK))
+    engine.queues[0].tier.keys.add(engine.keys[1])
+    search.over = True
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"host": 8, "file": 8, "object": 12}]
+
+
+def test_what_a_faster_tier_has_is_not_searched_for(monkeypatch):
+    engine = with_tiers([0, 1, 2, 3], ())
+    searching(engine, monkeypatch, tier=1)
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"file": PROMPT}]
 
 
 def test_a_prompt_that_host_memory_has_waits_for_no_search(monkeypatch):
