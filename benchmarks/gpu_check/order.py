@@ -20,7 +20,7 @@ from benchmarks.gpu_check.job import GpuCheckJob
 from benchmarks.gpu_check.result import CheckResult, CheckState
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
-from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.connector.mover import ChunkMover
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -140,7 +140,7 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
             closing(Arena.create(8192 + chunks * group.chunk_bytes)) as arena,
             closing(ChunkMover((0, 0))) as mover,
         ):
-            mover.attach(ArenaCard(arena.handle, (geometry,), _CHUNK))
+            mover.attach(ArenaCard((MachineRanks((geometry,), arena.handle),), arena.region.length, _CHUNK))
             order = StoreOrder("store", pieces, (slice_table(table, 0, _TOKENS, _BLOCK),), range(_TOKENS))
             # The first store compiles the kernel, which must not take as long as the forward.
             _store(mover, order, None)

@@ -18,7 +18,7 @@ from kvferry.cache.chunk_cache import ChunkCache, Fetch, WantedChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
-from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.connector.mover import ChunkMover
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -93,7 +93,11 @@ class PromptLoads:
         self._cache = ChunkCache(
             host, ranks.arena.bytes_at, canonical.groups, [TierQueue(store, FileSettings.kind)]
         )
-        mover.attach(ArenaCard(ranks.arena.handle, (geometry,), CHUNK_TOKENS))
+        mover.attach(
+            ArenaCard(
+                (MachineRanks((geometry,), ranks.arena.handle),), ranks.arena.region.length, CHUNK_TOKENS
+            )
+        )
 
     def close(self) -> None:
         """Stop the tier's threads."""

@@ -1,4 +1,7 @@
-"""The router beside the decode engine, a prefill engine of two ranks on two hosts, served over HTTP."""
+"""The router beside the decode engine, a prefill engine of two ranks on two hosts, served over HTTP.
+
+The engine on two hosts has tiers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -26,12 +30,15 @@ from kvferry.tools.serving.launch import Fleet, Role
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tools.serving.specs import EngineGroup, group_specs
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from kvferry.transport.security import admin_token, read_keys
 from support.ended import end
 from support.namespaces import Host
 from support.vllm_engine import copied
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
 from support.vllm_engine.ranks import ARGUMENTS, ENVIRONMENT, ask_ranks
+from support.vllm_engine.tiered import chunk_files, spoil
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -49,6 +56,7 @@ arguments.api_server_count = 0
 run_headless(arguments)
 """
 ROUTER = (sys.executable, "-c", "from kvferry.tools.cli.main import main; main()", "router")
+ADMIN_PORT = 29_502
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ class Served:
         router, prefill, decode: URLs. The prefill engine's ranks are on two hosts.
         model: path of the model.
         logs: transfer logs of the prefill and of the decode engine.
+        chunks: directory of the prefill engine's file tier.
+        secret: the key of all engines.
     """
 
     router: str
@@ -113,6 +123,8 @@ class Served:
     decode: str
     model: str
     logs: tuple[Path, Path]
+    chunks: Path
+    secret: Path
 
     def through(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
         """The router's answer, and what moved for it."""
@@ -136,6 +148,39 @@ class Served:
         with httpx.Client(timeout=60, trust_env=False) as client:
             return ask(client, url, body, request_id=name)
 
+    def again(
+        self, text: list[int], scheduler: Host, *, from_files: bool
+    ) -> tuple[StreamedAnswer, dict[str, int]]:
+        """The answer of the engine on two hosts, which has forgotten the prompt, and what its tiers loaded.
+
+        `scheduler` is the host of its scheduler.
+        """
+        httpx.post(f"{self.prefill}/reset_prefix_cache", timeout=60, trust_env=False).raise_for_status()
+        if from_files:
+            with scheduler.visited():
+                wait_for(lambda: self._admin("status")["owed_chunks"] == 0)
+                self._admin("drop")
+        before = self._loaded()
+        answer = self._ask(self.prefill, text, f"again-{uuid.uuid4().hex}")
+        wait_for(lambda: self._loaded() != before)
+        return answer, dict(self._loaded() - before)
+
+    def _admin(self, call: str) -> dict[str, Any]:
+        token = admin_token(read_keys(str(self.secret)))
+        answer = httpx.post(
+            f"http://127.0.0.1:{ADMIN_PORT}/v1/{call}",
+            json={},
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=60,
+            trust_env=False,
+        )
+        return answer.raise_for_status().json()
+
+    def _loaded(self) -> Counter[str]:
+        page = httpx.get(f"{self.prefill}/metrics", timeout=60, trust_env=False).text
+        found = re.findall(r'hit_tokens_total\{.*source="tiers".*tier="(\w+)".*\} ([\d.]+)', page)
+        return Counter({tier: int(float(n)) for tier, n in found})
+
     def agree(self, answer: StreamedAnswer, text: list[int]) -> None:
         """Check that an answer is that of either engine alone."""
         for url in (self.prefill, self.decode):
@@ -154,7 +199,10 @@ def served(
     secret = folder / "secret"
     secret.write_text("what both hosts know and no one else")
     secret.chmod(0o600)
-    logs = folder / "prefill.jsonl", folder / "decode.jsonl"
+    logs, chunks = (folder / "prefill.jsonl", folder / "decode.jsonl"), folder / "chunks"
+    chunks.mkdir()
+    tiers = [{"type": "host", "capacity": "64MiB"}, {"type": "file", "path": str(chunks), "capacity": "1GiB"}]
+    of_hosts = {"tiers": tiers, "transfer": True, "admin": {"port": ADMIN_PORT}}
     # Every rank tells peers the address of the host that it runs on.
     # In truth both hosts are one machine, and their engines could share memory.
     settings = {"host": "node", "secret_file": str(secret), "strategy": "direct"}
@@ -164,10 +212,10 @@ def served(
         EngineGroup(
             role=Role.BOTH,
             tensor_parallel=ranks,
-            settings={**settings, "transfer_log": str(log)},
+            settings={**settings, **more, "transfer_log": str(log)},
             arguments=arguments,
         )
-        for ranks, log in zip((2, 1), logs, strict=True)
+        for ranks, log, more in zip((2, 1), logs, (of_hosts, {}), strict=True)
     ]
     plain = [group_specs(model, [group], Devices(gpus=(), cores=()))[0] for group in groups]
     environment = ENVIRONMENT | with_plugins(folder / "plugins", copied)
@@ -190,7 +238,7 @@ def served(
             try:
                 line = router.stdout.readline()
                 url = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)[1]
-                yield Served(url, prefill, decode, model, logs)
+                yield Served(url, prefill, decode, model, logs, chunks, secret)
             finally:
                 router.terminate()
 
@@ -244,6 +292,35 @@ def test_a_spoiled_load_of_a_rank_on_either_host_changes_the_answer(served: Serv
     ask_ranks(served.prefill, "witness_loads", None)
     assert transfer is not None
     assert transfer.outcome == "ready"
+    assert spoiled.logprobs[0] != pytest.approx(served.alone(served.decode, text).logprobs[0], abs=1e-3)
+
+
+def test_an_engine_on_two_hosts_loads_its_prompts_from_its_tiers(
+    served: Served, hosts: tuple[Host, Host]
+) -> None:
+    text, earlier = prompt(690, 77), set(served.chunks.rglob("*.kv"))
+    served._ask(served.prefill, text, "stored")
+    for tier in ("host", "file"):
+        before = hosts[1].received_bytes()
+        answer, loaded = served.again(text, hosts[0], from_files=tier == "file")
+        assert loaded == {tier: pytest.approx(len(text), abs=1)}
+        served.agree(answer, text)
+        if tier == "file":
+            size = sum(path.stat().st_size for path in {*served.chunks.rglob("*.kv")} - earlier)
+            assert hosts[1].received_bytes() - before > size // 4 > 0, "its share took another way"
+
+
+def test_spoiled_chunk_files_change_the_answer_of_an_engine_on_two_hosts(
+    served: Served, hosts: tuple[Host, Host]
+) -> None:
+    text = prompt(690, 78)
+    served._ask(served.prefill, text, "stored")
+    _, loaded = served.again(text, hosts[0], from_files=True)
+    assert "file" in loaded
+    for paths in chunk_files(served.chunks).values():
+        for path in paths:
+            spoil(path, with_checksum=True)
+    spoiled, _ = served.again(text, hosts[0], from_files=True)
     assert spoiled.logprobs[0] != pytest.approx(served.alone(served.decode, text).logprobs[0], abs=1e-3)
 
 

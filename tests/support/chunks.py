@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -110,6 +112,14 @@ def _values(layer: str, stored: Stored, positions: np.ndarray) -> np.ndarray:
     for name in sorted(coordinates):
         value = _hash(value, coordinates[name])
     return (_hash(value[..., None], np.arange(stored.item_bytes)) >> np.uint64(40)).astype(np.uint8)
+
+
+@contextmanager
+def cut_like(finest: Finest) -> Iterator[None]:
+    """Units of several elements, though the axes of made-up models are short."""
+    form = "kvferry.geometry.canonical.form"
+    with patch(f"{form}.EVERY_ELEMENT", finest.every_element), patch(f"{form}.FINEST", finest.finest):
+        yield
 
 
 @st.composite

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+from uuid import uuid4
 
 _PREFIX = "kvferry-test-"
 OTHER_NETWORK = "10.178.0."
@@ -36,8 +37,18 @@ class Host:
     device: str
 
     def command(self, *command: str) -> list[str]:
-        """The command line that runs this one there, with a /sys that shows its devices."""
-        return ["ip", "netns", "exec", self.name, *command]
+        """The command line that runs this one there, with a /sys that shows its devices, and a boot id."""
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "sh",
+            "-c",
+            f'{_own_boot(self.name)} && exec "$@"',
+            "sh",
+            *command,
+        ]
 
     @contextmanager
     def visited(self) -> Iterator[None]:
@@ -81,6 +92,7 @@ def hosts_on_a_network(count: int) -> Iterator[tuple[Host, ...]]:
                 _ip("netns", "add", name)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             for host in hosts:
+                _boot_file(host.name).write_text(f"{uuid4()}\n")
                 peer = ("peer", "name", host.device, "netns", switch)
                 _ip("link", "add", host.device, "netns", host.name, "type", "veth", *peer)
                 _ip("-n", switch, "link", "set", host.device, "master", "bridge")
@@ -96,6 +108,8 @@ def hosts_on_a_network(count: int) -> Iterator[tuple[Host, ...]]:
                 _ip("-n", host.name, "link", "set", device, "up")
         yield hosts
     finally:
+        for host in hosts:
+            _boot_file(host.name).unlink(missing_ok=True)
         for name in {*names} & {*_existing()}:
             _ip("netns", "delete", name)
 
@@ -121,13 +135,24 @@ def host_alone() -> Iterator[str]:
 
 
 def enter(name: str) -> None:
-    """Move this process, and those it starts, into a namespace, with a /sys that shows its devices to UCX."""
+    """Move this process, and those it starts, into a namespace, as `Host.command` does."""
     with Path("/run/netns", name).open() as there:
         _setns(there)
     if _LIBC.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "cannot have a /sys of its own")
     for command in (["--make-rslave", "/"], ["-t", "sysfs", name, "/sys"]):
         subprocess.run(["mount", *command], check=True, timeout=10)
+    subprocess.run(["sh", "-c", _own_boot(name)], check=True, timeout=10)
+
+
+def _boot_file(name: str) -> Path:
+    # Not in a temporary folder: processes of a host may have one of their own.
+    return Path("/run", f"{name}.boot")
+
+
+def _own_boot(name: str) -> str:
+    """Return the shell command that gives this process and its children the boot id of another machine."""
+    return f"mount --bind {_boot_file(name)} /proc/sys/kernel/random/boot_id"
 
 
 def _setns(namespace: TextIO) -> None:
@@ -140,6 +165,7 @@ def _sweep() -> None:
     for name in _existing():
         if name.startswith(_PREFIX) and not Path("/proc", name.split("-")[2]).exists():
             _ip("netns", "delete", name)
+            _boot_file(name).unlink(missing_ok=True)
 
 
 def _existing() -> list[str]:

@@ -315,7 +315,7 @@ def served_engine(
     sizes = {one.group.label: one.file_bytes for one in model.form.groups}
     tiers: list[LRUTier | OthersMemory] = []
 
-    def opened(_, namespace, table, place):
+    def opened(_, namespace, table, place, *unused):
         tiers.extend(
             OthersMemory(fleet, table) if name == FLEET else LRUTier(name, capacity, sizes, table)
             for name, capacity in slow.items()

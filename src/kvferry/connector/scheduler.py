@@ -14,7 +14,7 @@ from kvferry.connector.admission import Admission
 from kvferry.connector.bids import Speeds, StepTimes
 from kvferry.connector.blocks import Headroom, PartBlocks
 from kvferry.connector.choosing import BidChooser
-from kvferry.connector.config import ConnectorConfig, read_tiers
+from kvferry.connector.config import NODE, ConnectorConfig, read_tiers
 from kvferry.connector.content import Adapters
 from kvferry.connector.engine import (
     BlockIds,
@@ -30,6 +30,7 @@ from kvferry.connector.messages import CHANGED, MOVED, StepOrders, StepReports, 
 from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import RunningLoads, Source
 from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.geometry import RankGeometry
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id
 from kvferry.transport.addresses import is_loopback
@@ -84,7 +85,8 @@ class SchedulerHalf:
 
         Raises:
             ConfigError: a setting cannot be used, memory, keys or addresses cannot be had, no chunk could
-                ever be stored, or workers run with another key, or with tiers on another machine.
+                ever be stored, or workers run with another key, or with tiers on a machine that the
+                scheduler's cannot reach.
         """
         adapters, events = adapters or Adapters(), events or EventStream()
         tiers, keys = read_tiers(config.tiers), scheduler_keys(config)
@@ -133,12 +135,14 @@ class SchedulerHalf:
             sources.append(self._peering.source)
         self._tiering: Tiering | None = None
         if tiers is not None:
-            check_one_machine(workers)
+            machines = machines_of(workers)
+            if tiers.slow:
+                check_reachable(config, machines)
             self._tiering = Tiering(
                 tiers,
                 engine,
                 config,
-                ranks,
+                machines,
                 pool=pool,
                 parts=self.parts,
                 adapters=adapters,
@@ -441,13 +445,20 @@ def check_rank_keys(keys: Keys, workers: Iterable[WorkerInfo]) -> None:
             )
 
 
-def check_one_machine(workers: Iterable[WorkerInfo]) -> None:
-    """Raise ConfigError if a rank runs on another machine, where it cannot use the host memory tier."""
+def machines_of(workers: Iterable[WorkerInfo]) -> list[list[RankGeometry]]:
+    """Return the ranks of each machine, those of this process's machine first. It may have none."""
+    found: dict[str, list[RankGeometry]] = {boot_id(): []}
     for worker in workers:
-        if worker.machine != boot_id():
-            geometry = worker.geometry
-            raise ConfigError(
-                f"rank TP{geometry.tp_rank} PP{geometry.pp_rank} runs on another machine than the engine's "
-                "scheduler, but the ranks of an engine with tiers share host memory; leave tiers out, or "
-                "start the engine on one machine"
-            )
+        found.setdefault(worker.machine, []).append(worker.geometry)
+    return list(found.values())
+
+
+def check_reachable(config: ConnectorConfig, machines: Sequence[Sequence[RankGeometry]]) -> None:
+    """Raise ConfigError if ranks with tiers in storage run on machines that cannot reach each other."""
+    if len(machines) > 1 and is_loopback(config.host):
+        rank = machines[1][0]
+        raise ConfigError(
+            f"rank TP{rank.tp_rank} PP{rank.pp_rank} runs on another machine than the engine's scheduler, "
+            f"and host is {config.host}, so chunks cannot be exchanged with storage; set host to {NODE!r} "
+            "(--host node), or configure no tiers but host memory"
+        )

@@ -133,11 +133,13 @@ class WorkerHalf:
         """
         self._mirror, self._groups = mirror, geometry.groups
         if config.tiers:
-            rank, engine_bytes = (
+            self._mover = ChunkMover(
                 (geometry.pp_rank, geometry.tp_rank),
-                load_costs(config.costs).copy_engine_bytes,
+                self._arrived.set,
+                engine_bytes=int(load_costs(config.costs).copy_engine_bytes),
+                host=config.host,
+                ports=parse_port_range(config.ports),
             )
-            self._mover = ChunkMover(rank, self._arrived.set, engine_bytes=int(engine_bytes))
         self._info = WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
         if config.transfers:
             settings = _transfer_settings(config)
@@ -336,7 +338,10 @@ class WorkerHalf:
         self._arrived.clear()  # before results are taken: a result that arrives later sets it again
         for key, report in self._transfers.results() if self._transfers is not None else ():
             self._loads.on_part_ended(key, report, timed=self._idle)
-        for key, report in self._mover.take_reports() if self._mover is not None else ():
+        if self._mover is None:
+            return
+        self._reports.arenas |= self._mover.take_arenas()
+        for key, report in self._mover.take_reports():
             self._reports.reports[key] = report
             # The source counts what was copied by the reports of the orders.
             self._loads.on_part_ended(key, Report(report.failure), timed=self._idle)

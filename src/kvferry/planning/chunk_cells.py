@@ -35,7 +35,10 @@ def chunk_pools(canonical: CanonicalForm) -> list[RankGeometry]:
 
 
 def check_storable(canonical: CanonicalForm, ranks: Sequence[RankGeometry]) -> None:
-    """Raise Incompatible unless all ranks together can store whole chunks, and load their KV from chunks."""
+    """Raise Incompatible unless some ranks together can store their share of chunks, and load it.
+
+    `canonical` is the form of their share.
+    """
     pools = chunk_pools(canonical)
     for pool in pools:
         build_templates(ranks, pool)

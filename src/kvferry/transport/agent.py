@@ -1,9 +1,9 @@
 """A NIXL agent, reduced to the operations that kvferry uses, and the environment that it is started in.
 
-A READ is a one-sided read of remote memory, as in RDMA. `Agent.post` starts it and may run all of it inside
-the call, so a hook calls it only for a small READ of an idle engine (`Lane.read_now`). NIXL cannot cancel a
-READ: its bytes still arrive after its handle is released. So release a handle only when the READ has ended,
-and keep the destination memory until then.
+A READ is a one-sided read of remote memory, as in RDMA, and a WRITE writes to it. `Agent.post` starts either
+and may run all of it inside the call, so a hook calls it only for a small READ of an idle engine
+(`Lane.read_now`). NIXL cannot cancel a READ or WRITE: its bytes still arrive after its handle is released. So
+release a handle only when it has ended, and keep the destination memory until then.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def missing_requirements(
 
 
 class ReadState(Enum):
-    """State of a READ. The values are NIXL's names."""
+    """State of a READ or WRITE. The values are NIXL's names."""
 
     IN_FLIGHT = "PROC"
     DONE = "DONE"
@@ -215,7 +215,7 @@ class Agent:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, owner: str | None, region: Region, rows: npt.NDArray[np.int64]) -> Any:
-        """Prepare a list of descriptors, from which `read` selects by index, and return NIXL's handle of it.
+        """Prepare a list of descriptors, of which transfers select some by index, and return NIXL's handle.
 
         Args:
             owner: name of the peer that owns the memory; None for this agent.
@@ -237,12 +237,23 @@ class Agent:
         """Return the handle of a READ for `post`. Indices are int32 of shape (n,), pairs of equal length."""
         return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
 
+    def write(
+        self,
+        local: Any,
+        local_indices: npt.NDArray[np.int32],
+        remote: Any,
+        remote_indices: npt.NDArray[np.int32],
+    ) -> Any:
+        """Return the handle of a WRITE, as `read` does. When it is DONE, its bytes are in remote memory."""
+        # NIXL's UCX backend flushes the endpoint behind the WRITE, and waits for it (`sendXferRange`).
+        return self._nixl.make_prepped_xfer("WRITE", local, local_indices, remote, remote_indices)
+
     def post(self, handle: Any) -> ReadState:
-        """Start a READ and return its state. The call may block for as long as the READ takes."""
+        """Start a READ or WRITE and return its state. The call may block for as long as that takes."""
         return ReadState(self._nixl.transfer(handle))
 
     def state(self, handle: Any) -> ReadState:
-        """Poll a READ. If the transport raises an exception, the READ has FAILED."""
+        """Poll a READ or WRITE. If the transport raises an exception, it has FAILED."""
         try:
             return ReadState(self._nixl.check_xfer_state(handle))
         except Exception as error:  # noqa: BLE001 - any exception means that the READ failed
@@ -250,7 +261,7 @@ class Agent:
             return ReadState.FAILED
 
     def release(self, handle: Any) -> None:
-        """Release the handle of a READ, which must not be IN_FLIGHT."""
+        """Release the handle of a READ or WRITE, which must not be IN_FLIGHT."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 - the READ has ended, so no more bytes can arrive

@@ -8,7 +8,12 @@ import pytest
 from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.connector.messages import WorkerInfo
-from kvferry.connector.scheduler import check_one_machine, check_rank_keys, scheduler_keys
+from kvferry.connector.scheduler import (
+    check_rank_keys,
+    check_reachable,
+    machines_of,
+    scheduler_keys,
+)
 from kvferry.geometry import RankGeometry
 from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.security import read_keys, write_secret
@@ -72,8 +77,17 @@ def test_all_ranks_must_have_the_engines_key():
         check_rank_keys(KEYS, [card(0, KEYS.fingerprint), card(1, OTHER_KEYS.fingerprint)])
 
 
-def test_all_ranks_of_an_engine_with_tiers_must_run_on_one_machine():
-    here = card(0, None)
-    check_one_machine([here, card(1, None)])
-    with pytest.raises(ConfigError, match=r"rank TP1 PP0 runs on another machine .* leave tiers out"):
-        check_one_machine([here, replace(card(1, None), machine="another")])
+def test_ranks_are_grouped_by_their_machine_and_that_of_the_scheduler_comes_first():
+    here, there = card(0, None), replace(card(1, None), machine="another")
+    ranks = [here.geometry, there.geometry]
+    assert machines_of([here, card(1, None)]) == [ranks]
+    assert machines_of([here, there]) == [[ranks[0]], [ranks[1]]]
+    assert machines_of([there]) == [[], [ranks[1]]]
+
+
+def test_machines_of_an_engine_with_tiers_must_reach_each_other():
+    here, there = card(0, None).geometry, card(1, None).geometry
+    check_reachable(ConnectorConfig(), [[here, there]])
+    check_reachable(ConnectorConfig(host="10.0.0.7"), [[here], [there]])
+    with pytest.raises(ConfigError, match=r"rank TP1 PP0 runs on another machine .* set host to 'node'"):
+        check_reachable(ConnectorConfig(), [[here], [there]])

@@ -72,7 +72,7 @@ def tiered(monkeypatch, stores, *, write_back=False, capacity="1MiB", **settings
     ]
     engine = FakeEngine(groups, blocks=BLOCKS, steps_in_flight=2)
 
-    def open_tiers(_, __, table, place):
+    def open_tiers(_, __, table, *unused):
         engine.queue = QueueByHand(
             FakeTier("file", table=table), engine.clock, writers=1, write_back=write_back
         )

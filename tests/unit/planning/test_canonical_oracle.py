@@ -1,8 +1,6 @@
 """Chunks stored by some engines and loaded by others, against bytes computed without the planner."""
 
 from collections.abc import Sequence
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import numpy as np
 from hypothesis import event, given, strategies as st
@@ -11,7 +9,7 @@ from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool
 from kvferry.planning.select import Cells, LoadSpan, select_cells
 from kvferry.planning.template import Route, build_templates
-from support.chunks import Finest, Kept, StoredLayout, chunk_of, kept
+from support.chunks import Kept, StoredLayout, chunk_of, cut_like, kept
 from support.engines import ranks
 from support.examples import examples
 from support.oracle import Memory, copy, expand_cells, expect, fill, visible
@@ -166,11 +164,3 @@ def slots_of(canonical: CanonicalForm, case: Kept) -> list[np.ndarray]:
     """Slots by chunk, none of them 0; of a snapshot, the one."""
     order = np.random.default_rng(case.seed).permutation(case.chunks + 1)[: case.chunks] + 1
     return [order[:1] if group.kind is GroupKind.STATE else order for group in canonical.groups]
-
-
-@contextmanager
-def cut_like(finest: Finest):
-    """Units of several elements, though the axes of made-up models are short."""
-    form = "kvferry.geometry.canonical.form"
-    with patch(f"{form}.EVERY_ELEMENT", finest.every_element), patch(f"{form}.FINEST", finest.finest):
-        yield

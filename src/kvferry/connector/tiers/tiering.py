@@ -20,13 +20,14 @@ from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_toke
 from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.engine import BlockIds, BlockPool, DescribeBlocks, EngineFacts, Request, Step
 from kvferry.connector.events import EventStream
-from kvferry.connector.messages import ArenaCard, StepOrders, StepReports
+from kvferry.connector.messages import StepOrders, StepReports
+from kvferry.connector.tiers.arenas import Arenas
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
 from kvferry.connector.tiers.milestones import SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.storing import StoreOrders, Storing
 from kvferry.geometry import GroupKind, RankGeometry
-from kvferry.geometry.canonical import CanonicalForm, canonical_form_of
+from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, share_of
 from kvferry.geometry.canonical.derive import (
     check_blocks,
     check_prompt_length,
@@ -38,14 +39,16 @@ from kvferry.geometry.canonical.derive import (
 from kvferry.keys.namespace import Namespace
 from kvferry.planning.chunk_cells import check_storable
 from kvferry.planning.coverage import NO_TIER, TierNumbers
+from kvferry.planning.shares import share_copies
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
-from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable, Tags
 from kvferry.tiers.names import FLEET, HOST, tier_kind, tier_name
+from kvferry.tiers.shares.exchange import ShareExchange
+from kvferry.tiers.shares.tier import READERS, WRITERS, ShareTier
 from kvferry.tiers.storage_tier import StorageSettings, StorageTier
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.security import Keys
@@ -65,6 +68,7 @@ def open_tiers(
     get_namespace: Callable[[], Namespace],
     table: KeyTable,
     place: FleetPlace | None = None,
+    exchange: ShareExchange | None = None,
 ) -> list[tuple[TierQueue, float]]:
     """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
@@ -72,6 +76,7 @@ def open_tiers(
         get_namespace: returns the namespace of the keys. Called only if there is a tier, and not again after
             it has succeeded.
         place: what the fleet tier needs of the engine; None if the engine cannot have one.
+        exchange: of an engine on several machines; None for one machine.
 
     Returns:
         (tier, setting ``load_weight``) for each opened tier.
@@ -82,6 +87,11 @@ def open_tiers(
     for number, settings in enumerate(tiers):
         try:
             namespace = namespace or get_namespace()
+            if isinstance(settings, FleetSettings) and exchange is not None:
+                raise ConfigError(
+                    "fleet tier: the ranks of this engine run on several machines, and none has whole chunks "
+                    "in host memory that other engines could read; leave the fleet tier out"
+                )
             if isinstance(settings, FleetSettings) and place is not None:
                 tier: StorageTier = FleetTier(settings, namespace, place)
             else:
@@ -90,8 +100,14 @@ def open_tiers(
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
             continue
         name = tier_name(settings.kind, kinds[settings.kind])
+        write_back = settings.write == "back"
+        if exchange is None:
+            queue = TierQueue(tier, name, write_back=write_back)
+        else:
+            shares = ShareTier(tier, exchange)
+            queue = TierQueue(shares, name, readers=READERS, writers=WRITERS, write_back=write_back)
         kinds[settings.kind] += 1
-        found.append((TierQueue(tier, name, write_back=settings.write == "back"), settings.load_weight))
+        found.append((queue, settings.load_weight))
     return found
 
 
@@ -110,7 +126,7 @@ class Tiering:
         tiers: Tiers,
         engine: EngineFacts,
         config: ConnectorConfig,
-        ranks: Sequence[RankGeometry],
+        machines: Sequence[Sequence[RankGeometry]],
         *,
         pool: BlockPool,
         parts: PartBlocks,
@@ -123,22 +139,38 @@ class Tiering:
     ) -> None:
         """Open the tiers, and begin to allocate the arena. Create this object after all workers have started.
 
-        `wake` makes the engine run a step soon.
+        Args:
+            machines: ranks of each machine, those of this process's machine first.
+            wake: makes the engine run a step soon.
 
         Raises:
             ConfigError: no chunk could ever be stored, or the memory cannot be allocated.
         """
-        canonical = _canonical(config, engine, ranks)
-        self._arena = Arena.create(_host_bytes(tiers), wake)
-        self._on_gpu = any(region.memory == "VRAM" for rank in ranks for region in rank.regions)
-        sizes, table = [group.chunk_bytes for group in canonical.groups], KeyTable()
+        ranks = [rank for machine in machines for rank in machine]
+        canonical, shares = _canonical(config, engine, machines)
+        table = KeyTable()
+        self._arenas = Arenas(
+            _host_bytes(tiers),
+            machines,
+            canonical,
+            shares,
+            config,
+            buffers=len(tiers.slow) * (READERS + WRITERS),
+            wake=wake,
+        )
+        arena = self._arenas.own
+        # A slot has room for the largest share.
+        sizes = [
+            max(group.chunk_bytes for group in groups)
+            for groups in zip(*(s.groups for s in shares), strict=True)
+        ]
         policy = EVICTION_POLICIES[tiers.host.eviction_policy]
-        host = HostTier(self._arena.region.length, sizes, policy, table, self._ready_bytes)
+        host = HostTier(arena.region.length, sizes, policy, table, self._arenas.ready_bytes)
         place = None
         if keys is not None:
             place = FleetPlace(
                 host_tier=host,
-                arena=self._arena,
+                arena=arena,
                 groups=canonical.groups,
                 keys=keys,
                 peers=config.allowed_peers(),
@@ -148,10 +180,10 @@ class Tiering:
                 port_offset=engine.port_offset,
                 wake=wake,
             )
-        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place)
+        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place, self._arenas.exchange)
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.name: weight for one, weight in opened}}
-        self._cache = ChunkCache(host, self._arena.bytes_at, canonical.groups, behind)
+        self._cache = ChunkCache(host, arena.bytes_at, canonical.groups, behind)
         self._pinned = PinnedChunks(host)
         # Other engines publish the blocks in their host memory themselves.
         self._bits = {
@@ -197,30 +229,20 @@ class Tiering:
             snapshot_tokens,
             self._block_events,
         )
-        # The description of the arena, until the ranks have it.
-        self._cards = [ArenaCard(self._arena.handle, tuple(ranks), chunk_tokens)]
         self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
-            "tiers: chunks of %d tokens; host memory of %.2f GiB%s",
-            chunk_tokens, self._arena.region.length / 2**30,
+            "tiers: chunks of %d tokens; host memory of %.2f GiB%s%s",
+            chunk_tokens, arena.region.length / 2**30,
+            f" on each of {len(machines)} machines" if len(machines) > 1 else "",
             "".join(f", {one.name}" for one in behind),
         )  # fmt: skip
+        self._lost = ""  # why the arenas are not used any more
         rule.announce(events)
 
     @property
     def busy(self) -> bool:
         """True if the engine must run steps without requests, for stores, loads and writes under way."""
-        return self._stores.busy or self.source.busy or self._cache.busy or self._can_attach
-
-    @property
-    def _can_attach(self) -> bool:
-        """Whether the ranks do not know the arena yet, and can attach it now."""
-        # A rank with a GPU registers all of the arena, and would allocate the rest of it, page by page.
-        return bool(self._cards) and (not self._on_gpu or self._arena.is_allocated)
-
-    def _ready_bytes(self) -> int:
-        """Return how much of the arena chunks may use now."""
-        return 0 if self._on_gpu and self._cards else self._arena.ready_bytes
+        return self._stores.busy or self.source.busy or self._cache.busy or self._arenas.busy
 
     @property
     def holds_blocks(self) -> bool:
@@ -243,7 +265,7 @@ class Tiering:
     def agenda(self) -> tuple[Sized, ...]:
         """Containers that are all empty if a step needs neither `poll` nor `schedule`, after `counters`."""
         return (
-            self._cards,
+            self._arenas.cards,
             *self._storing.agenda,
             *self._places.agenda,
             *self._stores.agenda,
@@ -260,22 +282,26 @@ class Tiering:
         if idle:
             self._cache.await_reads()
         self._cache.poll()
+        # Before new orders: slots that have just become free may still be written to.
+        self._check_arenas()
 
     def schedule(self, step: Step, started: Iterable[str], orders: StepOrders) -> None:
         """Add to `orders` which chunks the ranks store.
 
         `started` are the requests of the step that the engine has admitted since their last step.
         """
-        # Ranks attach the arena once: if they can, in a step before the first request.
-        if self._can_attach:
-            orders.arena = self._cards.pop()
+        # If ranks can attach the arena before the first request, they do.
+        if self._arenas.can_attach:
+            orders.arena = self._arenas.cards.pop()
         self._storing.schedule(step, started)
         self._places.schedule(step, started)
         orders.stores = self._stores.take()
 
     def take_reports(self, reports: StepReports) -> None:
+        self._arenas.take_reports(reports)
         self._stores.take_reports(reports)
         self.source.take_reports(reports)
+        self._check_arenas()
 
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
@@ -294,11 +320,20 @@ class Tiering:
         self._prompts.start_anew()
         self._stop()
         self.drop_host_memory()
+        if self._lost:
+            self.suspend(self._lost)
 
     def suspend(self, why: str) -> None:
         """Stop storing and loading until `start_anew`. Stored chunks stay valid for other engines."""
         self._prompts.suspend(why)
         self._stop()
+
+    def _check_arenas(self) -> None:
+        """Use no tier any more if the arena of another machine is lost."""
+        if self._arenas.lost and not self._lost:
+            self._lost = self._arenas.lost
+            logger.error("tiers: %s; this engine uses no tier from now on: start it anew", self._lost)
+            self.suspend(self._lost)
 
     def _stop(self) -> None:
         self._storing.start_anew()
@@ -359,11 +394,17 @@ class Tiering:
     def shutdown(self) -> None:
         """Write queued chunks to storage for at most `_CLOSING_SECONDS`, then free the arena."""
         self._cache.shutdown(_CLOSING_SECONDS)
-        self._arena.close()
+        self._arenas.close()
 
 
-def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[RankGeometry]) -> CanonicalForm:
-    """Return the format in which this engine stores chunks. Raise ConfigError if none can be stored."""
+def _canonical(
+    config: ConnectorConfig, engine: EngineFacts, machines: Sequence[Sequence[RankGeometry]]
+) -> tuple[CanonicalForm, list[CanonicalForm]]:
+    """Return the format in which this engine stores chunks, and those of each machine's share.
+
+    Raise ConfigError if no chunk can be stored.
+    """
+    ranks = [rank for machine in machines for rank in machine]
     blocks = [group.snapshot_tokens for group in engine.groups]
     if engine.has_rings:
         raise ConfigError(
@@ -386,13 +427,34 @@ def _canonical(config: ConnectorConfig, engine: EngineFacts, ranks: Sequence[Ran
         logger.warning("tiers: %s", late)
     try:
         canonical = canonical_form_of(ranks, tokens)
-        check_storable(canonical, ranks)
+        shares = [share_of(canonical, machine) for machine in machines]
+        if len(machines) == 1:
+            check_storable(canonical, ranks)
     except (GeometryError, Incompatible) as error:
         raise ConfigError(
             f"tiers: {error}; choose another attention backend, layout or KV cache dtype (docs/backends.md), "
             "or configure no tiers"
         ) from error
-    return canonical
+    if len(machines) > 1:
+        _check_shares(canonical, shares, machines)
+    return canonical, shares
+
+
+def _check_shares(
+    canonical: CanonicalForm, shares: Sequence[CanonicalForm], machines: Sequence[Sequence[RankGeometry]]
+) -> None:
+    """Raise ConfigError unless the ranks of each machine hold its whole share, and all a whole chunk."""
+    try:
+        for share, machine in zip(shares, machines, strict=True):
+            check_storable(share, machine)
+        share_copies(canonical, shares)
+    except Incompatible as error:
+        raise ConfigError(
+            "tiers: the ranks of a machine must hold neighbouring heads or whole layers of all tokens, and "
+            f"those of this engine do not ({error}); give each machine neighbouring tensor-parallel ranks or "
+            "pipeline stages, and divide tokens (context parallelism) inside a machine only, or configure no "
+            "tiers"
+        ) from error
 
 
 def _host_bytes(tiers: Tiers) -> int:

@@ -2,6 +2,7 @@
 
 `form` defines the bytes, and describes a pool of chunks as a `RankGeometry`. So the planner treats the pool
 as another engine. `derive` computes the form, and the number of tokens of a chunk, from an engine's geometry.
+`share` computes the share of a chunk that the ranks of one machine hold.
 """
 
 from kvferry.geometry.canonical.derive import (
@@ -21,6 +22,7 @@ from kvferry.geometry.canonical.form import (
     chunk_pool,
     unit_count,
 )
+from kvferry.geometry.canonical.share import share_of
 
 __all__ = [
     "CanonicalForm",
@@ -33,6 +35,7 @@ __all__ = [
     "chunk_pool",
     "content_alignment",
     "first_prefix",
+    "share_of",
     "snapshot_interval",
     "unit_count",
     "whole_block_tokens",

@@ -11,6 +11,9 @@ holds whole are in a section of one unit. So a rank's part of a section is one c
 Opaque pages, whose bytes move only whole, are fields of one element per block, sharded by rank. So a chunk
 holds whole blocks of them, and only engines with equal blocks and equally many ranks share such chunks.
 
+The ranks of an engine on one machine hold a *share* of each chunk (`share.share_of`): the same sections, with
+a range of their units and some of their layers.
+
 In a chunk of a sliding-window group, the writer may have freed the first tokens already. Their bytes are
 zero. `derive.content_alignment` tells where valid content begins.
 
@@ -76,13 +79,14 @@ class SectionField:
 
 @dataclass(frozen=True, slots=True)
 class FormSection:
-    """A section of a chunk."""
+    """A section of a chunk, or of a machine's share of a chunk."""
 
     axis: str  # name of the sharded axis; "" for fields that every rank holds whole
     total: int  # elements of the axis over all ranks; 1 without an axis
     tokens: int  # per chunk; 0 for a snapshot
     parts: tuple[SectionField, ...]  # in memory order: by layer, then by field
     element_tokens: int = 1  # per element of the token axis, a divisor of `tokens`
+    held: range | None = None  # the units in a share; None for all
 
     @property
     def elements(self) -> int:
@@ -90,12 +94,16 @@ class FormSection:
         return self.tokens // self.element_tokens
 
     @property
+    def first_unit(self) -> int:
+        return 0 if self.held is None else self.held.start
+
+    @property
     def units(self) -> int:
-        return unit_count(self.total)
+        return unit_count(self.total) if self.held is None else len(self.held)
 
     @property
     def unit_elements(self) -> int:
-        return self.total // self.units
+        return self.total // unit_count(self.total)
 
     @property
     def unit_bytes(self) -> int:
@@ -264,7 +272,7 @@ def _field(section: FormSection, part: SectionField, offset: int, pitch: int) ->
     axes = []
     if section.axis:
         loops = ((section.units, section.unit_bytes), (section.unit_elements, part.element_bytes))
-        axes.append(Axis(section.axis, loops))
+        axes.append(Axis(section.axis, loops, section.first_unit * section.unit_elements, section.total))
     if section.elements:
         axes.append(Axis(TOKEN, ((section.elements, pitch),)))
     stride = part.element_bytes

@@ -1,30 +1,24 @@
 """READs from the arenas of other engines, from the threads that fetch chunks.
 
-One NIXL agent of the scheduler's process makes this engine's arena readable, and reads the others'. NIXL gets
-one call at a time, which lasts as long as the READ with some transports.
+One NIXL agent of the scheduler's process makes this engine's arena readable, and reads the others'.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from kvferry.common.errors import KVFerryError, TransferError
+from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.tiers.fleet.messages import HostMemory
-from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.agent import Agent
+from kvferry.transport.blocking import BlockingTransfers
 from kvferry.transport.metadata_validation import MetadataValidator, ValidationResult
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 5e-4
-_ONE = np.zeros(1, np.int32)
 
 
 @dataclass(slots=True)
@@ -47,8 +41,9 @@ class ArenaReader:
     """
 
     def __init__(self, agent: Agent, arena: Region, validator: MetadataValidator) -> None:
-        self._agent, self._arena, self._validator = agent, arena, validator
-        self._lock = threading.Lock()
+        self._agent, self._validator = agent, validator
+        self._transfers = BlockingTransfers(agent, arena)
+        self._lock = self._transfers.lock
         self._arenas: dict[int, _Arena] = {}  # by incarnation
 
     def knows(self, incarnation: int) -> bool:
@@ -87,13 +82,13 @@ class ArenaReader:
                     f"{size} bytes at {offset} of host memory, which has {arena.memory.bytes} bytes there"
                 )
             arena.reads += 1
+        there = Region(arena.memory.address, arena.memory.bytes)
+        pieces = (np.array([each], np.int64) for each in (into, there.address + offset, size))
         try:
-            self._read(arena, arena.memory.address + offset, into, size)
-        except Exception as error:
+            self._transfers.run("READ", arena.name, there, *pieces)
+        except TransferError:
             arena.left = True
-            if isinstance(error, KVFerryError):
-                raise
-            raise TransferError(f"the transport fails: {error}") from error
+            raise
         finally:
             with self._lock:
                 arena.reads -= 1
@@ -120,29 +115,3 @@ class ArenaReader:
                 self._agent.drop_peer(arena.name)
             except Exception as error:  # noqa: BLE001 - nothing is read from it any more
                 logger.debug("fleet: NIXL cannot remove %s: %s", arena.name, error)
-
-    def _read(self, arena: _Arena, source: int, into: int, size: int) -> None:
-        undo: list[Callable[[], None]] = []
-        try:
-            with self._lock:
-                ours = self._agent.prepare(None, self._arena, np.array([(into, size, size, 1)], np.int64))
-                undo.append(lambda: self._agent.release_list(ours))
-                there = Region(arena.memory.address, arena.memory.bytes)
-                rows = np.array([(source, size, size, 1)], np.int64)
-                theirs = self._agent.prepare(arena.name, there, rows)
-                undo.append(lambda: self._agent.release_list(theirs))
-                handle: Any = self._agent.read(ours, _ONE, theirs, _ONE)
-                undo.append(lambda: self._agent.release(handle))
-                state = self._agent.post(handle)
-            nap = _SHORTEST_NAP
-            while state is ReadState.IN_FLIGHT:
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
-                with self._lock:
-                    state = self._agent.state(handle)
-        finally:
-            with self._lock:
-                for step in reversed(undo):
-                    step()
-        if state is ReadState.FAILED:
-            raise TransferError("its host memory cannot be read")

@@ -45,7 +45,7 @@ def start(rank: RankGeometry, wake: threading.Event) -> Tiering:
         Tiers(HostSettings(4 * STEP), ()),
         made_up(),
         ConnectorConfig(),
-        [rank],
+        [[rank]],
         pool=pool,
         parts=PartBlocks(rank.groups, pool),
         adapters=Adapters(),
@@ -91,7 +91,8 @@ def test_an_idle_engine_runs_a_step_in_which_its_ranks_attach_the_arena(allowed)
         assert has_room(tiering), "the first memory is there at once"
         card = step(tiering)
         assert card is not None
-        assert card.name == tiering._arena.handle
+        (machine,) = card.machines
+        assert machine.arena == tiering._arenas.own.handle
         assert not tiering.busy
         assert step(tiering) is None, "ranks attach once"
 

@@ -1,6 +1,7 @@
 """Opening storage tiers: a tier that cannot be opened is left out and logged."""
 
 import logging
+from unittest import mock
 
 import pytest
 
@@ -8,6 +9,7 @@ from kvferry.common.errors import Unnameable
 from kvferry.connector.config import read_tiers
 from kvferry.connector.tiers.tiering import open_tiers
 from kvferry.tiers.index import KeyTable
+from kvferry.tiers.shares.tier import ShareTier
 from support.stores import NAMESPACE
 
 
@@ -56,6 +58,19 @@ def test_a_directory_under_a_second_name_is_left_out(opened, tmp_path, caplog):
     found = opened(first, {**first, "path": f"{tmp_path}/link"})
     assert len(found) == 1
     assert f"{tmp_path}/link and {tmp_path}/a, which is a tier already, are one directory" in caplog.text
+
+
+def test_an_engine_on_several_machines_has_no_fleet_tier(tmp_path, caplog):
+    exchange = mock.Mock(lost="")
+    tiers = [{"type": "fleet"}, {"type": "file", "path": str(tmp_path)}]
+    found = open_tiers(read_tiers(tiers).slow, lambda: NAMESPACE, KeyTable(), exchange=exchange)
+    assert [behind.queue.name for behind, _ in found] == ["file"]
+    assert isinstance(found[0][0].queue.tier, ShareTier)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
+    assert said.startswith("fleet tier: the ranks of this engine run on several machines")
+    assert said.endswith("leave the fleet tier out; this engine serves on without that tier")
+    for behind, _ in found:
+        behind.queue.close(5.0)
 
 
 def test_all_tiers_share_one_table_and_one_namespace(opened, tmp_path):

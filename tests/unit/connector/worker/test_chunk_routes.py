@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.messages import ArenaCard, LoadOrder, Piece, StoreOrder
+from kvferry.connector.messages import ArenaCard, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.connector.mover import ChunkMover, ChunkRoutes
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
@@ -246,7 +246,7 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     waited = []
     forward = SimpleNamespace(query=lambda: True, synchronize=lambda: waited.append(1))
     mover.store(StoreOrder("early", pieces, tables, WHOLE), forward)
-    mover.attach(ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
+    mover.attach(ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK))
     mover.store(StoreOrder("s", pieces, tables, WHOLE), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     mover.load(load, LoadOrder("p", pieces, first=True))
@@ -287,7 +287,7 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
     pieces = pieces_of(a, range(3))
     mover = ChunkMover((0, 0), engine_bytes=4096)
     event = device_stream.record_event()
-    mover.attach(ArenaCard(arena.handle, ranks, CHUNK))
+    mover.attach(ArenaCard((MachineRanks(ranks, arena.handle),), arena.region.length, CHUNK))
     mover.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE), event)
     ((_, stored),) = wait_for(mover.take_reports)
     assert stored.failure is None
@@ -324,7 +324,7 @@ def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Are
     a, _ = engines(1, 2)
     pieces, over = pieces_of(a, range(3)), []
     mover = ChunkMover((0, 0))
-    mover.attach(ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK))
+    mover.attach(ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK))
     forward = SimpleNamespace(query=lambda: bool(over), synchronize=lambda: None)
     order = StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)
     for key in "st":
@@ -345,7 +345,7 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
 
     mover = ChunkMover((0, 0))
     order = StoreOrder("s", pieces_of(a, range(3)), tables_of(a, 0, TOKENS), WHOLE)
-    card = ArenaCard(arena.handle, tuple(ranks_of(a)), CHUNK)
+    card = ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK)
     monkeypatch.setattr("kvferry.connector.mover.enter_stream", fail)
     mover.attach(card)
     mover.store(order, SimpleNamespace(query=fail, synchronize=fail))

@@ -54,7 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
 def half(made: list[Transfers]) -> Iterator[WorkerHalf]:
     (rank,) = lay_out(model(attention()), EngineShape(1, (1,), 16, "LBHNC", 100))
     mover = mock.Mock()
-    mover.take_reports.return_value = []
+    mover.take_reports.return_value, mover.take_arenas.return_value = [], {}
     one = WorkerHalf(mover=mover)
     one.start("e", rank, ConnectorConfig())
     yield one

@@ -104,7 +104,7 @@ def test_a_cache_that_has_moved_on_any_worker_is_reported() -> None:
 
 def test_a_worker_whose_cache_has_moved_loads_and_stores_nothing_whatever_the_epoch() -> None:
     mover, words = mock.Mock(), mock.Mock()
-    mover.take_reports.return_value = []
+    mover.take_reports.return_value, mover.take_arenas.return_value = [], {}
     transfers = mock.Mock(words=words)
     half = WorkerHalf(transfers=transfers, mover=mover)
     transfers.results.return_value = []

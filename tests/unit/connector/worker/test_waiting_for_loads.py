@@ -193,7 +193,7 @@ def test_a_load_that_ended_while_the_engine_computed_does_not_seem_slow(rank):
 
 def test_a_load_of_other_weights_fails_in_its_first_step_and_copies_nothing():
     mover = mock.Mock()
-    mover.take_reports.return_value = []
+    mover.take_reports.return_value, mover.take_arenas.return_value = [], {}
     half = WorkerHalf(Clock(), mover=mover)
     half.on_weights_changed()
     load = made_up_load("a", LoadSpan(0, 4, 5), [[1]])
