@@ -10,9 +10,9 @@ import pytest
 from hypothesis import event, given, strategies as st
 
 from kvferry.common.errors import Incompatible
-from kvferry.connector.mover import check_storable
 from kvferry.geometry import Attention, GroupKind, RankGeometry
 from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, chunk_pool, share_of
+from kvferry.planning.chunk_cells import check_storable
 from kvferry.planning.descriptors import Descriptors
 from kvferry.planning.select import LoadSpan, select_cells
 from kvferry.planning.shares import share_copies
