@@ -284,8 +284,8 @@ class Lead:
         cache = self.tiering._cache
         found = {"copied": cache.counts.stored, "failed": cache.counts.failed}
         for slow in cache.slow_tiers:
-            found |= {f"put {outcome}": n for outcome, n in slow.queue.tier.stats.puts.items()}
-            found |= {f"got {outcome}": n for outcome, n in slow.queue.tier.stats.gets.items()}
+            found |= {f"put {outcome}": n for outcome, n in slow.tier.stats.puts.items()}
+            found |= {f"got {outcome}": n for outcome, n in slow.tier.stats.gets.items()}
         return found
 
     def lost(self) -> str:

@@ -1,6 +1,5 @@
 """Several engines, and data-parallel ranks of one, on one host: each control channel on a port of its own."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,18 +55,6 @@ def test_workers_of_another_connector_of_the_engine_are_refused_in_words():
         half._start((card(rank, ConnectorConfig(explain_requests=1)),))
     on_another_machine = ConnectorConfig(explain_requests=0, host="10.0.0.7")
     half._start((card(rank, on_another_machine),))
-    half.shutdown()
-
-
-def test_an_engine_with_tiers_does_not_start_on_several_machines():
-    rank = rank_of(kv_page())
-    config = ConnectorConfig(explain_requests=0, transfer=False, tiers=[{"type": "host", "capacity": "1MiB"}])
-    groups = SimpleNamespace(kv_cache_groups=[], num_blocks=8, hash_block_size=16)
-    half = scheduler_connector(configured("engine"), groups, config)
-    there = card(rank, config)
-    there = replace(there, info=replace(there.info, machine="another"))
-    with pytest.raises(ConfigError, match="runs on another machine"):
-        half._start((card(rank, config), there))
     half.shutdown()
 
 

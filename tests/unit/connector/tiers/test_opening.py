@@ -64,13 +64,13 @@ def test_an_engine_on_several_machines_has_no_fleet_tier(tmp_path, caplog):
     exchange = mock.Mock(lost="")
     tiers = [{"type": "fleet"}, {"type": "file", "path": str(tmp_path)}]
     found = open_tiers(read_tiers(tiers).slow, lambda: NAMESPACE, KeyTable(), exchange=exchange)
-    assert [behind.queue.name for behind, _ in found] == ["file"]
-    assert isinstance(found[0][0].queue.tier, ShareTier)
+    assert [behind.name for behind, _ in found] == ["file"]
+    assert isinstance(found[0][0].tier, ShareTier)
     (said,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
     assert said.startswith("fleet tier: the ranks of this engine run on several machines")
     assert said.endswith("leave the fleet tier out; this engine serves on without that tier")
     for behind, _ in found:
-        behind.queue.close(5.0)
+        behind.close(5.0)
 
 
 def test_all_tiers_share_one_table_and_one_namespace(opened, tmp_path):
