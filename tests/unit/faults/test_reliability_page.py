@@ -41,7 +41,7 @@ def test_every_public_report_has_a_test():
 
 
 def test_page_shows_the_kinds_of_faults_and_protections_of_the_present_campaign():
-    """It is older than the campaign otherwise: `make faults SEED=1 FAULTS=510` writes it again."""
+    """It is older than the campaign otherwise: `make faults SEED=1 FAULTS=540` writes it again."""
     part = PAGE.split("<!-- faults: ")[1].split("<!-- end of faults -->")[0]
     shown, area = set(), ""
     for line in part.splitlines():
@@ -56,7 +56,7 @@ def test_page_shows_the_kinds_of_faults_and_protections_of_the_present_campaign(
 
 @pytest.mark.long
 def test_page_was_written_on_the_present_code():
-    """It is older than the code otherwise: `make faults SEED=1 FAULTS=510` writes it again."""
+    """It is older than the code otherwise: `make faults SEED=1 FAULTS=540` writes it again."""
     (commit,) = re.findall(r"ran on commit `(\w+)`", PAGE)
     code = ("src", "tests/faults", "tests/support")
     command = ["git", "log", "--oneline", f"{commit}..HEAD", "--", *code]
