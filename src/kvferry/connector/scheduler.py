@@ -400,6 +400,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Close the control channel and the tiers, and end all threads."""
+        self.events.release()
         if self._admin is not None:
             self._admin.close()
         if self._peering is not None:

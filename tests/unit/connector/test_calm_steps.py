@@ -341,6 +341,12 @@ def test_no_event_waits_when_a_request_has_ended(half, caught_up):
     assert caught_up == ["event"] * 2
 
 
+def test_no_event_waits_when_the_engine_ends(half, caught_up):
+    half._peering.client.unsent.clear()
+    half.shutdown()
+    assert caught_up == ["event"]
+
+
 def test_an_engine_runs_another_step_for_messages_that_wait(half, caught_up):
     assert half.busy
     half._peering.client.unsent.clear()
