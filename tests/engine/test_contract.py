@@ -14,8 +14,8 @@ from kvferry.engines.vllm.version import minor_release, vllm_version
 
 pytestmark = pytest.mark.engine
 
-PATCHED = {"on_pause", "on_sleep", "on_asleep"}
-"""Hooks that kvferry adds to vLLM, which calls them as `compat.scheduler` and `compat.process` make it."""
+PATCHED = {"on_pause", "on_sleep", "on_asleep", "rest_seconds"}
+"""Members that kvferry adds, which vLLM uses as `compat.scheduler` and `compat.process` make it."""
 SINCE = {
     "get_external_cache_hit_sources": "0.32",
     "get_loaded_kv_cache_group_ids": "0.32",
@@ -180,7 +180,7 @@ def test_queues_between_processes_wait_in_the_way_that_is_replaced_on_a_cpu(monk
 class RestingLoop:
     """An engine whose step computes nothing although it has requests. It stands for an `EngineCoreProc`."""
 
-    engines_running = False
+    engines_running, batch_queue, connector = False, None, None
 
     def __init__(self) -> None:
         from kvferry.engines.vllm.compat.process import find_waker
@@ -188,7 +188,13 @@ class RestingLoop:
         self.input_queue, self.output_queue = Queue[Any](), Queue[Any]()
         self.rests: list[float] = []
         self.input_queue.not_empty.wait = self.rests.append
-        self.scheduler = SimpleNamespace(has_requests=lambda: True)
+        self.counts = (0, 0)
+        self.scheduler = SimpleNamespace(
+            finished_req_ids=set(),
+            has_requests=lambda: True,
+            get_request_counts=lambda: self.counts,
+            get_kv_connector=lambda: self.connector,
+        )
         # It finds this object on the call stack.
         self.wake = find_waker()
 
@@ -210,6 +216,41 @@ def test_an_engine_rests_after_a_step_that_computes_nothing_unless_it_has_input(
     core.EngineCoreProc._process_engine_step(loop)
     assert loop.rests == [0.001]
     assert core.time.monotonic is time.monotonic
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"connector": SimpleNamespace(rest_seconds=0.0)},
+        {"connector": SimpleNamespace()},
+        {"counts": (0, 1)},
+        {"counts": (1, 0)},
+        {"engines_running": True},
+        {"batch_queue": ["a step under way"]},
+        {"ended": {"r"}},
+    ],
+    ids=["none", "has work", "of others", "waiting", "running", "other engines", "step under way", "ended"],
+)
+def test_an_engine_that_only_keeps_blocks_for_peers_rests_until_a_lease_ends(monkeypatch, state) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import core
+
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+    assert isinstance(KVFerryConnector.rest_seconds, property)
+    assert all(hasattr(Scheduler, name) for name in ("get_request_counts", "get_kv_connector"))
+    assert "self.finished_req_ids" in inspect.getsource(Scheduler.has_finished_requests)
+    monkeypatch.setattr(core, "time", core.time)
+    loop = RestingLoop()
+    loop.connector = SimpleNamespace(rest_seconds=3.0)
+    vars(loop).update(state)
+    loop.scheduler.finished_req_ids = state.get("ended", set())
+    core.EngineCoreProc._process_engine_step(loop)
+    assert loop.rests == [0.001 if state else 3]
+    loop.wake()
+    core.EngineCoreProc._process_engine_step(loop)
+    assert len(loop.rests) == 1
 
 
 def test_scheduler_does_what_the_design_assumes() -> None:

@@ -186,9 +186,11 @@ def test_engines_that_keep_all_blocks_for_requests_of_each_other_answer_all_the_
     consumers = producers[::-1]
     if engines == 1:
         pair.prefill.call("evict_prefixes")  # or it would answer with its own blocks, and load nothing
-    names = [
-        engine.call("add", texts, offers) for engine, (texts, offers) in zip(consumers, filled, strict=True)
-    ]
+    # Claims of sealed grants follow in steps, and a producer whose requests wait ends leases without a claim.
+    asked = [(texts, [{**one, "remote_sealed_grant": ""} for one in offers]) for texts, offers in filled]
+    names = [engine.call("add", *each) for engine, each in zip(consumers, asked, strict=True)]
+    for engine, of in zip(consumers, names, strict=True):
+        wait_for(lambda engine=engine, of=of: engine.call("redeemed") == len(of))
     for engine, of in zip(consumers, names, strict=True):
         engine.begin("answers", of)
     answers = [engine.end() for engine in consumers]

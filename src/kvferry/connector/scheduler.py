@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
@@ -201,6 +202,13 @@ class SchedulerHalf:
             or (self._tiering is not None and self._tiering.busy)
             or (self._paused and len(self.admission.loads) > 0)
         )
+
+    @property
+    def rest_seconds(self) -> float:
+        """Time in which a step of an engine without requests can do nothing, unless a message arrives."""
+        if self.busy or self.events.waiting or len(self.admission.loads):
+            return 0.0
+        return math.inf if self._peering is None else self._peering.rest_seconds
 
     @property
     def holds_blocks(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -61,8 +61,14 @@ class LeaseClaims:
 class FairQueue:
     """A FIFO queue between two threads, limited per sender and in total. `dropped` counts lost events."""
 
-    def __init__(self, per_sender: int = MAX_PER_SENDER, total: int = MAX_MESSAGES) -> None:
-        self.dropped = 0
+    def __init__(
+        self,
+        on_event: Callable[[], None] = lambda: None,
+        per_sender: int = MAX_PER_SENDER,
+        total: int = MAX_MESSAGES,
+    ) -> None:
+        """Create an empty queue. `on_event` is called after each `put` that has appended an event."""
+        self.dropped, self._on_event = 0, on_event
         self._per_sender, self._total = per_sender, total
         self._waiting: deque[tuple[bytes, LeaseClaims]] = deque()
         self._of: Counter[bytes] = Counter()
@@ -83,7 +89,8 @@ class FairQueue:
                 return False
             self._of[sender] += 1
             self._waiting.append((sender, event))
-            return True
+        self._on_event()
+        return True
 
     def popleft(self) -> LeaseClaims:
         with self._lock:
@@ -116,9 +123,14 @@ class ControlServer:
         keys: security.Keys,
         peers: AllowedPeers = ANY_PEER,
         resolve: ResolveName | None = None,
+        on_event: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bind the socket, and start the thread. The arguments are those of `Listener`."""
-        self.events = FairQueue()
+        """Bind the socket, and start the thread. The other arguments are those of `Listener`.
+
+        Args:
+            on_event: called in the server's thread after it has appended to `events`.
+        """
+        self.events = FairQueue(on_event)
         self.tickets = TicketBook(card.facts.incarnation)
         self.turns = TurnIndex()
         self.seal_key = secrets.token_bytes(SEAL_KEY_BYTES)

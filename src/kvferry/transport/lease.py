@@ -132,6 +132,11 @@ class LeaseBook:
         return len(self._held) + len(self._ending)
 
     @property
+    def next_due(self) -> float:
+        """Time before which no lease expires; infinite if none can."""
+        return self._due[0][0] if self._due else math.inf
+
+    @property
     def held(self) -> list[str]:
         return list(self._held)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +18,17 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeaseClaims
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.messages import Facts, RankCard, Release, encode
 from kvferry.transport.read_plan import Report
+from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from support.block_pool import BlockPool
 from support.clock import Clock
 from support.models import attention, model
+from transport.cards import ticket
 
 BLOCK, PROMPT = 16, 40
 ASKS = {"do_remote_decode": True}
+CONTENT = PromptContent("tokens")
 
 
 @contextmanager
@@ -208,6 +212,42 @@ def test_no_step_is_quiet_while_a_lease_is_held(half):
     assert not step(half).quiet, "workers have not raised the word yet"
     half.sent({"r"})
     calm(half)
+
+
+def test_an_engine_without_requests_rests_until_a_lease_ends_or_a_message_arrives():
+    clock = Clock()
+    with started(clock, lease_seconds=30) as half:
+        assert half.rest_seconds == math.inf
+        one = ask("r", **ASKS)
+        half.on_new_request(one)
+        assert half.rest_seconds == 0, "the request's events wait for its step"
+        one.num_computed_tokens, one.is_complete = PROMPT, True
+        half.finished(one, ([1, 2, 3],))
+        clock.now += 10
+        step(half, {})
+        assert half.rest_seconds == 20
+        half.on_pause(paused=True)
+        assert half.rest_seconds == 0, "it ends leases that nobody claims within a second"
+        half.on_pause(paused=False)
+        half._peering.server.events.put(b"", LeaseClaims(["r"], released=True))
+        assert set(step(half, {}).ended) == {"r"}
+        assert half.rest_seconds == 0, "workers have not raised the word yet"
+        half.sent({"r"})
+        assert half.rest_seconds >= 20
+
+
+def test_claims_and_releases_of_a_peer_make_the_engine_run_a_step():
+    woken = []
+    with started(wake=lambda: woken.append(True)) as half:
+        server, name = half._peering.server, ticket("t")
+        server.tickets.publish(name, "r", 4, CONTENT, Grant.of(1, 2, [[5]]))
+        for message, wakes in (
+            (Redeem(1, 7, name, 4, CONTENT), 1),
+            (Release(consumer=7, tickets=[name]), 2),
+            (Release(consumer=7, tickets=[name]), 2),
+        ):
+            server._serve(b"peer", encode(message))
+            assert len(woken) == wakes
 
 
 def test_with_a_host_buffer_each_step_may_complete_a_prompt():

@@ -83,7 +83,9 @@ class Peering:
         incarnation = new_incarnation()
         ours = facts(incarnation)
         port = config.port + engine.port_offset if config.port else parse_port_range(config.ports) or 0
-        self.server = server = ControlServer(config.host, port, PeerInfo(ours, ranks), keys, peers)
+        self.server = server = ControlServer(
+            config.host, port, PeerInfo(ours, ranks), keys, peers, on_event=wake
+        )
         self.producer = Producer(
             engine,
             config,
@@ -130,6 +132,11 @@ class Peering:
     def busy(self) -> bool:
         """Whether peers need engine steps even if the engine has no requests."""
         return bool(self.client.unsent) or self.producer.turns.busy or self.source.busy
+
+    @property
+    def rest_seconds(self) -> float:
+        """Time in which a step without requests can do nothing, unless peers send a message."""
+        return 0.0 if self.busy else self.producer.rest_seconds
 
     @property
     def holds_blocks(self) -> bool:

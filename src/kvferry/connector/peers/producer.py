@@ -185,6 +185,14 @@ class Producer:
         # A kept turn holds a lease too.
         return self._withdrawn, self._book, self._prompts
 
+    @property
+    def rest_seconds(self) -> float:
+        """Time in which no lease of a finished request ends by itself; 0 while workers end leases."""
+        # A pause ends leases when they are older than a second.
+        if self._paused or self._withdrawn or self._leaving or self._raising or self._ended or self._raised:
+            return 0.0
+        return max(self._book.next_due - self._clock(), 0.0)
+
     def on_new_request(self, request: Request) -> None:
         """Register a request. If its KV will be offered, leave its last token to the consumer."""
         params, name = request.kv_transfer_params, request.request_id

@@ -218,6 +218,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self.half.busy
 
+    @property
+    def rest_seconds(self) -> float:
+        """Time in which a step without requests can do nothing, unless the engine gets input."""
+        return 0.0 if self._half is None else self._half.rest_seconds
+
     def has_pending_block_frees(self) -> bool:
         return self.half.holds_blocks
 

@@ -302,6 +302,14 @@ def test_the_engine_goes_on_while_any_child_has_something_left_to_do(hook: str) 
     assert getattr(ours, hook)()
 
 
+def test_the_engine_rests_as_long_as_every_child_lets_it() -> None:
+    ours = multi(entry(), entry())
+    ours.sub_connectors[0].rest_seconds = 3.0
+    assert ours.rest_seconds == 0, "a child that does not tell may need every step"
+    ours.sub_connectors[1].rest_seconds = 2.0
+    assert ours.rest_seconds == 2
+
+
 # -- the end of a request ---------------------------------------------------------------------------------
 
 

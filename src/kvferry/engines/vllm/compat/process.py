@@ -31,6 +31,9 @@ from kvferry.observe.spans import SpanListener, TraceSpan
 # With 20 us and three ranks on two cores, control messages were still delayed in 4 of 10 runs.
 _SLEEP_SECONDS = 500e-6
 
+# Limits how long a lost wake-up would keep the blocks of a released lease.
+_LONGEST_REST_SECONDS = 10.0
+
 # The same attribute, with the same id, as in vLLM's own spans, so that tools join them.
 _REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
 
@@ -181,7 +184,7 @@ def find_waker() -> Callable[[], None]:
     while frame is not None:
         core: Any = frame.f_locals.get("self")
         if hasattr(core, "input_queue") and hasattr(core, "engines_running"):
-            engine_core.time = _Rests(core.input_queue)
+            engine_core.time = _Rests(core)
             return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         frame = frame.f_back
     # The engine lives in its client's process, where only the client runs steps.
@@ -193,18 +196,32 @@ class _Rests:
 
     After a step that computes nothing, its loop sleeps 1 ms, so that threads which load can run. It would do
     so too if a request has just arrived, or if the step has reported that a load has ended.
+
+    vLLM runs such steps as long as finished requests keep blocks. If these only wait for messages of peers,
+    the sleep lasts until one arrives, or until a lease expires.
     """
 
-    def __init__(self, arrivals: Queue[Any]) -> None:
-        self._arrivals = arrivals
+    def __init__(self, core: Any) -> None:
+        self._core = core
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        with self._arrivals.not_empty:
-            if not self._arrivals.queue:
-                self._arrivals.not_empty.wait(seconds)
+        longest = max(seconds, min(self._rest_seconds(), _LONGEST_REST_SECONDS))
+        arrivals: Queue[Any] = self._core.input_queue
+        with arrivals.not_empty:
+            if not arrivals.queue:
+                arrivals.not_empty.wait(longest)
+
+    def _rest_seconds(self) -> float:
+        core, scheduler = self._core, self._core.scheduler
+        # With data parallelism, other engines may wait for this one in each of their steps.
+        if core.engines_running or core.batch_queue:
+            return 0.0
+        if scheduler.finished_req_ids or any(scheduler.get_request_counts()):
+            return 0.0
+        return float(getattr(scheduler.get_kv_connector(), "rest_seconds", 0.0))
 
 
 def check_fixed_memory(

@@ -283,6 +283,10 @@ class FerryMultiConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._connectors)
 
+    @property
+    def rest_seconds(self) -> float:
+        return min((getattr(child, "rest_seconds", 0.0) for child in self._connectors), default=0.0)
+
     def reset_cache(self) -> bool | None:
         answers = [child.reset_cache() for child in self._connectors]
         return all(answer is not False for answer in answers)
