@@ -21,6 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 from kvferry.common.units import format_bytes
@@ -126,6 +127,11 @@ class Served:
             re.MULTILINE,
         )
         return {reason: sum(float(n) for its, n in found if its == reason) for reason, _ in found}
+
+    def waits(self) -> int:
+        """Number of times that the engines' own threads have waited for something."""
+        engines = [psutil.Process(pid) for pid in processes_below(self.process.pid)]
+        return sum(one.num_ctx_switches().voluntary for one in engines if "EngineCor" in one.name())
 
     def close(self) -> None:
         self.client.close()
@@ -465,6 +471,9 @@ def test_an_idle_prefill_engine_frees_the_kv_that_its_router_no_longer_wants(ser
     name, path = new_ticket(), "/v1/completions"
     served.post(served.prefill, path, **json.loads(prefill_body(body, name=name)))
     assert served.metric(served.prefill, GRANTED) == granted + 1
+    before = served.waits()
+    time.sleep(0.5)
+    assert served.waits() < before + 50, "it runs steps, although they can do nothing for the lease"
     served.post(served.prefill, path, **json.loads(withdrawal_body(served.model, [name])))
     wait_for(lambda: served.metric(served.prefill, "vllm:kv_cache_usage_perc") == 0)
     assert served.expired(served.prefill) == expired
