@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.cache.chunk_cache import ChunkCache, Fetch, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, Fetch, PromptChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
@@ -112,7 +112,7 @@ class PromptLoads:
         self._cache.clear()
         wall, cpu = time.perf_counter(), _others_cpu()
         fetch = self._cache.fetch(
-            [WantedChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
+            [PromptChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
         )
         copying: dict[str, Sequence[Slot]] = {}
         while copying or not fetch.over:
