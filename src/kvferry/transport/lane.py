@@ -197,7 +197,7 @@ class Lane:
             return
         self._links = LaneConnections(
             self._make_peer,
-            lambda cards: self._validator.validate(cards, self._wake.set),
+            self._validate,
             lambda: [
                 *(read.peer for read in self._reads),
                 *(peer for peer in self._measuring if peer.measuring),
@@ -261,6 +261,11 @@ class Lane:
         self._measuring = [peer for peer in self._measuring if not peer.measured]
         before, self._pending = self._pending, sum(peer.speed_pending for peer in self._measuring)
         return self._pending < before
+
+    def _validate(self, cards: tuple[RankCard, ...]) -> Future[str]:
+        refusal = self._validator.validate(cards)
+        refusal.add_done_callback(lambda _: self._wake.set())
+        return refusal
 
     def _make_peer(self, cards: tuple[RankCard, ...]) -> ConnectedPeer:
         peer = ConnectedPeer(self._lane, cards)
