@@ -49,8 +49,7 @@ from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.messages import Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys

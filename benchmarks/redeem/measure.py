@@ -29,8 +29,8 @@ from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import Address, PeerInfo, Pending
-from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, RankCard
+from kvferry.transport.handshake import Address, Pending
+from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, PeerInfo, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.redemptions import Redemption
 from kvferry.transport.seal import SealBinding, open_seal, seal_grant

@@ -31,8 +31,8 @@ from kvferry.tools.measuring.simulated import span_of
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import Address, PeerInfo, Unusable
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.handshake import Address, Unusable
+from kvferry.transport.messages import Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, new_ticket

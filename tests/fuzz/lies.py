@@ -7,12 +7,10 @@ import msgspec
 from fuzz.odd import Odd
 from fuzz.seeds import replies
 from kvferry.transport.messages import (
-    Accepted,
-    AskRanks,
     AskTurn,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Reply,
     Turns,
     decode_request,
@@ -54,9 +52,7 @@ class Lies:
     def _answers(self, asked: object) -> list[Reply]:
         """Return answers of the kind that is due, some of them to other questions."""
         if isinstance(asked, Hello):
-            return [Accepted(facts())]
-        if isinstance(asked, AskRanks):
-            return [Ranks(list(cards()))]
+            return [PeerInfo(facts(), cards()), PeerInfo(facts(weights="others"), cards(2))]
         if not isinstance(asked, Redeem | AskTurn):
             return []
         number = max(0, asked.number + self._odd.draw.choice((0, 0, 0, -1, 1)))

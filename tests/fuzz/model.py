@@ -11,9 +11,8 @@ from kvferry.common.errors import ProtocolError
 from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.messages import (
     AskTurn,
-    Heartbeat,
+    Claim,
     KeptTurn,
-    Release,
     Turns,
     decode_reply,
     decode_request,
@@ -72,12 +71,12 @@ class Model:
             self._message = asked = decode_request(data)
         except ProtocolError:
             return sender, data
-        if isinstance(asked, Heartbeat):
+        if isinstance(asked, Claim) and not asked.released:
             claimed = [one for one in self._leases if asked.consumer in self._claimed[one]]
             found = [self._leases[one] for one in claimed if one in asked.tickets]
             found += [name for name in TURNS if ticket(name) in asked.tickets]
             self._due = LeaseClaims(sorted(found)) if found else None
-        elif isinstance(asked, Release):
+        elif isinstance(asked, Claim):
             named = [one for one in self._leases if one in asked.tickets]
             ended = [self._leases[one] for one in named if self._ends(one, asked.consumer)]
             self._due = LeaseClaims(sorted(ended), released=True) if ended else None

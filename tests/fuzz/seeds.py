@@ -20,15 +20,12 @@ from kvferry.transport.gather_client import (
 )
 from kvferry.transport.messages import (
     PROTOCOL,
-    Accepted,
-    AskRanks,
     AskTurn,
-    Heartbeat,
+    Claim,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Refused,
-    Release,
     Turns,
 )
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
@@ -54,19 +51,18 @@ def requests() -> list[bytes]:
     found = [
         Hello(PROTOCOL, said),
         Hello(PROTOCOL, keeper),
-        AskRanks(PROTOCOL, said),
         *(Redeem(1, run, one, TOKENS, CONTENT) for run in (7, 8) for one in (a, b, c)),
         *(Redeem(2, 7, one, TOKENS, CONTENT) for one in (t, unknown)),
         *(Redeem(3, 7, a, TOKENS, content) for content in near),
         *(Redeem(3, 7, one, TOKENS, other) for one in (a, others)),
         Redeem(4, 7, a, TOKENS + 1, CONTENT),
-        Heartbeat(7, [a, b]),
-        Heartbeat(8, [a, a, c, unknown]),
-        Heartbeat(7, [t, others, ticket("t2")]),
-        Release(7, [a]),
-        Release(8, [a, a]),
-        Release(7, [a, b, t, others]),
-        Release(8, [b, c, unknown]),
+        Claim(7, [a, b]),
+        Claim(8, [a, a, c, unknown]),
+        Claim(7, [t, others, ticket("t2")]),
+        Claim(7, [a], released=True),
+        Claim(8, [a, a], released=True),
+        Claim(7, [a, b, t, others], released=True),
+        Claim(8, [b, c, unknown], released=True),
         AskTurn(1, CHUNK_TOKENS, list(KEYS)),
         AskTurn(2, CHUNK_TOKENS, [KEYS[0], KEYS[0]]),
         AskTurn(3, CHUNK_TOKENS // 2, list(KEYS)),
@@ -79,10 +75,9 @@ def replies() -> list[bytes]:
     """Return what producers answer."""
     turn = KeptTurn("P", 1, ticket("t1"), GRANT, 40, 1, 1, [5, 6])
     found = [
-        Accepted(facts()),
         Refused(["weights differ"]),
-        Ranks(list(cards())),
-        Ranks(list(cards(2))),
+        PeerInfo(facts(), cards()),
+        PeerInfo(facts(), cards(2), bytes(32)),
         Turns(1, [turn]),
         Redeemed(1, 1, GRANT, 4),
         Redeemed(1, 1, GRANT, 4, 3),

@@ -44,8 +44,8 @@ from kvferry.transport.gather_client import (
     GatherRoute,
 )
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.handshake import Handshakes, PeerInfo
-from kvferry.transport.messages import PROTOCOL, encode
+from kvferry.transport.handshake import Handshakes
+from kvferry.transport.messages import PROTOCOL, PeerInfo, encode
 from kvferry.transport.redeem import PromptContent, TicketBook
 from kvferry.transport.redemptions import Redemptions
 from kvferry.transport.turns import TurnIndex, TurnQueries

@@ -25,9 +25,9 @@ from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import FairQueue, LeaseClaims
-from kvferry.transport.handshake import Address, PeerInfo, Unusable
+from kvferry.transport.handshake import Address, Unusable
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import AskTurn, Facts, RankCard
+from kvferry.transport.messages import AskTurn, Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import TicketBook

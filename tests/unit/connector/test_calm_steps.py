@@ -18,7 +18,7 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeaseClaims
-from kvferry.transport.messages import Facts, RankCard, Release, encode
+from kvferry.transport.messages import Claim, Facts, RankCard, encode
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from support.block_pool import BlockPool
@@ -243,8 +243,8 @@ def test_claims_and_releases_of_a_peer_make_the_engine_run_a_step():
         server.tickets.publish(name, "r", 4, CONTENT, Grant.of(1, 2, [[5]]))
         for message, wakes in (
             (Redeem(1, 7, name, 4, CONTENT), 1),
-            (Release(consumer=7, tickets=[name]), 2),
-            (Release(consumer=7, tickets=[name]), 2),
+            (Claim(consumer=7, tickets=[name], released=True), 2),
+            (Claim(consumer=7, tickets=[name], released=True), 2),
         ):
             server._serve(b"peer", encode(message))
             assert len(woken) == wakes

@@ -19,8 +19,7 @@ from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import Outgoing
+from kvferry.transport.messages import Outgoing, PeerInfo
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
 from support.waiting import wait_for

@@ -11,8 +11,7 @@ from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import identity
 from kvferry.tools.doctor.identity import IdentifyError, identify, release_ticket
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.messages import PROTOCOL, PeerInfo
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
 from support.waiting import wait_for

@@ -28,7 +28,7 @@ from kvferry.planning.chunk_cells import cells_to_load
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import Cells, LoadSpan, select_cells, unfilled_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.messages import PeerInfo
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request

@@ -33,9 +33,8 @@ class Sample(NamedTuple):
 
 REQUESTS = [
     Sample(control, control.Hello(PROTOCOL, facts())),
-    Sample(control, control.AskRanks(PROTOCOL, facts())),
-    Sample(control, control.Heartbeat(9, [bytes(16), b"b" * 16])),
-    Sample(control, control.Release(9, [bytes(16)])),
+    Sample(control, control.Claim(9, [bytes(16), b"b" * 16])),
+    Sample(control, control.Claim(9, [bytes(16)], released=True)),
     Sample(control, redeem.Redeem(7, 9, bytes(16), 40, redeem.PromptContent("t", "i", "ü", "s"))),
     Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(
@@ -48,9 +47,8 @@ REQUESTS = [
     Sample(gather, gather.Done(9)),
 ]
 REPLIES = [
-    Sample(control, control.Accepted(facts())),
     Sample(control, control.Refused(["one", "two"])),
-    Sample(control, control.Ranks(list(cards(2)))),
+    Sample(control, control.PeerInfo(facts(), cards(2), bytes(32))),
     Sample(control, redeem.Redeemed(7, 9, GRANT, 4, 3)),
     Sample(control, redeem.Unchanged(7, 9)),
     Sample(control, redeem.NotRedeemed(7, 9, "other tokens")),

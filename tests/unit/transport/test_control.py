@@ -22,18 +22,15 @@ from kvferry.transport.control_server import (
     ControlServer,
     LeaseClaims,
 )
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.messages import (
     MAX_TICKETS,
     PROTOCOL,
-    Accepted,
-    AskRanks,
-    Heartbeat,
+    Claim,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Refused,
-    Release,
     decode_request,
     encode,
 )
@@ -173,7 +170,7 @@ def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
     server, client = ends.server(), ends.client()
     assert isinstance(client.look_up((HOST, server.port), 1), Pending), "the first answer does not wait"
     answer = status(client, server.port)
-    assert answer == PeerInfo(facts(), cards())
+    assert answer == PeerInfo(facts(), cards(), server.seal_key)
 
 
 def test_the_ranks_are_checked_before_they_are_known(ends):
@@ -245,7 +242,7 @@ def test_a_refusal_names_every_difference(ends):
 
 
 def test_a_peer_that_accepts_what_differs_is_refused_all_the_same(ends):
-    port = ends.fake(encode(Accepted(facts(weights="theirs"))), encode(Ranks(list(cards()))))
+    port = ends.fake(encode(PeerInfo(facts(weights="theirs"), cards())))
     answer = status(ends.client(facts("D", 9, weights="ours")), port)
     assert isinstance(answer, Unusable)
     assert "weights: theirs there, ours here" in answer.reason
@@ -276,11 +273,10 @@ def test_a_refusal_is_said_on_both_sides(ends, caplog, hello, said):
 def test_a_refused_client_does_not_see_transport_metadata(ends):
     server = ends.server()
     raw = ends.raw(server.port)
-    for first_word in (Hello, AskRanks):
-        raw.send(encode(first_word(PROTOCOL, facts("D", weights="others"))))
-        assert raw.poll(5000)
-        refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
-        assert refused.differences == ["weights: abc there, others here"]
+    raw.send(encode(Hello(PROTOCOL, facts("D", weights="others"))))
+    assert raw.poll(5000)
+    refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
+    assert refused.differences == ["weights: abc there, others here"]
 
 
 def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
@@ -419,13 +415,12 @@ def test_garbage_costs_the_server_nothing_and_is_counted(ends):
     [
         [b""],
         [b"\xff\xff\xff"],
-        [encode(Ranks(list(cards())))],
-        [encode(Accepted(facts())), encode(Ranks([]))],
-        [encode(Accepted(facts())), encode(Ranks(list(cards())))[:-1]],
-        [encode(Accepted(facts("x"))).replace(b"\xa1x", b"\xa1\x80")],
+        [encode(PeerInfo(facts(), ()))],
+        [encode(PeerInfo(facts(), cards()))[:-1]],
+        [encode(PeerInfo(facts("x"), cards())).replace(b"\xa1x", b"\xa1\x80")],
         [encode(Hello(PROTOCOL, facts()))],
     ],
-    ids=["empty", "random", "ranks first", "no ranks", "cut short", "not UTF-8", "a request"],
+    ids=["empty", "random", "no ranks", "cut short", "not UTF-8", "a request"],
 )
 def test_a_garbled_answer_refuses_that_peer_only(ends, replies):
     client = ends.client()
@@ -567,7 +562,7 @@ def test_a_message_right_before_the_end_still_goes_out_to_a_peer_that_was_just_d
         assert router.poll(60_000)
         router.recv_multipart()
         assert router.poll(60_000)
-        assert router.recv_multipart()[-1] == encode(Release(9, [LEASE]))
+        assert router.recv_multipart()[-1] == encode(Claim(9, [LEASE], released=True))
 
 
 def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
@@ -577,7 +572,7 @@ def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert isinstance(client.answer(claim), Pending), "the first answer does not wait"
     assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
-    assert status(client, server.port) == PeerInfo(facts(), cards())
+    assert status(client, server.port) == PeerInfo(facts(), cards(), server.seal_key)
 
 
 def test_a_ticket_alone_opens_no_connection(ends):
@@ -659,8 +654,8 @@ def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_
     met = threading.Event()
     client = ends.client(meets=[(HOST, port)], on_news=met.set, heartbeat_seconds=0.05)
     assert client.known((HOST, port)) is None
-    ends.server(port=port)
-    wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
+    server = ends.server(port=port)
+    wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards(), server.seal_key))
     wait_for(met.is_set)
 
 
@@ -885,7 +880,7 @@ def test_leases_of_others_are_neither_extended_nor_released(ends):
 def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
     server = ends.server()
     server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
-    ends.raw(server.port).send(encode(Heartbeat(7, [LEASE] * 1000)))
+    ends.raw(server.port).send(encode(Claim(7, [LEASE] * 1000)))
     wait_for(lambda: server.events)
     assert list(server.events) == [LeaseClaims(["turn"])]
 
@@ -900,14 +895,14 @@ def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     assert list(server.events) == [LeaseClaims(["turn"])], "it is kept for its time, and no ticket redeems it"
 
 
-@pytest.mark.parametrize("beat", [Heartbeat, Release], ids=lambda kind: kind.__name__)
-def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, beat):
+@pytest.mark.parametrize("released", [False, True])
+def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, released):
     server = ends.server()
     raw = ends.raw(server.port)
     for tickets in ([b"x" * 15], [b"x" * 4_000_000], [bytes(16)] * (MAX_TICKETS + 1)):
-        raw.send(encode(beat(9, tickets)))
+        raw.send(encode(Claim(9, tickets, released)))
     wait_for(lambda: server.rejected == 3)
-    raw.send(encode(beat(9, [bytes(16)] * MAX_TICKETS)))
+    raw.send(encode(Claim(9, [bytes(16)] * MAX_TICKETS, released)))
     redeem(ends.client(), server, LEASE)
     wait_for(lambda: list(server.events) == [LeaseClaims(["lease"])])
 

@@ -14,9 +14,9 @@ from kvferry.transport import resolver, security
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Pending, Unusable
 from kvferry.transport.listener import Listener
-from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
+from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, PeerInfo, encode
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from kvferry.transport.resolver import PeerResolver
 from support.clock import Clock

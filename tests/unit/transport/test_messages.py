@@ -10,9 +10,8 @@ from hypothesis import given, strategies as st
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.messages import (
     MAX_TICKETS,
-    Heartbeat,
-    Ranks,
-    Release,
+    Claim,
+    PeerInfo,
     compare_facts,
     decode_reply,
     decode_request,
@@ -20,7 +19,7 @@ from kvferry.transport.messages import (
 )
 from kvferry.transport.redeem import MAX_BLOCKS, MAX_GROUPS, Grant, PromptContent, Redeem, Redeemed
 from support.examples import examples
-from transport.cards import cards
+from transport.cards import cards, facts
 
 QUICK = examples(100)
 
@@ -55,7 +54,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return whole
 
 
-RANKS = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+RANKS = msgspec.to_builtins(PeerInfo(facts(), cards()), builtin_types=(bytes,))
 PATHS = list(paths(RANKS))
 
 
@@ -68,7 +67,7 @@ def test_ranks_with_any_value_replaced_by_any_other_are_sound_or_a_protocol_erro
         answer = decode_reply(msgspec.msgpack.encode(spoiled))
     except ProtocolError:
         return
-    if isinstance(answer, Ranks):
+    if isinstance(answer, PeerInfo):
         for card in answer.ranks:
             card.geometry.check()
             assert 0 < card.incarnation < 1 << 32, "the high half of a word"
@@ -77,7 +76,7 @@ def test_ranks_with_any_value_replaced_by_any_other_are_sound_or_a_protocol_erro
 
 
 def test_a_rank_whose_pages_lie_outside_its_regions_is_refused():
-    spoiled = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+    spoiled = msgspec.to_builtins(PeerInfo(facts(), cards()), builtin_types=(bytes,))
     spoiled["ranks"][0]["geometry"]["regions"][0]["length"] -= 1
     with pytest.raises(ProtocolError, match="outside the registered regions"):
         decode_reply(msgspec.msgpack.encode(spoiled))
@@ -105,13 +104,13 @@ def test_a_rank_whose_pages_lie_outside_its_regions_is_refused():
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_in_words(path, value, says):
-    spoiled = replaced(msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,)), path, value)
+    spoiled = replaced(msgspec.to_builtins(PeerInfo(facts(), cards()), builtin_types=(bytes,)), path, value)
     with pytest.raises(ProtocolError, match=says):
         decode_reply(msgspec.msgpack.encode(spoiled))
 
 
 def test_a_block_of_more_tokens_than_memory_could_plan_is_refused():
-    spoiled = msgspec.to_builtins(Ranks(list(cards())), builtin_types=(bytes,))
+    spoiled = msgspec.to_builtins(PeerInfo(facts(), cards()), builtin_types=(bytes,))
     geometry = spoiled["ranks"][0]["geometry"]
     tokens, geometry["num_blocks"], geometry["regions"][0]["length"] = 1 << 36, 1, 1 << 62
     for group in geometry["groups"]:
@@ -126,12 +125,12 @@ def test_a_block_of_more_tokens_than_memory_could_plan_is_refused():
         decode_reply(msgspec.msgpack.encode(spoiled))
 
 
-@pytest.mark.parametrize("message", [Heartbeat, Release], ids=lambda kind: kind.__name__)
-def test_messages_about_leases_are_bounded(message):
-    assert decode_request(encode(message(9, [bytes(16)] * MAX_TICKETS)))
+@pytest.mark.parametrize("released", [False, True])
+def test_messages_about_leases_are_bounded(released):
+    assert decode_request(encode(Claim(9, [bytes(16)] * MAX_TICKETS, released)))
     for tickets in ([bytes(16)] * (MAX_TICKETS + 1), [bytes(15)], [bytes(17)], ["x" * 16], [None]):
         with pytest.raises(ProtocolError):
-            decode_request(encode(message(9, tickets)))
+            decode_request(encode(Claim(9, tickets, released)))
 
 
 REDEEM = Redeem(7, 9, bytes(16), 40, PromptContent("t" * 32, "i" * 32, "a" * 4096, "s" * 32))

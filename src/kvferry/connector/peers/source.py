@@ -37,8 +37,8 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.select import block_alignments, next_part
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
-from kvferry.transport.messages import RankCard
+from kvferry.transport.handshake import Address, Pending, Unusable
+from kvferry.transport.messages import PeerInfo, RankCard
 from kvferry.transport.offer import read_offer
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.redeem import Redeemed

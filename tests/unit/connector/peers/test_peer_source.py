@@ -24,8 +24,8 @@ from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.messages import KeptTurn, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import LoadFigures, Report
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
