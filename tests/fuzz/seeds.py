@@ -10,7 +10,6 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_client as gather_messages, messages
 from kvferry.transport.gather_client import (
     AnnounceRoutes,
-    Digest,
     Digested,
     Done,
     Gather,
@@ -97,7 +96,7 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
         AnnounceRoutes(PROTOCOL, [route, route]),
         Gather(1, 0, 0, 0, ids, bytes(len(ids))),
         Gather(2, 0, 1, 0, ids, np.array([1, 0, 1], np.int32).tobytes()),
-        Digest(3, 0, 0, 0, ids, bytes(len(ids))),
+        Gather(3, 0, 0, 0, ids, bytes(len(ids)), digest=True),
         Done(1),
         Done(2),
     ]

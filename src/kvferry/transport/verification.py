@@ -114,7 +114,8 @@ class Verification:
 
     def _ask(self, cells: Cells) -> int:
         places = cells.src_number % self._route.src_cells
-        return self._client.ask_digest(self._digest.announced_route, self._lease, cells.src_block, places)
+        route = self._digest.announced_route
+        return self._client.ask(route, self._lease, cells.src_block, places, digest=True)
 
     def _take_answers(self) -> bool:
         moved = False
