@@ -35,9 +35,9 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import absent_layers, build_templates
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
-from kvferry.transport.packed_read import PackedRead
 from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
 from kvferry.transport.read_plan import LoadFigures, ReadOrder
+from kvferry.transport.segmented_read import SegmentedRead
 from kvferry.transport.staging import LaneResources
 from kvferry.transport.verification import Verification
 
@@ -53,7 +53,7 @@ class ReadPlan:
 
     sources: list[SourceRank]  # ranks that supply anything
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that one READ brings straight into blocks
-    packed: list[PackedRead]  # reads in segments; the lane removes those that have ended
+    segmented: list[SegmentedRead]  # the lane removes those that have ended
     verifications: list[Verification]  # the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s, Int64s]]  # blocks and cells that are zeroed before the read
     # KV cache group, strategy and size of each route's share
@@ -126,7 +126,7 @@ class ConnectedPeer:
         self._check(order)
         settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
-        packed = list[PackedRead]()
+        segmented = list[SegmentedRead]()
         clears = self._clears(order)
         moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
         needed = [needed_tokens(group, span) for group in groups]
@@ -151,14 +151,14 @@ class ConnectedPeer:
                 if method.method.image is None and not settings.verify:
                     indices.append(method.indices(cells, 0, 0))
                 else:
-                    packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
+                    segmented.append(SegmentedRead(self._lane, source, prepared, method, cells, order.lease))
             if indices:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
-        verifications = self._verifications(packed, order.lease)
+        verifications = self._verifications(segmented, order.lease)
         seconds = time.perf_counter() - started
-        return ReadPlan(sources, direct, packed, verifications, clears, moved, len(groups), seconds)
+        return ReadPlan(sources, direct, segmented, verifications, clears, moved, len(groups), seconds)
 
     def _clears(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s, Int64s]]:
         """Return the cells that no read fills in blocks that the load writes: old content may be NaN."""
@@ -201,7 +201,7 @@ class ConnectedPeer:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
 
-    def _verifications(self, reads: Sequence[PackedRead], lease: LeaseWord) -> list[Verification]:
+    def _verifications(self, reads: Sequence[SegmentedRead], lease: LeaseWord) -> list[Verification]:
         if not self._lane.settings.verify:
             return []
         return [Verification(self._lane.clock, each, lease) for each in reads]

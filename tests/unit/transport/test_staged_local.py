@@ -25,11 +25,11 @@ from kvferry.transport.gather_client import Gather
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
-from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import _RoutePreparation
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
+from kvferry.transport.segmented_read import ROOM_SECONDS
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from kvferry.transport.transfers import Transfers
 from support.clock import Clock

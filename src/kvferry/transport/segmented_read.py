@@ -75,7 +75,7 @@ class _Segment:
     direct: bool = False  # the cells are read straight into blocks instead
 
 
-class PackedRead:
+class SegmentedRead:
     """A read of cells in segments."""
 
     def __init__(
