@@ -81,7 +81,8 @@ class LocalAgent:
         self.held["lists"] += 1
         return address, length
 
-    def read(self, local: Any, here: np.ndarray, remote: Any, there: np.ndarray) -> Any:
+    def transfer(self, operation: str, local: Any, here: np.ndarray, remote: Any, there: np.ndarray) -> Any:
+        assert operation == "READ"
         for side, indices in ((local, here), (remote, there)):
             assert indices.dtype == np.int32
             assert ((indices >= 0) & (indices < len(side[0]))).all(), "entries that do not exist"

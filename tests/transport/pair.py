@@ -136,9 +136,9 @@ class Watched(Agent):
         super().release_list(handle)
         self.held["lists"] -= 1
 
-    def read(self, *arguments: Any) -> Any:
+    def transfer(self, *arguments: Any) -> Any:
         self.before_read(self.made)
-        handle = super().read(*arguments)
+        handle = super().transfer(*arguments)
         self.made += 1
         self.held["reads"] += 1
         self.most_reads = max(self.most_reads, self.held["reads"])

@@ -311,7 +311,7 @@ class Lane:
         if read.failure is not None:
             return
         try:
-            handle = self._lane.agent.read(local, here, remote, there)
+            handle = self._lane.agent.transfer("READ", local, here, remote, there)
             # Kept before it is posted: a READ that fails to start may still be in flight.
             read.handles.append(handle)
             self._lane.agent.post(handle)

@@ -42,7 +42,8 @@ class Transport:
     refuses: str = ""
     post_fails: bool = False
 
-    def read(self, local, here, remote, there):
+    def transfer(self, operation, local, here, remote, there):
+        assert operation == "READ"
         kind = "word" if local == "our words" else "direct" if there[0] >= 1000 else "images"
         if self.refuses == kind:
             raise RuntimeError("refused")
