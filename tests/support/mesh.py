@@ -217,7 +217,7 @@ class MeshConnector(WithoutWorkers):
         self.half = SchedulerHalf(
             engine,
             config,
-            [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],
+            [WorkerInfo(geometry=rank, card=self.card(rank))],
             pool,
             events=EventStream(settings["listen"]),
             facts=lambda incarnation: Facts(engine.engine_id, incarnation, "mesh", {}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.connector.bids import Bid
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.geometry import RankGeometry
 from kvferry.memory.shared_memory import SharedFile
@@ -105,8 +104,6 @@ class WorkerInfo:
 
     geometry: RankGeometry
     card: RankCard | None
-    # Without this machine's address. They tell several connectors of an engine apart.
-    settings: ConnectorConfig
     key: str | None = None
     machine: str = field(default_factory=boot_id)  # boot id of the kernel that the worker runs on
     stale: int | None = None  # as in `StepReports`

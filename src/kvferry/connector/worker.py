@@ -140,7 +140,7 @@ class WorkerHalf:
                 host=config.host,
                 ports=parse_port_range(config.ports),
             )
-        self._info = WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
+        self._info = WorkerInfo(geometry=geometry, card=None)
         if config.transfers:
             settings = _transfer_settings(config)
             self._info = replace(self._info, key=settings.keys.fingerprint)

@@ -55,7 +55,7 @@ def started(
     half = SchedulerHalf(
         facts,
         config,
-        [WorkerInfo(geometry=rank, card=card, settings=config)],
+        [WorkerInfo(geometry=rank, card=card)],
         BlockPool(100),
         facts=lambda incarnation: Facts("e", incarnation, "test", {}),
         namespace=lambda _: None,

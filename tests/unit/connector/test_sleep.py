@@ -9,7 +9,6 @@ import pytest
 from msgspec import structs
 
 from kvferry.connector.blocks import Transfer
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from unit.connector.test_calm_steps import started
@@ -30,7 +29,7 @@ def workers(half: SchedulerHalf, run: int | None = None, stale: int | None = Non
     (card,) = half._peering.server.ranks
     if run is not None:
         card = SimpleNamespace(incarnation=run, geometry=card.geometry)
-    return [WorkerInfo(geometry=card.geometry, card=card, settings=ConnectorConfig(), stale=stale)]
+    return [WorkerInfo(geometry=card.geometry, card=card, stale=stale)]
 
 
 def test_peers_see_a_woken_engine_as_one_that_was_started_again(half):

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import ArenaCard, MachineRanks, StepReports
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.shares.arena import FarArena
 from kvferry.tiers.shares.exchange import ShareExchange
-from kvferry.transport.addresses import parse_port_range
+from kvferry.transport.addresses import PortRange
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,10 @@ class Arenas:
         machines: Sequence[Sequence[RankGeometry]],
         canonical: CanonicalForm,
         shares: Sequence[CanonicalForm],
-        config: ConnectorConfig,
         *,
         buffers: int,
+        host: str,
+        ports: PortRange | None,
         wake: Callable[[], None],
     ) -> None:
         """Begin to allocate the arena of this machine.
@@ -78,8 +78,8 @@ class Arenas:
                 shares,
                 [machine.name for machine in found[1:]],
                 buffers=buffers,
-                host=config.host,
-                ports=parse_port_range(config.ports),
+                host=host,
+                ports=ports,
             )
 
     @property
