@@ -93,11 +93,8 @@ class PromptLoads:
         self._cache = ChunkCache(
             host, ranks.arena.bytes_at, canonical.groups, [TierQueue(store, FileSettings.kind)]
         )
-        mover.attach(
-            ArenaCard(
-                (MachineRanks((geometry,), ranks.arena.handle),), ranks.arena.region.length, CHUNK_TOKENS
-            )
-        )
+        machine = MachineRanks((geometry,), canonical, ranks.arena.handle)
+        mover.attach(ArenaCard((machine,), ranks.arena.region.length))
 
     def close(self) -> None:
         """Stop the tier's threads."""

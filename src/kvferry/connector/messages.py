@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.connector.bids import Bid
 from kvferry.connector.engine import BlockIds
 from kvferry.geometry import RankGeometry
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.memory.shared_memory import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.descriptors import Int64s
@@ -42,6 +43,7 @@ class MachineRanks:
     """The ranks of the engine on one machine. They share an arena."""
 
     ranks: tuple[RankGeometry, ...]
+    share: CanonicalForm  # form of their share of each chunk
     # The handle by which a process attaches the arena; None until the first of the ranks has created it.
     arena: SharedFile | None
 
@@ -62,12 +64,6 @@ class ArenaCard:
 
     machines: tuple[MachineRanks, ...]  # that of the scheduler first
     arena_bytes: int  # size of each arena
-    chunk_tokens: int
-
-    @property
-    def ranks(self) -> list[RankGeometry]:
-        """All ranks of the engine."""
-        return [rank for machine in self.machines for rank in machine.ranks]
 
 
 @dataclass(frozen=True, slots=True)

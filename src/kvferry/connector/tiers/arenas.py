@@ -62,11 +62,15 @@ class Arenas:
             ConfigError: the memory cannot be allocated, or NIXL does not start.
         """
         self.own = Arena.create(size, wake)
-        found = [MachineRanks(tuple(ranks), None) for ranks in machines]
-        found[0] = replace(found[0], arena=self.own.handle)
-        self._card = ArenaCard(tuple(found), self.own.region.length, canonical.chunk_tokens)
+        found = [
+            MachineRanks(tuple(ranks), share, None if number else self.own.handle)
+            for number, (ranks, share) in enumerate(zip(machines, shares, strict=True))
+        ]
+        self._card = ArenaCard(tuple(found), self.own.region.length)
         self.cards = [self._card]
-        self._on_gpu = any(region.memory == "VRAM" for rank in self._card.ranks for region in rank.regions)
+        self._on_gpu = any(
+            region.memory == "VRAM" for ranks in machines for rank in ranks for region in rank.regions
+        )
         self._far: dict[int, FarArena] = {}
         self._failure = ""
         self.exchange: ShareExchange | None = None
