@@ -170,7 +170,7 @@ def messages_of(gathers: Sequence[int], tables: Sequence[list[int]], tokens: int
     """
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
-    redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
+    redeemed = Redeemed(1, Grant.of(LeaseWord(0, 1, 1), tokens, tables))
     talk = [(encode(redeem), encode(redeemed))]
     for cells in gathers:
         talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * cells), bytes(4 * cells))), _SMALL_ANSWER))

@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, LEASES, TOKENS, TURNS
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.control_server import ControlServer, LeaseClaims
@@ -49,7 +51,7 @@ class Model:
         for name in (*LEASES, HONEST):
             self._grant(name)
         for name in TURNS:
-            kept = KeptTurn("P", 1, ticket(name), GRANT, 3 * CHUNK_TOKENS, 1, 0, [])
+            kept = KeptTurn("P", ticket(name), structs.replace(GRANT, tokens=3 * CHUNK_TOKENS), 1, 0, [])
             server.turns.publish(TurnContent(CHUNK_TOKENS, KEYS, range(3 * CHUNK_TOKENS)), kept, name)
         server._listener.receive = self._heard  # type: ignore[method-assign]
         server._listener.send = self._said  # type: ignore[method-assign]

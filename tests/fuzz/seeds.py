@@ -17,6 +17,7 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
 )
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
     PROTOCOL,
     AskTurn,
@@ -33,7 +34,7 @@ from transport.cards import cards, facts, ticket
 CHUNK_TOKENS = 256
 KEYS = bytes(range(32)), bytes(range(32, 64))
 CONTENT, TOKENS = PromptContent("d" * 32), 4
-GRANT = Grant.of(1, 2, [[1, 2, 3]])
+GRANT = Grant.of(LeaseWord(1, 2, 1), TOKENS, [[1, 2, 3]])
 LEASES = ("a", "b", "c")
 """Leases of a producer, whose tickets are in the messages; all are for the same prompt."""
 TURNS = ("t1", "t2")
@@ -72,16 +73,16 @@ def requests() -> list[bytes]:
 
 def replies() -> list[bytes]:
     """Return what producers answer."""
-    turn = KeptTurn("P", 1, ticket("t1"), GRANT, 40, 1, 1, [5, 6])
+    turn = KeptTurn("P", ticket("t1"), structs.replace(GRANT, tokens=40), 1, 1, [5, 6])
     found = [
         Refused(["weights differ"]),
         PeerInfo(facts(), cards()),
         PeerInfo(facts(), cards(2), bytes(32)),
         Turns(1, [turn]),
-        Redeemed(1, 1, GRANT, 4),
-        Redeemed(1, 1, GRANT, 4, 3),
-        Unchanged(1, 1),
-        NotRedeemed(1, 1, "no such ticket", unknown=True),
+        Redeemed(1, structs.replace(GRANT, tokens=4)),
+        Redeemed(1, structs.replace(GRANT, tokens=4), 3),
+        Unchanged(1),
+        NotRedeemed(1, "no such ticket", unknown=True),
     ]
     return [messages.encode(one) for one in found]
 

@@ -75,7 +75,7 @@ class NearServer:
     def __init__(self, port: int, card: PeerInfo) -> None:
         self.port, self.card = port, card
         self.events: FairQueue = FairQueue()
-        self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
+        self.tickets, self.turns = TicketBook(), TurnIndex()
         self.seal_key = _SEAL_KEY
         self.keepers: dict[Address, int] = {}
 

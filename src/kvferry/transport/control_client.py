@@ -43,7 +43,7 @@ from kvferry.transport.messages import (
     Turns,
     decode_numbered,
 )
-from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, ResolveName
 from kvferry.transport.seal import SealBinding, open_seal
@@ -178,7 +178,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
             self._queue_command(address, one.message, soon=grant is None)
         return one
 
-    def _opened(self, sealed: str, binding: SealBinding) -> Redeemed | None:
+    def _opened(self, sealed: str, binding: SealBinding) -> Grant | None:
         """Return the grant in a seal; None if the producer must be asked."""
         # The handshake with a new peer takes longer than redeeming the ticket. And a client may keep a seal
         # of an earlier run, which must not cause a handshake.

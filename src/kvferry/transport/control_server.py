@@ -130,7 +130,7 @@ class ControlServer:
             on_event: called in the server's thread after it has appended to `events`.
         """
         self.events = FairQueue(on_event)
-        self.tickets = TicketBook(card.facts.incarnation)
+        self.tickets = TicketBook()
         self.turns = TurnIndex()
         self.seal_key = secrets.token_bytes(SEAL_KEY_BYTES)
         self._keepers: dict[Address, int] = {}
@@ -146,7 +146,6 @@ class ControlServer:
         """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
         facts = structs.replace(self._card.facts, incarnation=incarnation)
         self._card = structs.replace(self._card, facts=facts, ranks=ranks)
-        self.tickets.renew(incarnation)
 
     @property
     def ranks(self) -> tuple[RankCard, ...]:

@@ -194,10 +194,8 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """
 
     engine_id: EngineId
-    incarnation: HalfWord
     ticket: Ticket
     grant: Grant
-    tokens: Count  # whose KV the blocks hold
     min_prefix_tokens: Count = msgspec.field(name="least")
     chunks: Count  # leading ones that the turn and the query's prompt have in common
     next_tokens: Annotated[list[HalfWord], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")

@@ -18,6 +18,7 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeaseClaims
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import Claim, Facts, RankCard, encode
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
@@ -240,7 +241,7 @@ def test_claims_and_releases_of_a_peer_make_the_engine_run_a_step():
     woken = []
     with started(wake=lambda: woken.append(True)) as half:
         server, name = half._peering.server, ticket("t")
-        server.tickets.publish(name, "r", 4, CONTENT, Grant.of(1, 2, [[5]]))
+        server.tickets.publish(name, "r", 4, CONTENT, Grant.of(LeaseWord(1, 2, 1), 4, [[5]]))
         for message, wakes in (
             (Redeem(1, 7, name, 4, CONTENT), 1),
             (Claim(consumer=7, tickets=[name], released=True), 2),

@@ -41,7 +41,7 @@ def test_peers_see_a_woken_engine_as_one_that_was_started_again(half):
     card = half._peering.server._card
     assert card.facts == structs.replace(first, incarnation=incarnation(half))
     assert [rank.incarnation for rank in card.ranks] == [7]
-    assert half._peering.server.tickets._incarnation == half._peering.producer._book._incarnation
+    assert half._peering.producer._book._incarnation == card.facts.incarnation
 
 
 def test_the_reset_of_an_engine_that_falls_asleep_begins_no_epoch(half):

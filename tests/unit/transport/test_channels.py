@@ -11,13 +11,14 @@ from kvferry.common.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_client as gather, messages as control, redeem
+from kvferry.transport.lease import LeaseWord
 from support.examples import examples
 from transport.cards import cards, facts
 
 QUICK = examples(100)
 PROTOCOL = control.PROTOCOL
 COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
-GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])
+GRANT = redeem.Grant.of(LeaseWord(1, 2, 9), 4, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
 
@@ -49,10 +50,10 @@ REQUESTS = [
 REPLIES = [
     Sample(control, control.Refused(["one", "two"])),
     Sample(control, control.PeerInfo(facts(), cards(2), bytes(32))),
-    Sample(control, redeem.Redeemed(7, 9, GRANT, 4, 3)),
-    Sample(control, redeem.Unchanged(7, 9)),
-    Sample(control, redeem.NotRedeemed(7, 9, "other tokens")),
-    Sample(control, control.Turns(7, [control.KeptTurn("D", 3, bytes(16), GRANT, 9, 1, 2, [5])])),
+    Sample(control, redeem.Redeemed(7, GRANT, 3)),
+    Sample(control, redeem.Unchanged(7)),
+    Sample(control, redeem.NotRedeemed(7, "other tokens")),
+    Sample(control, control.Turns(7, [control.KeptTurn("D", bytes(16), GRANT, 1, 2, [5])])),
     Sample(gather, gather.Gathered(7, 12, 70, 5)),
     Sample(gather, gather.NotGathered(7, "too late")),
     Sample(gather, gather.NotGathered(7, "who are you", unknown=True)),

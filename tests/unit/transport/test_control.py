@@ -23,6 +23,7 @@ from kvferry.transport.control_server import (
     LeaseClaims,
 )
 from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
     MAX_TICKETS,
     PROTOCOL,
@@ -48,7 +49,8 @@ pytestmark = pytest.mark.slow
 HOST = "127.0.0.1"
 LEASE, MARK = ticket("lease"), ticket("mark")
 CONTENT = PromptContent("tokens")
-GRANT = Grant.of(1, 2, [[5], [6]])
+GRANT = Grant.of(LeaseWord(1, 2, 1), 4, [[5], [6]])
+KEPT = structs.replace(GRANT, incarnation=3, tokens=600)
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def status(client: ControlClient, port: int, incarnation: int = 1, host: str = H
 
 def execute(client: ControlClient, server: ControlServer) -> None:
     """Wait until the client has executed all that it was asked before. It connects to the server."""
-    server.turns.publish(content(600), KeptTurn("D", 3, MARK, GRANT, 600, 1, 0, []), "mark")
+    server.turns.publish(content(600), KeptTurn("D", MARK, KEPT, 1, 0, []), "mark")
     client.hold((HOST, server.port), MARK)
     wait_for(lambda: LeaseClaims(["mark"]) in server.events)
 
@@ -220,7 +222,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, capl
     assert granted(client, lost).reason.startswith("it did not answer")
     client.end(lost)
     again = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert granted(client, again) == Redeemed(again.message.number, 1, GRANT, 4)
+    assert granted(client, again) == Redeemed(again.message.number, GRANT)
 
 
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog):
@@ -571,7 +573,7 @@ def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     assert isinstance(client.look_up((HOST, server.port)), Pending)
     claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert isinstance(client.answer(claim), Pending), "the first answer does not wait"
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
     assert status(client, server.port) == PeerInfo(facts(), cards(), server.seal_key)
 
 
@@ -584,7 +586,7 @@ def test_a_ticket_alone_opens_no_connection(ends):
     assert client.connections == 1, "to the other server"
     assert isinstance(client.answer(claim), Pending)
     status(client, server.port)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
 
 
 def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
@@ -667,7 +669,7 @@ def test_a_producers_answer_is_news(ends):
     assert not news.is_set()
     publish(server, MARK, "mark")
     binding = SealBinding((HOST, server.port), MARK, 4, CONTENT)
-    sealed = seal_grant(server.seal_key, 1, GRANT, binding)
+    sealed = seal_grant(server.seal_key, GRANT, binding)
     known = client.redeem((HOST, server.port), MARK, 4, CONTENT, sealed=sealed)
     wait_for(lambda: known.granted)
     execute(client, server)
@@ -736,7 +738,7 @@ def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(end
     first = ends.server()
     client, port = ends.client(clock=Clock()), first.port
     status(client, port)
-    first.tickets.redeem = lambda message: Unchanged(message.number + 1, 1)
+    first.tickets.redeem = lambda message: Unchanged(message.number + 1)
     claim = client.redeem((HOST, port), LEASE, 4, CONTENT)
     assert isinstance(client.answer(claim, 0.05), Pending)
     first.close()
@@ -756,13 +758,13 @@ def test_an_unanswered_ticket_is_asked_again_on_a_new_connection(ends):
     execute(client, server)
     client.forget((HOST, server.port))
     status(client, server.port)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
 
 
 def sealed_by(server: ControlServer, run: int = 1, key: bytes = b"") -> str:
     """Return the grant of `LEASE`, as the server's engine would add it to its offer."""
     binding = SealBinding((HOST, server.port), LEASE, 4, CONTENT)
-    return seal_grant(key or server.seal_key, run, GRANT, binding)
+    return seal_grant(key or server.seal_key, structs.replace(GRANT, incarnation=run), binding)
 
 
 def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
@@ -771,10 +773,10 @@ def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
     publish(server, LEASE)
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
-        assert client.answer(claim) == Redeemed(0, 1, GRANT, 4)
+        assert client.answer(claim) == Redeemed(0, GRANT)
     wait_for(lambda: LeaseClaims(["lease"]) in server.events)
     wait_for(lambda: not claim.asked)
-    assert client.answer(claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert client.answer(claim) == Redeemed(claim.message.number, GRANT)
     client.end(claim)
     wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
 
@@ -805,7 +807,7 @@ def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed)
         assert isinstance(client.answer(claim), Pending)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
     client.look_up((HOST, server.port), 1)
     assert isinstance(client.known((HOST, server.port)), PeerInfo), "nobody shakes hands again"
     said = [
@@ -879,7 +881,7 @@ def test_leases_of_others_are_neither_extended_nor_released(ends):
 
 def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
     server = ends.server()
-    server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
+    server.turns.publish(content(600), KeptTurn("D", LEASE, KEPT, 1, 0, []), "turn")
     ends.raw(server.port).send(encode(Claim(7, [LEASE] * 1000)))
     wait_for(lambda: server.events)
     assert list(server.events) == [LeaseClaims(["turn"])]
@@ -887,7 +889,7 @@ def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
 
 def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     server, client = ends.server(), ends.client()
-    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    turn = KeptTurn("D", LEASE, KEPT, 1, 0, [])
     server.turns.publish(content(600), turn, "turn")
     client.hold((HOST, server.port), LEASE)
     client.release((HOST, server.port), LEASE)
@@ -1065,7 +1067,7 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     status(ends.client(structs.replace(facts("D", 9), keeps_turns=at)), asker.port)
     status(ends.client(facts("E", 9)), asker.port)
     assert asker.keepers == {at: 9}
-    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    turn = KeptTurn("D", LEASE, KEPT, 1, 0, [])
     keeper.turns.publish(content(600), turn, "turn")
     client = ends.client(clock=Clock())  # no peer is too slow
     for tokens, found in (
