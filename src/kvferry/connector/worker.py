@@ -231,7 +231,7 @@ class WorkerHalf:
     def begin(self, orders: StepOrders) -> None:
         """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
         self._idle, self._step_seconds = orders.idle, orders.step_seconds
-        if orders.quiet or orders.writes_cache:
+        if orders.writes_cache:
             self._stale.current = orders.epoch
         if orders.quiet:
             return
@@ -304,7 +304,7 @@ class WorkerHalf:
         if not (len(self._loads) or self._sent or self._arrived.is_set()):
             return NOTHING_ENDED
         self._take_results()
-        if self._idle:
+        if self._idle and len(self._loads):
             self._wait_for_results()
         if not (len(self._loads) or self._sent):
             return NOTHING_ENDED
