@@ -127,7 +127,8 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
         TransferError: the mover failed, or a load is wrong.
     """
     geometry = engine.cache.geometry
-    (group,) = canonical_form_of([geometry], _CHUNK).groups
+    canonical = canonical_form_of([geometry], _CHUNK)
+    (group,) = canonical.groups
     chunks = _TOKENS // _CHUNK
     table = list(range(1, 1 + _TOKENS // _BLOCK))
     pieces = tuple(Piece(0, number, 4096 + number * group.chunk_bytes) for number in range(chunks))
@@ -140,7 +141,8 @@ def _stored(engine: _Engine, *, waits: bool) -> np.ndarray[tuple[int], np.dtype[
             closing(Arena.create(8192 + chunks * group.chunk_bytes)) as arena,
             closing(ChunkMover((0, 0))) as mover,
         ):
-            mover.attach(ArenaCard((MachineRanks((geometry,), arena.handle),), arena.region.length, _CHUNK))
+            machine = MachineRanks((geometry,), canonical, arena.handle)
+            mover.attach(ArenaCard((machine,), arena.region.length))
             order = StoreOrder("store", pieces, (slice_table(table, 0, _TOKENS, _BLOCK),), range(_TOKENS))
             # The first store compiles the kernel, which must not take as long as the forward.
             _store(mover, order, None)

@@ -49,8 +49,8 @@ from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, new_ticket
 from kvferry.transport.security import random_keys
@@ -238,7 +238,7 @@ class AskingScheduler:
             offered: number of tokens that the peer offers.
         """
         one, ticket = PlainRequest(request_id=name, prompt_token_ids=tokens), new_ticket()
-        grant = Grant.of(0, 1, [[1] for _ in self._groups])
+        grant = Grant.of(LeaseWord(0, 1, 1), offered, [[1] for _ in self._groups])
         self._tickets.publish(ticket, name, offered, content_of(one, offered, Adapters()), grant)
         one.kv_transfer_params = write_offer(Offer("peer", *self._address, ticket.hex(), offered, 0))
         return one

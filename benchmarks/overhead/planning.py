@@ -192,7 +192,9 @@ class PlannedPeer:
         """Plan a load. Return the seconds until the first READ is ready, and those for later index arrays."""
         started = time.perf_counter()
         plan = self._peer.plan(order)
-        chunks = ((part.method, cells) for part in plan.packed for cells in part.method.segments(part.cells))
+        chunks = (
+            (part.method, cells) for part in plan.segmented for cells in part.method.segments(part.cells)
+        )
         for way, cells in itertools.islice(chunks, 1):
             way.indices(cells, 0, 0)
         first = time.perf_counter()

@@ -29,8 +29,9 @@ from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache, ModelCache, StoredField
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import Address, PeerInfo, Pending
-from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, RankCard
+from kvferry.transport.handshake import Address, Pending
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import SEAL_KEY_BYTES, Facts, PeerInfo, RankCard
 from kvferry.transport.redeem import Grant, PromptContent, Redeemed, new_ticket
 from kvferry.transport.redemptions import Redemption
 from kvferry.transport.seal import SealBinding, open_seal, seal_grant
@@ -111,10 +112,10 @@ def _seal_size(family: str, tokens: int, pools: Sequence[list[list[int]]]) -> Se
     )
     lengths, sealing, opening = list[int](), list[float](), list[float]()
     for tables in pools:
-        grant = Grant.of(0, 0, tables)
+        grant = Grant.of(LeaseWord(0, 0, _RUN), tokens, tables)
         for _ in range(_SEALS):
             began = time.perf_counter()
-            sealed = seal_grant(key, _RUN, grant, binding)
+            sealed = seal_grant(key, grant, binding)
             sealing.append(time.perf_counter() - began)
             if sealed:
                 began = time.perf_counter()
@@ -148,7 +149,7 @@ def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
     tickets, keys = [new_ticket() for _ in range(2 * rounds + new)], random_keys()
     # In another order than one run, which a sealed grant would hold in a few bytes.
     table = [block ^ 63 for block in range(64, 64 - (-tokens // BLOCK_TOKENS))]
-    grant = Grant.of(0, 0, [table])
+    grant = Grant.of(LeaseWord(0, 0, _RUN), tokens, [table])
     with _producer(tickets, tokens, keys, busy=name != PRODUCERS[0]) as address:
         handshakes, both = [], []
         for ticket in tickets[2 * rounds :]:
@@ -164,7 +165,7 @@ def _measured(name: str, rounds: int, tokens: int) -> RedeemTimes:
             for ticket, other in zip(tickets[: 2 * rounds : 2], tickets[1 : 2 * rounds : 2], strict=True):
                 binding = SealBinding(address, other, tokens, _CONTENT)
                 known.append(_redeemed(one, address, ticket, tokens))
-                sealed.append(_redeemed(one, address, other, tokens, seal_grant(key, _RUN, grant, binding)))
+                sealed.append(_redeemed(one, address, other, tokens, seal_grant(key, grant, binding)))
     return RedeemTimes(name, tuple(known), tuple(sealed), tuple(handshakes), tuple(both))
 
 
@@ -245,7 +246,9 @@ def _produce(pipe: Connection, tickets: Sequence[bytes], tokens: int, keys: Keys
     server = ControlServer(_HOST, 0, PeerInfo(facts, (RankCard(rank, b"", 4096, 64, _RUN),)), keys)
     table = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
     for number, ticket in enumerate(tickets):
-        server.tickets.publish(ticket, str(number), tokens, _CONTENT, Grant.of(0, 0, [table]))
+        server.tickets.publish(
+            ticket, str(number), tokens, _CONTENT, Grant.of(LeaseWord(0, 0, _RUN), tokens, [table])
+        )
     ended = threading.Event()
     if busy:
         threading.Thread(target=_compute, args=(ended,), daemon=True).start()

@@ -33,7 +33,7 @@ from kvferry.transport.addresses import ANY_PEER
 from kvferry.transport.gather_client import Done, Gather, GatherClient, Gathered
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.listener import _Authenticator
-from kvferry.transport.messages import Release, encode
+from kvferry.transport.messages import Claim, encode
 from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed, new_ticket
 
 TARGET = 0.02
@@ -170,12 +170,12 @@ def messages_of(gathers: Sequence[int], tables: Sequence[list[int]], tokens: int
     """
     ticket, digest = new_ticket(), secrets.token_hex(16)
     redeem = Redeem(1, 1, ticket, tokens, PromptContent(digest, salt=digest))
-    redeemed = Redeemed(1, 1, Grant.of(0, 1, tables), tokens)
+    redeemed = Redeemed(1, Grant.of(LeaseWord(0, 1, 1), tokens, tables))
     talk = [(encode(redeem), encode(redeemed))]
     for cells in gathers:
         talk.append((encode(Gather(1, 0, 0, 1, bytes(4 * cells), bytes(4 * cells))), _SMALL_ANSWER))
         talk.append((encode(Done(1)), b""))
-    talk.append((encode(Release(1, [ticket])), b""))
+    talk.append((encode(Claim(1, [ticket], released=True)), b""))
     return talk
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from kvferry.cache.chunk_cache import ChunkCache, Fetch, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, Fetch, PromptChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import TransferError
 from kvferry.connector.bids import Bid
@@ -93,11 +93,8 @@ class PromptLoads:
         self._cache = ChunkCache(
             host, ranks.arena.bytes_at, canonical.groups, [TierQueue(store, FileSettings.kind)]
         )
-        mover.attach(
-            ArenaCard(
-                (MachineRanks((geometry,), ranks.arena.handle),), ranks.arena.region.length, CHUNK_TOKENS
-            )
-        )
+        machine = MachineRanks((geometry,), canonical, ranks.arena.handle)
+        mover.attach(ArenaCard((machine,), ranks.arena.region.length))
 
     def close(self) -> None:
         """Stop the tier's threads."""
@@ -112,7 +109,7 @@ class PromptLoads:
         self._cache.clear()
         wall, cpu = time.perf_counter(), _others_cpu()
         fetch = self._cache.fetch(
-            [WantedChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
+            [PromptChunk(0, number, key, CHUNK_TOKENS) for number, key in enumerate(self._keys)]
         )
         copying: dict[str, Sequence[Slot]] = {}
         while copying or not fetch.over:

@@ -19,8 +19,7 @@ from kvferry.connector.peers.producer import Producer
 from kvferry.geometry import GroupKind
 from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import Facts
+from kvferry.transport.messages import Facts, PeerInfo
 from kvferry.transport.offer import read_offer
 from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed, Unchanged
 from kvferry.transport.security import random_keys

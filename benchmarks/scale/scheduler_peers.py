@@ -31,8 +31,9 @@ from kvferry.tools.measuring.simulated import span_of
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import Address, PeerInfo, Unusable
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.handshake import Address, Unusable
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, new_ticket
@@ -121,7 +122,7 @@ class SchedulerPeers:
         """
         name, ticket = f"request-{next(self._numbers)}", new_ticket()
         host, port = self._address(peer)
-        grant = Grant.of(0, 0, [self._table])
+        grant = Grant.of(LeaseWord(0, 0, 1), _TOKENS, [self._table])
         self._server.tickets.publish(ticket, name, _TOKENS, self._content, grant)
         request = self._request(name, write_offer(Offer("peer", host, port, ticket.hex(), _TOKENS, 0)))
         began = time.perf_counter()

@@ -67,7 +67,7 @@ class _Engine:
         self.half = SchedulerHalf(
             facts,
             config,
-            [WorkerInfo(geometry=rank, card=card, settings=config, key=key)],
+            [WorkerInfo(geometry=rank, card=card, key=key)],
             _Pool(),
             facts=lambda incarnation: Facts("e", incarnation, "kvferry bench", {}),
             namespace=lambda _: _NAMESPACE,

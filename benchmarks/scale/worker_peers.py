@@ -7,7 +7,8 @@ so that NIXL keeps a remote agent and UCX an endpoint for each.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from itertools import count
 
@@ -23,7 +24,7 @@ from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord, LeaseWords, new_incarnation
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata import MemoryCard
-from kvferry.transport.metadata_validation import ValidationResult
+from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.transfers import Transfers
 
@@ -33,17 +34,22 @@ _READ_PEERS, _LOADS = 5, 40
 _PATIENCE_SECONDS = 60.0
 
 
-class _NoValidator:
+class _NoValidator(MetadataValidator):
     """A stand-in for the child process that validates transport metadata. It accepts all."""
 
-    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:  # noqa: ARG002 - its protocol
+    def __init__(self) -> None:
+        """Start nothing."""
+
+    def validate(self, cards: Sequence[MemoryCard]) -> Future[str]:  # noqa: ARG002 - it accepts all
         """Accept the metadata at once."""
-        return ValidationResult("")
+        passed: Future[str] = Future()
+        passed.set_result("")
+        return passed
 
     def warm_up(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, patience_seconds: float = 0.0) -> None:
         """Do nothing."""
 
 

@@ -20,6 +20,7 @@ from kvferry.common.errors import ProtocolError
 from kvferry.transport import control_client
 from kvferry.transport.gather_client import Gathered
 from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.messages import Claim
 from kvferry.transport.seal import SealBinding
 from kvferry.transport.staging import UNIT_BYTES
 from support.vllm_engine import on_the_way, parts
@@ -361,6 +362,8 @@ def _sending(client: Any, hooks: Hooks) -> Any:
 
     def sent(address: Any, message: Any) -> None:
         kind = type(message).__name__
+        if isinstance(message, Claim):
+            kind = "Release" if message.released else "Heartbeat"
         if hooks.take(f"lose {kind}"):
             return
         if hooks.take(f"garble {kind}"):

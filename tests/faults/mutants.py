@@ -55,15 +55,15 @@ def _no_raised_words(engine: Any) -> Iterator[None]:
 @contextmanager
 def _no_image_words(engine: Any) -> Iterator[None]:
     """Images that were gathered are believed without a look at their word."""
-    from kvferry.transport.packed_read import PackedRead, _SegmentState
+    from kvferry.transport.segmented_read import SegmentedRead, _SegmentState
 
-    land = PackedRead._land
+    land = SegmentedRead._land
 
     def lands(of: Any, chunk: Any) -> None:
         chunk.state = _SegmentState.READING
         land(of, chunk)
 
-    with mock.patch.object(PackedRead, "_land", lands), on_the_way.unverified():
+    with mock.patch.object(SegmentedRead, "_land", lands), on_the_way.unverified():
         yield
 
 

@@ -13,7 +13,7 @@ import zmq
 from faults.kinds import kind
 from faults.stage import HANDSHAKE, LEASE, NO_ANSWER, UNANSWERED, Stage
 from faults.values import Area, Trial
-from kvferry.transport.messages import PROTOCOL, Facts, Heartbeat, Hello, Release, encode
+from kvferry.transport.messages import PROTOCOL, Claim, Facts, Hello, encode
 
 NETWORK = Area.NETWORK
 STRANGER = "127.0.0.2"
@@ -218,7 +218,7 @@ def _speak(
         own: the speaker's key, public half first; a new one if None.
     """
     facts = Facts("stranger", draw.randrange(1, 1 << 32), "kvferry", {})
-    messages = [Hello(PROTOCOL, facts), Heartbeat(7, [bytes(16)]), Release(7, [bytes(16)])]
+    messages = [Hello(PROTOCOL, facts), Claim(7, [bytes(16)]), Claim(7, [bytes(16)], released=True)]
     context: Any = zmq.Context()
     try:
         peer = context.socket(zmq.DEALER)

@@ -16,9 +16,9 @@ from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import StridedCopy
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.gather_client import GatherClient, GatherRoute
-from kvferry.transport.handshake import PeerInfo, Pending
+from kvferry.transport.handshake import Pending
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import MAX_TURNS
+from kvferry.transport.messages import MAX_TURNS, PeerInfo
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.turns import TurnContent, shared_tokens
 from support.waiting import wait_for

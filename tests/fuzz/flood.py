@@ -27,7 +27,7 @@ from fuzz.rigs import HOST, Rig, meet
 from fuzz.seeds import requests
 from kvferry.connector.events import EventStream
 from kvferry.observe.traces import TraceBuffer
-from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Heartbeat, encode
+from kvferry.transport.messages import MAX_REQUEST_BYTES, MAX_TICKETS, Claim, encode
 
 
 class Bytes(logging.Handler):
@@ -101,7 +101,7 @@ def garbage(keys: Any, port: int, stop: Any) -> None:
 
 def heartbeats(keys: Any, port: int, stop: Any) -> None:
     """Keep as many leases alive as a message holds, none of which exists."""
-    beat = encode(Heartbeat(7, [number.to_bytes(16, "big") for number in range(MAX_TICKETS)]))
+    beat = encode(Claim(7, [number.to_bytes(16, "big") for number in range(MAX_TICKETS)]))
     talk(keys, port, stop, lambda number: beat)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec import structs
 
 from fuzz.odd import Odd
 from fuzz.seeds import replies
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
-    Accepted,
-    AskRanks,
     AskTurn,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Reply,
     Turns,
     decode_request,
@@ -21,7 +20,7 @@ from kvferry.transport.messages import (
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed, Unchanged
 from transport.cards import cards, facts, ticket
 
-LIE = Grant.of(9, 9, [[7, 7, 7]])
+LIE = Grant.of(LeaseWord(9, 9, 1), 600, [[7, 7, 7]])
 """What only the liar grants."""
 
 
@@ -54,22 +53,20 @@ class Lies:
     def _answers(self, asked: object) -> list[Reply]:
         """Return answers of the kind that is due, some of them to other questions."""
         if isinstance(asked, Hello):
-            return [Accepted(facts())]
-        if isinstance(asked, AskRanks):
-            return [Ranks(list(cards()))]
+            return [PeerInfo(facts(), cards()), PeerInfo(facts(weights="others"), cards(2))]
         if not isinstance(asked, Redeem | AskTurn):
             return []
         number = max(0, asked.number + self._odd.draw.choice((0, 0, 0, -1, 1)))
         if isinstance(asked, Redeem):
             return [
-                Redeemed(number, 1, LIE, asked.tokens),
-                Redeemed(number, 1, LIE, 1 + asked.tokens // 2),
-                Unchanged(number, 1),
-                NotRedeemed(number, 1, "no"),
-                NotRedeemed(number, 1, "never heard of it", unknown=True),
+                Redeemed(number, structs.replace(LIE, tokens=asked.tokens)),
+                Redeemed(number, structs.replace(LIE, tokens=1 + asked.tokens // 2)),
+                Unchanged(number),
+                NotRedeemed(number, "no"),
+                NotRedeemed(number, "never heard of it", unknown=True),
             ]
-        turn = KeptTurn("P", 1, ticket("t1"), LIE, 600, 1, 2, [5, 6])
+        turn = KeptTurn("P", ticket("t1"), LIE, 1, 2, [5, 6])
         return [
             Turns(number, [turn]),
-            Turns(number, [msgspec.structs.replace(turn, chunks=99, tokens=0)] * 4),
+            Turns(number, [structs.replace(turn, chunks=99, grant=structs.replace(LIE, tokens=1))] * 4),
         ]

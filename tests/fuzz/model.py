@@ -6,14 +6,15 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from fuzz.seeds import CHUNK_TOKENS, CONTENT, GRANT, KEYS, LEASES, TOKENS, TURNS
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.control_server import ControlServer, LeaseClaims
 from kvferry.transport.messages import (
     AskTurn,
-    Heartbeat,
+    Claim,
     KeptTurn,
-    Release,
     Turns,
     decode_reply,
     decode_request,
@@ -50,7 +51,7 @@ class Model:
         for name in (*LEASES, HONEST):
             self._grant(name)
         for name in TURNS:
-            kept = KeptTurn("P", 1, ticket(name), GRANT, 3 * CHUNK_TOKENS, 1, 0, [])
+            kept = KeptTurn("P", ticket(name), structs.replace(GRANT, tokens=3 * CHUNK_TOKENS), 1, 0, [])
             server.turns.publish(TurnContent(CHUNK_TOKENS, KEYS, range(3 * CHUNK_TOKENS)), kept, name)
         server._listener.receive = self._heard  # type: ignore[method-assign]
         server._listener.send = self._said  # type: ignore[method-assign]
@@ -72,12 +73,12 @@ class Model:
             self._message = asked = decode_request(data)
         except ProtocolError:
             return sender, data
-        if isinstance(asked, Heartbeat):
+        if isinstance(asked, Claim) and not asked.released:
             claimed = [one for one in self._leases if asked.consumer in self._claimed[one]]
             found = [self._leases[one] for one in claimed if one in asked.tickets]
             found += [name for name in TURNS if ticket(name) in asked.tickets]
             self._due = LeaseClaims(sorted(found)) if found else None
-        elif isinstance(asked, Release):
+        elif isinstance(asked, Claim):
             named = [one for one in self._leases if one in asked.tickets]
             ended = [self._leases[one] for one in named if self._ends(one, asked.consumer)]
             self._due = LeaseClaims(sorted(ended), released=True) if ended else None

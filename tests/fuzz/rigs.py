@@ -20,8 +20,9 @@ from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.handshake import PeerInfo, Pending
+from kvferry.transport.handshake import Pending
 from kvferry.transport.lease import LeaseWords
+from kvferry.transport.messages import PeerInfo
 from kvferry.transport.redeem import Redeemed
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from support.memory import memory

@@ -10,7 +10,6 @@ from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_client as gather_messages, messages
 from kvferry.transport.gather_client import (
     AnnounceRoutes,
-    Digest,
     Digested,
     Done,
     Gather,
@@ -18,17 +17,15 @@ from kvferry.transport.gather_client import (
     GatherRoute,
     NotGathered,
 )
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
     PROTOCOL,
-    Accepted,
-    AskRanks,
     AskTurn,
-    Heartbeat,
+    Claim,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Refused,
-    Release,
     Turns,
 )
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
@@ -37,7 +34,7 @@ from transport.cards import cards, facts, ticket
 CHUNK_TOKENS = 256
 KEYS = bytes(range(32)), bytes(range(32, 64))
 CONTENT, TOKENS = PromptContent("d" * 32), 4
-GRANT = Grant.of(1, 2, [[1, 2, 3]])
+GRANT = Grant.of(LeaseWord(1, 2, 1), TOKENS, [[1, 2, 3]])
 LEASES = ("a", "b", "c")
 """Leases of a producer, whose tickets are in the messages; all are for the same prompt."""
 TURNS = ("t1", "t2")
@@ -54,19 +51,18 @@ def requests() -> list[bytes]:
     found = [
         Hello(PROTOCOL, said),
         Hello(PROTOCOL, keeper),
-        AskRanks(PROTOCOL, said),
         *(Redeem(1, run, one, TOKENS, CONTENT) for run in (7, 8) for one in (a, b, c)),
         *(Redeem(2, 7, one, TOKENS, CONTENT) for one in (t, unknown)),
         *(Redeem(3, 7, a, TOKENS, content) for content in near),
         *(Redeem(3, 7, one, TOKENS, other) for one in (a, others)),
         Redeem(4, 7, a, TOKENS + 1, CONTENT),
-        Heartbeat(7, [a, b]),
-        Heartbeat(8, [a, a, c, unknown]),
-        Heartbeat(7, [t, others, ticket("t2")]),
-        Release(7, [a]),
-        Release(8, [a, a]),
-        Release(7, [a, b, t, others]),
-        Release(8, [b, c, unknown]),
+        Claim(7, [a, b]),
+        Claim(8, [a, a, c, unknown]),
+        Claim(7, [t, others, ticket("t2")]),
+        Claim(7, [a], released=True),
+        Claim(8, [a, a], released=True),
+        Claim(7, [a, b, t, others], released=True),
+        Claim(8, [b, c, unknown], released=True),
         AskTurn(1, CHUNK_TOKENS, list(KEYS)),
         AskTurn(2, CHUNK_TOKENS, [KEYS[0], KEYS[0]]),
         AskTurn(3, CHUNK_TOKENS // 2, list(KEYS)),
@@ -77,17 +73,16 @@ def requests() -> list[bytes]:
 
 def replies() -> list[bytes]:
     """Return what producers answer."""
-    turn = KeptTurn("P", 1, ticket("t1"), GRANT, 40, 1, 1, [5, 6])
+    turn = KeptTurn("P", ticket("t1"), structs.replace(GRANT, tokens=40), 1, 1, [5, 6])
     found = [
-        Accepted(facts()),
         Refused(["weights differ"]),
-        Ranks(list(cards())),
-        Ranks(list(cards(2))),
+        PeerInfo(facts(), cards()),
+        PeerInfo(facts(), cards(2), bytes(32)),
         Turns(1, [turn]),
-        Redeemed(1, 1, GRANT, 4),
-        Redeemed(1, 1, GRANT, 4, 3),
-        Unchanged(1, 1),
-        NotRedeemed(1, 1, "no such ticket", unknown=True),
+        Redeemed(1, structs.replace(GRANT, tokens=4)),
+        Redeemed(1, structs.replace(GRANT, tokens=4), 3),
+        Unchanged(1),
+        NotRedeemed(1, "no such ticket", unknown=True),
     ]
     return [messages.encode(one) for one in found]
 
@@ -102,7 +97,7 @@ def gather_requests(pool: int, stride: int, blocks: int) -> list[bytes]:
         AnnounceRoutes(PROTOCOL, [route, route]),
         Gather(1, 0, 0, 0, ids, bytes(len(ids))),
         Gather(2, 0, 1, 0, ids, np.array([1, 0, 1], np.int32).tobytes()),
-        Digest(3, 0, 0, 0, ids, bytes(len(ids))),
+        Gather(3, 0, 0, 0, ids, bytes(len(ids)), digest=True),
         Done(1),
         Done(2),
     ]

@@ -44,7 +44,7 @@ from kvferry.transport.gather_client import (
     GatherRoute,
 )
 from kvferry.transport.gather_server import GatherServer
-from kvferry.transport.handshake import Handshakes, PeerInfo
+from kvferry.transport.handshake import Handshakes
 from kvferry.transport.messages import PROTOCOL, encode
 from kvferry.transport.redeem import PromptContent, TicketBook
 from kvferry.transport.redemptions import Redemptions
@@ -86,7 +86,7 @@ def said(reached: Reached, least: float) -> None:
 
 def test_a_producer_serves_on_whatever_a_peer_with_the_key_says(rig, caplog, long):
     odd = Odd(seed(), requests())
-    handlers = [PeerInfo.answer, FairQueue.put, *methods(TicketBook, without=("__len__",))]
+    handlers = [FairQueue.put, *methods(TicketBook, without=("__len__",))]
     handlers += methods(ControlServer, without=("__init__", "close"))
     handlers += [TurnIndex.find, TurnIndex.leases, PromptContent.difference]
     with Reached(*handlers, messages.decode_request, messages.compare_facts) as reached:

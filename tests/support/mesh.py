@@ -25,9 +25,9 @@ from kvferry.engines.vllm.messages import SchedulerMeta
 from kvferry.engines.vllm.scheduler import engine_info
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import FairQueue, LeaseClaims
-from kvferry.transport.handshake import Address, PeerInfo, Unusable
+from kvferry.transport.handshake import Address, Unusable
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.messages import AskTurn, Facts, RankCard
+from kvferry.transport.messages import AskTurn, Facts, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import TicketBook
@@ -75,7 +75,7 @@ class NearServer:
     def __init__(self, port: int, card: PeerInfo) -> None:
         self.port, self.card = port, card
         self.events: FairQueue = FairQueue()
-        self.tickets, self.turns = TicketBook(card.facts.incarnation), TurnIndex()
+        self.tickets, self.turns = TicketBook(), TurnIndex()
         self.seal_key = _SEAL_KEY
         self.keepers: dict[Address, int] = {}
 
@@ -217,7 +217,7 @@ class MeshConnector(WithoutWorkers):
         self.half = SchedulerHalf(
             engine,
             config,
-            [WorkerInfo(geometry=rank, card=self.card(rank), settings=config)],
+            [WorkerInfo(geometry=rank, card=self.card(rank))],
             pool,
             events=EventStream(settings["listen"]),
             facts=lambda incarnation: Facts(engine.engine_id, incarnation, "mesh", {}),

@@ -19,7 +19,7 @@ LEASE_SECONDS = 30.0
 
 def played_channel() -> Any:
     """Return a control server without a socket: what a producer shares with it."""
-    return SimpleNamespace(port=7, tickets=TicketBook(1), turns=TurnIndex(), seal_key=b"k" * 32)
+    return SimpleNamespace(port=7, tickets=TicketBook(), turns=TurnIndex(), seal_key=b"k" * 32)
 
 
 def producing(

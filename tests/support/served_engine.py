@@ -172,7 +172,7 @@ class ServedEngine:
         self.half = SchedulerHalf(
             facts,
             config,
-            [WorkerInfo(geometry=rank, card=None, settings=config)],
+            [WorkerInfo(geometry=rank, card=None)],
             self._pool,
             events=events,
             facts=lambda incarnation: Facts("e", incarnation, "test", {}),

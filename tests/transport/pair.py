@@ -26,7 +26,7 @@ from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
-from kvferry.transport.metadata_validation import SandboxValidator
+from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.transfers import Transfers
 from support.keys import KEYS
@@ -136,9 +136,9 @@ class Watched(Agent):
         super().release_list(handle)
         self.held["lists"] -= 1
 
-    def read(self, *arguments: Any) -> Any:
+    def transfer(self, *arguments: Any) -> Any:
         self.before_read(self.made)
-        handle = super().read(*arguments)
+        handle = super().transfer(*arguments)
         self.made += 1
         self.held["reads"] += 1
         self.most_reads = max(self.most_reads, self.held["reads"])
@@ -167,7 +167,7 @@ class KeptValidator:
     """A validator that all readers of a session share, so that its child process starts once."""
 
     def __init__(self) -> None:
-        self._shared = SandboxValidator(partial(MetadataSandbox, "127.0.0.1"))
+        self._shared = MetadataValidator(partial(MetadataSandbox, "127.0.0.1"))
         self.validate, self.warm_up, self.end = (
             self._shared.validate,
             self._shared.warm_up,

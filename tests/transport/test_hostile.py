@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvferry.tools.doctor.ports import listening_ports
 from kvferry.transport.agent import VARIABLE, addresses
 from kvferry.transport.messages import Outgoing
 from kvferry.transport.metadata_sandbox import MetadataSandbox
-from kvferry.transport.metadata_validation import SandboxValidator
+from kvferry.transport.metadata_validation import MetadataValidator
 from support.metadata import mutations, value
 from support.waiting import wait_for
 from transport import large
@@ -30,7 +29,7 @@ SEED = 14
 KINDS = ("ended the process", "did not come to an end", "cannot use", "harmless", "transport metadata")
 
 
-class Validator(SandboxValidator):
+class Validator(MetadataValidator):
     """Knows the process ids of its child processes, and gives a verdict at once."""
 
     def __init__(self, **options) -> None:
@@ -43,11 +42,7 @@ class Validator(SandboxValidator):
         return child
 
     def verdict(self, card) -> str:
-        told = threading.Event()
-        verdict = self.validate([card], told.set)
-        assert told.wait(60), "no verdict"
-        assert verdict.reason is not None
-        return verdict.reason
+        return self.validate([card]).result(60)
 
 
 @pytest.fixture

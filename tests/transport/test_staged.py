@@ -16,8 +16,8 @@ from kvferry.planning.select import LoadSpan
 from kvferry.planning.strategy import Strategy
 from kvferry.transport.costs import TransferSettings
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.packed_read import ASK_SECONDS
 from kvferry.transport.read_plan import Report
+from kvferry.transport.segmented_read import ASK_SECONDS
 from support.clock import Clock
 from support.engines import EngineSpec, Family, GroupSpec, Interior, Stored, ranks
 from support.oracle import expect

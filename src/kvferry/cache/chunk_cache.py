@@ -50,13 +50,14 @@ MOST_READS_SECONDS, NEXT_READ_SECONDS = 0.010, 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class WantedChunk:
-    """A chunk that a load needs."""
+class PromptChunk:
+    """A chunk of a prompt in one KV cache group."""
 
-    group: int  # index of the KV cache group
+    group: int  # index of the KV cache group in the storage format
     number: int  # index of the chunk in the prompt
     key: bytes  # key of the chunk in this group
     tokens: int  # number of tokens in the chunk; 0 for a snapshot
+    cold: bool = False  # True if host memory evicts it before all others once it is stored, until it is used
 
 
 @dataclass(slots=True)
@@ -67,11 +68,11 @@ class Fetch:
     `ready`. The load takes ready chunks with `take`.
     """
 
-    remaining: deque[WantedChunk] = field(default_factory=deque)  # chunks neither held nor being read
+    remaining: deque[PromptChunk] = field(default_factory=deque)  # chunks neither held nor being read
     without: frozenset[str] = frozenset()  # names of tiers that the load must not read from
-    reading: dict[bytes, WantedChunk] = field(default_factory=dict)  # chunks that are being read, by key
+    reading: dict[bytes, PromptChunk] = field(default_factory=dict)  # chunks that are being read, by key
     # Chunks in host memory, held until the load closes the slot.
-    ready: list[tuple[WantedChunk, Slot]] = field(default_factory=list)
+    ready: list[tuple[PromptChunk, Slot]] = field(default_factory=list)
     # Names of the tiers, host memory included, that have provided chunks of this load so far.
     tiers: set[str] = field(default_factory=set)
     # Names of the tiers in which a read for this load had an I/O error. A tier that merely no longer has a
@@ -87,7 +88,7 @@ class Fetch:
     def over(self) -> bool:
         return self.failure is not None or not (self.remaining or self.reading)
 
-    def take(self) -> list[tuple[WantedChunk, Slot]]:
+    def take(self) -> list[tuple[PromptChunk, Slot]]:
         """Remove and return all ready chunks. The caller must close the slots."""
         found, self.ready = self.ready, []
         return found
@@ -277,7 +278,7 @@ class ChunkCache:
         for slow in self.slow_tiers:
             slow.mark_used(keys)
 
-    def fetch(self, wanted_chunks: Iterable[WantedChunk], without: Iterable[str] = ()) -> Fetch:
+    def fetch(self, wanted_chunks: Iterable[PromptChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load, in their order. `poll` continues it.
 
         A chunk in host memory is held until the load closes its slot.
@@ -436,7 +437,7 @@ class ChunkCache:
         while fetch.remaining and fetch.failure is None and self._advance_chunk(fetch, fetch.remaining[0]):
             fetch.remaining.popleft()
 
-    def _advance_chunk(self, fetch: Fetch, want: WantedChunk) -> bool:
+    def _advance_chunk(self, fetch: Fetch, want: PromptChunk) -> bool:
         """Hold one chunk of a fetch, wait for a read of it, or start one. Return False without room."""
         if incoming := self.incoming.get(want.key):
             incoming.waiting.append(fetch)
@@ -496,7 +497,7 @@ class ChunkCache:
         self.host.abort(incoming.slot)
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
 
-    def _add_ready(self, fetch: Fetch, want: WantedChunk, slot: Slot, name: str) -> None:
+    def _add_ready(self, fetch: Fetch, want: PromptChunk, slot: Slot, name: str) -> None:
         fetch.ready.append((want, slot))
         fetch.tiers.add(name)
         self.counts.fetched[name] += 1

@@ -10,11 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import WantedChunk
+from kvferry.cache.chunk_cache import PromptChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
@@ -27,13 +26,6 @@ _LAST = np.uint64(8 * (TAG_BYTES - 1))
 _BUT_LAST = np.uint64(1 << 8 * (TAG_BYTES - 1)) - np.uint64(1)
 
 
-class BegunChunk(NamedTuple):
-    """A stored chunk that is found by its beginnings: its key and number of tokens."""
-
-    key: bytes
-    tokens: int
-
-
 class ChunkBeginnings:
     """Maps the key of each beginning to the chunks that begin so. Not thread-safe.
 
@@ -42,25 +34,25 @@ class ChunkBeginnings:
     >>> beginnings = ChunkBeginnings(4)
     >>> list(beginnings.ends(16, 31))
     [20, 24, 28]
-    >>> beginnings.add(BegunChunk(b"chunk", 16), [b"of 4", b"of 8", b"of 12"])
-    >>> beginnings.chunks_with(b"of 8")
-    (BegunChunk(key=b'chunk', tokens=16),)
+    >>> beginnings.add(PromptChunk(0, 1, b"chunk", 16), [b"of 20", b"of 24", b"of 28"])
+    >>> beginnings.chunks_with(b"of 24")
+    (PromptChunk(group=0, number=1, key=b'chunk', tokens=16, cold=False),)
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._chunks: dict[bytes, tuple[BegunChunk, ...]] = {}
+        self._chunks: dict[bytes, tuple[PromptChunk, ...]] = {}
 
     def ends(self, first: int, last: int) -> range:
         """Return the positions after `first`, up to and including `last`, at which blocks end."""
         return range((first // self._block_tokens + 1) * self._block_tokens, last + 1, self._block_tokens)
 
-    def add(self, chunk: BegunChunk, beginnings: Iterable[bytes]) -> None:
+    def add(self, chunk: PromptChunk, beginnings: Iterable[bytes]) -> None:
         """Add a chunk that is not yet known, with the keys of its beginnings."""
         for key in beginnings:
             self._chunks[key] = (*self._chunks.get(key, ()), chunk)
 
-    def discard(self, chunk: BegunChunk, beginnings: Iterable[bytes]) -> None:
+    def discard(self, chunk: PromptChunk, beginnings: Iterable[bytes]) -> None:
         """Remove a chunk with all of its beginnings, as they were added."""
         for key in beginnings:
             left = tuple(one for one in self._chunks[key] if one != chunk)
@@ -69,7 +61,7 @@ class ChunkBeginnings:
             else:
                 del self._chunks[key]
 
-    def chunks_with(self, beginning: bytes) -> tuple[BegunChunk, ...]:
+    def chunks_with(self, beginning: bytes) -> tuple[PromptChunk, ...]:
         return self._chunks.get(beginning, ())
 
 
@@ -88,7 +80,7 @@ class PromptChunks:
         self.keys = keys
         self.shared_tokens = 0
         self._beginnings = beginnings
-        self._stand_ins: dict[bytes, BegunChunk] = {}  # chunks of the last look-up, by the tail they replace
+        self._stand_ins: dict[bytes, PromptChunk] = {}  # chunks of the last look-up, by the tail they replace
         self._groups = tuple(groups)
         # A cached prefix may end with a tail unless a group has recurrent state.
         self._has_tail = all(group.kind is not GroupKind.STATE for group in groups)
@@ -167,7 +159,7 @@ class PromptChunks:
             return found
         return self._end_inside(found, self._beginnings, tokens if in_full else tokens - 1, tier_numbers)
 
-    def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[WantedChunk]:
+    def wanted_chunks(self, found: Coverage, span: LoadSpan) -> Iterator[PromptChunk]:
         """Yield the chunks that a load of `span` needs after a look-up, in the order of the prompt."""
         chunked = found.chunked
         numbers = chunks_to_load(self._groups, chunked, span.total, span.part)
@@ -176,8 +168,7 @@ class PromptChunks:
         for number, group in sorted(each):
             state = self._groups[group].kind is GroupKind.STATE
             key, tokens = self.key_of(chunked, group, number), min(size, chunked.tokens - number * size)
-            chunk = self._stand_ins.get(key) or BegunChunk(key, 0 if state else tokens)
-            yield WantedChunk(group, number, chunk.key, chunk.tokens)
+            yield self._stand_ins.get(key) or PromptChunk(group, number, key, 0 if state else tokens)
 
     def _end_inside(
         self,

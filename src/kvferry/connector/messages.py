@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.connector.bids import Bid
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import BlockIds
 from kvferry.geometry import RankGeometry
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.memory.shared_memory import SharedFile
 from kvferry.planning.chunk_cells import TableSlice
 from kvferry.planning.descriptors import Int64s
@@ -43,6 +43,7 @@ class MachineRanks:
     """The ranks of the engine on one machine. They share an arena."""
 
     ranks: tuple[RankGeometry, ...]
+    share: CanonicalForm  # form of their share of each chunk
     # The handle by which a process attaches the arena; None until the first of the ranks has created it.
     arena: SharedFile | None
 
@@ -63,12 +64,6 @@ class ArenaCard:
 
     machines: tuple[MachineRanks, ...]  # that of the scheduler first
     arena_bytes: int  # size of each arena
-    chunk_tokens: int
-
-    @property
-    def ranks(self) -> list[RankGeometry]:
-        """All ranks of the engine."""
-        return [rank for machine in self.machines for rank in machine.ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +100,6 @@ class WorkerInfo:
 
     geometry: RankGeometry
     card: RankCard | None
-    # Without this machine's address. They tell several connectors of an engine apart.
-    settings: ConnectorConfig
     key: str | None = None
     machine: str = field(default_factory=boot_id)  # boot id of the kernel that the worker runs on
     stale: int | None = None  # as in `StepReports`

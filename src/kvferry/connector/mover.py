@@ -23,7 +23,7 @@ from numpy import uint8
 from kvferry.common.errors import KVFerryError, TransferError
 from kvferry.connector.messages import ArenaCard, Load, LoadOrder, MachineRanks, Piece, StoreOrder
 from kvferry.geometry import RankGeometry
-from kvferry.geometry.canonical import CanonicalForm, canonical_form_of, share_of
+from kvferry.geometry.canonical import CanonicalForm
 from kvferry.memory.address_space import AddressSpace
 from kvferry.memory.copies import ChunkCopies, offsets_of
 from kvferry.memory.device_copy import HostRegistration
@@ -285,7 +285,7 @@ class ChunkMover:
         try:
             if creates:
                 self._reachable = ReachableArena(card.arena_bytes, self._host, self._ports)
-            self._attach_to(machine, card)
+            self._attach_to(machine)
         except KVFerryError as error:
             self._unusable = str(error)
             logger.error("tiers: rank %s can neither store nor load: %s", self._rank_coordinates, error)  # noqa: TRY400 - said in full
@@ -299,8 +299,7 @@ class ChunkMover:
             self._arenas.append((number, found))
             self._on_result()
 
-    def _attach_to(self, machine: MachineRanks, card: ArenaCard) -> None:
-        share = share_of(canonical_form_of(card.ranks, card.chunk_tokens), machine.ranks)
+    def _attach_to(self, machine: MachineRanks) -> None:
         if self._reachable is not None:
             self._arena = self._reachable.arena
         else:
@@ -311,7 +310,7 @@ class ChunkMover:
         if rank.regions[0].memory == "VRAM":
             self._registration = HostRegistration(self._arena.region)
         self._routes = ChunkRoutes(
-            share,
+            machine.share,
             machine.ranks,
             self._rank_coordinates,
             self._arena.memory,

@@ -140,7 +140,7 @@ class WorkerHalf:
                 host=config.host,
                 ports=parse_port_range(config.ports),
             )
-        self._info = WorkerInfo(geometry=geometry, card=None, settings=config.without_host)
+        self._info = WorkerInfo(geometry=geometry, card=None)
         if config.transfers:
             settings = _transfer_settings(config)
             self._info = replace(self._info, key=settings.keys.fingerprint)
@@ -231,7 +231,7 @@ class WorkerHalf:
     def begin(self, orders: StepOrders) -> None:
         """Begin the work of a step that needs no KV that the step computes, before its forward pass."""
         self._idle, self._step_seconds = orders.idle, orders.step_seconds
-        if orders.quiet or orders.writes_cache:
+        if orders.writes_cache:
             self._stale.current = orders.epoch
         if orders.quiet:
             return
@@ -304,7 +304,7 @@ class WorkerHalf:
         if not (len(self._loads) or self._sent or self._arrived.is_set()):
             return NOTHING_ENDED
         self._take_results()
-        if self._idle:
+        if self._idle and len(self._loads):
             self._wait_for_results()
         if not (len(self._loads) or self._sent):
             return NOTHING_ENDED

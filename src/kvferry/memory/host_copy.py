@@ -32,6 +32,7 @@ class CopyView:
     """A view of a block pool, for one strided copy between any cell and its place in packed memory."""
 
     copy: StridedCopy
+    size: int  # in bytes of the copy of one cell
     storing: bool  # whether the pool is the source of the copy
     # Loops of the copy, sorted by descending stride in the pool, int64 of shape (loops, 3). A row is (count,
     # source stride in bytes, destination stride in bytes).
@@ -92,7 +93,7 @@ def copy_cells(
         return
     pool = view.elements.ctypes.data + places * view.elements.strides[0]
     packed = memory.ctypes.data + view.offset + offsets
-    streamed = len(places) * view.copy.bytes >= streamed_bytes
+    streamed = len(places) * view.size >= streamed_bytes
     sources, destinations = (pool, packed) if view.storing else (packed, pool)
     kernel.copy(sources, destinations, view.copy.run, view.loops, streamed)
 
@@ -113,7 +114,7 @@ def digest_cells(view: CopyView, places: Int64s, positions: Int64s) -> int:
     if (kernel := copy_kernel.KERNEL) is not None and view.copy.run >= LONG_RUN_BYTES:
         sources = view.elements.ctypes.data + places * view.elements.strides[0]
         return kernel.digest(sources, positions, view.copy.run, view.loops, KEYS)
-    size, digest = view.copy.bytes, 0
+    size, digest = view.size, 0
     each = max(1, _SCRATCH_BYTES // size)
     scratch = np.empty((min(each, len(places)), size), np.uint8)
     for first in range(0, len(places), each):

@@ -93,8 +93,9 @@ class PoolCells:
 
     def wait(self) -> None:
         """Wait until the copies that the calling thread has queued are done. Other threads' work goes on."""
-        views = [view for part in self.parts for view in part.copies]
-        if views and not self.on_host:
+        if self.on_host:
+            return
+        if views := [view for part in self.parts for view in part.copies]:
             finish_stream(views[0].elements.device)  # all views are on one device
 
     def _part(self, part: PoolCopies, alignment: int) -> CellViews:
@@ -120,6 +121,7 @@ class PoolCells:
         loops = np.array([(loop.count, loop.src, loop.dst) for loop in in_order], np.int64).reshape(-1, 3)
         return CopyView(
             copy=copy,
+            size=copy.bytes,
             storing=storing,
             loops=loops,
             word=word,

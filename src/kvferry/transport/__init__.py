@@ -10,7 +10,8 @@ of a conversation. `lease` defines how a consumer detects that blocks were reuse
 
 **Reading worker.** `transfers` splits a read order over lanes. A `lane` is a thread with its own NIXL `agent`
 and `lane_connections` to peers, each with `prepared_routes`. `read_plan` says what one order reads.
-`packed_read` moves cells as images through `staging` memory. `costs` decide between transfer methods.
+`segmented_read` moves cells piece by piece, as images through `staging` memory or so that `verification` can
+compare them. `costs` decide between transfer methods.
 
 **Worker that is read.** `transfers` registers its KV cache, its lease words and its `staging` area.
 `gather_server` packs cells when a `gather_client` asks for them.

@@ -25,7 +25,6 @@ from kvferry.transport.gather_client import (
 )
 from kvferry.transport.handshake import (
     Address as Address,
-    PeerInfo as PeerInfo,
     Pending as Pending,
     Unusable as Unusable,
 )
@@ -38,15 +37,15 @@ from kvferry.transport.lease import (
 )
 from kvferry.transport.messages import (
     PROTOCOL as PROTOCOL,
-    Accepted as Accepted,
-    AskRanks as AskRanks,
+    AskTurn as AskTurn,
+    Claim as Claim,
     Facts as Facts,
     Hello as Hello,
+    PeerInfo as PeerInfo,
     RankCard as RankCard,
-    Ranks as Ranks,
     Refused as Refused,
-    Release as Release,
     Request as Request,
+    Turns as Turns,
     compare_facts as compare_facts,
 )
 from kvferry.transport.offer import MAX_REMOTE_CACHES as MAX_REMOTE_CACHES

@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,8 @@ CONNECTIONS = {"UCX_TCP_CONN_NB": "y", "UCX_TCP_SYN_CNT": "3"}
 _lock = threading.Lock()
 
 _BACKEND = "UCX"
+
+Operation: TypeAlias = Literal["READ", "WRITE"]
 
 
 @cache
@@ -227,26 +229,21 @@ class Agent:
         table[:, :2], table[:, 2], table[:, 3:] = rows[:, :2], region.device, rows[:, 2:]
         return self._nixl.prep_xfer_dlist(owner or "NIXL_INIT_AGENT", table, region.memory)
 
-    def read(
+    def transfer(
         self,
+        operation: Operation,
         local: Any,
         local_indices: npt.NDArray[np.int32],
         remote: Any,
         remote_indices: npt.NDArray[np.int32],
     ) -> Any:
-        """Return the handle of a READ for `post`. Indices are int32 of shape (n,), pairs of equal length."""
-        return self._nixl.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
+        """Return the handle of a READ or WRITE for `post`.
 
-    def write(
-        self,
-        local: Any,
-        local_indices: npt.NDArray[np.int32],
-        remote: Any,
-        remote_indices: npt.NDArray[np.int32],
-    ) -> Any:
-        """Return the handle of a WRITE, as `read` does. When it is DONE, its bytes are in remote memory."""
-        # NIXL's UCX backend flushes the endpoint behind the WRITE, and waits for it (`sendXferRange`).
-        return self._nixl.make_prepped_xfer("WRITE", local, local_indices, remote, remote_indices)
+        Indices are int32 of shape (n,), pairs of equal length. When a WRITE is DONE, its bytes are in remote
+        memory.
+        """
+        # NIXL's UCX backend flushes the endpoint behind a WRITE, and waits for it (`sendXferRange`).
+        return self._nixl.make_prepped_xfer(operation, local, local_indices, remote, remote_indices)
 
     def post(self, handle: Any) -> ReadState:
         """Start a READ or WRITE and return its state. The call may block for as long as that takes."""

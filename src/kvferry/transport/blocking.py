@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import Region
 from kvferry.planning.descriptors import Int64s
-from kvferry.transport.agent import Agent, ReadState
+from kvferry.transport.agent import Agent, Operation, ReadState
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 5e-4
-
-Operation: TypeAlias = Literal["READ", "WRITE"]
 
 
 class BlockingTransfers:
@@ -56,8 +53,7 @@ class BlockingTransfers:
                 rows = np.stack([theirs, length, length, one], axis=1)
                 remote = self.agent.prepare(peer, there, rows)
                 undo.append(lambda: self.agent.release_list(remote))
-                make = self.agent.read if operation == "READ" else self.agent.write
-                handle: Any = make(local, numbers, remote, numbers)
+                handle = self.agent.transfer(operation, local, numbers, remote, numbers)
                 undo.append(lambda: self.agent.release(handle))
                 state = self.agent.post(handle)
             nap = _SHORTEST_NAP

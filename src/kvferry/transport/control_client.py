@@ -27,7 +27,6 @@ from kvferry.transport.handshake import (
     MAX_REMEMBERED,
     Address,
     Handshakes,
-    PeerInfo,
     PeerStatus,
     Pending,
     Unusable,
@@ -35,16 +34,16 @@ from kvferry.transport.handshake import (
 from kvferry.transport.messages import (
     MAX_TICKETS,
     AskTurn,
+    Claim,
     Facts,
-    Heartbeat,
     KeptTurn,
+    PeerInfo,
     RankCard,
-    Release,
     Request,
     Turns,
     decode_numbered,
 )
-from kvferry.transport.redeem import PromptContent, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, PromptContent, Redeem, Redeemed
 from kvferry.transport.redemptions import Redemption, Redemptions
 from kvferry.transport.resolver import AddressNotAllowed, ResolveName
 from kvferry.transport.seal import SealBinding, open_seal
@@ -179,7 +178,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
             self._queue_command(address, one.message, soon=grant is None)
         return one
 
-    def _opened(self, sealed: str, binding: SealBinding) -> Redeemed | None:
+    def _opened(self, sealed: str, binding: SealBinding) -> Grant | None:
         """Return the grant in a seal; None if the producer must be asked."""
         # The handshake with a new peer takes longer than redeeming the ticket. And a client may keep a seal
         # of an earlier run, which must not cause a handshake.
@@ -206,16 +205,16 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
     def end(self, one: Redemption) -> None:
         """End a request's claim, and release the lease if it was the ticket's last claim."""
         if self._redemptions.end(one):
-            message = Release(self._consumer, [one.message.ticket])
+            message = Claim(self._consumer, [one.message.ticket], released=True)
             self._queue_command(one.address, message, soon=False)
 
     def hold(self, address: Address, ticket: bytes) -> None:
         """Send heartbeats for the lease on an earlier turn until `release`."""
-        self._queue_command(address, Heartbeat(self._consumer, [ticket]))
+        self._queue_command(address, Claim(self._consumer, [ticket]))
 
     def release(self, address: Address, ticket: bytes) -> None:
         """Tell the producer that this engine no longer needs a lease, and end its heartbeats."""
-        self._queue_command(address, Release(self._consumer, [ticket]))
+        self._queue_command(address, Claim(self._consumer, [ticket], released=True))
 
     def ask_turn(self, peers: Mapping[Address, int], content: TurnContent) -> int | None:
         """Ask peers (address to incarnation) for earlier turns. Return the query's number, or None."""
@@ -298,7 +297,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
         for address, peer in list(self._peers.items()):
             held = sorted(peer.held)
             for first in range(0, len(held) if runs else 0, MAX_TICKETS):
-                self._send(address, Heartbeat(self._consumer, held[first : first + MAX_TICKETS]))
+                self._send(address, Claim(self._consumer, held[first : first + MAX_TICKETS]))
             # Clients' requests can name any address, so the number of sockets would grow without bound.
             if not (held or peer.used) and self._handshakes.is_unknown(address):
                 self._close(address)
@@ -347,11 +346,13 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
             return
         self._send(address, message)
         peer.used = True
-        if isinstance(message, Heartbeat):
+        if not isinstance(message, Claim):
+            return
+        if not message.released:
             peer.held.update(message.tickets)
-        elif isinstance(message, Release):
-            peer.held.difference_update(message.tickets)
-        if opened and isinstance(message, Release):
+            return
+        peer.held.difference_update(message.tickets)
+        if opened:
             self._close(address)  # opened for this message only, which is still sent
 
     def _greet(self, address: Address, *, again: bool = False) -> None:
@@ -369,6 +370,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
             self._greet(address, again=True)  # another run of the engine may have the port now
         else:
             peer.connected = True
+            self._handshakes.note_connected(address)
 
     def _close(self, address: Address) -> set[bytes]:
         """Close the socket to a peer, if there is one, and return the tickets that it kept alive."""
@@ -403,7 +405,7 @@ class ControlClient(ChannelClient[tuple[Address, bool]]):
                 peer.held.add(ticket)  # before this thread can execute its release
             if awaited:
                 self._on_news()
-        elif message := self._handshakes.handle_reply(address, data):
-            self._send(address, message)
-        elif address in self._meets:
-            self._on_news()
+        else:
+            self._handshakes.handle_reply(address, data)
+            if address in self._meets:
+                self._on_news()

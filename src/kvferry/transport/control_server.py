@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -21,20 +21,19 @@ from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
 from kvferry.transport import security
 from kvferry.transport.addresses import ANY_PEER, AllowedPeers, PortRange
-from kvferry.transport.handshake import Address, PeerInfo, differences
+from kvferry.transport.handshake import Address
 from kvferry.transport.listener import Listener
 from kvferry.transport.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL,
     SEAL_KEY_BYTES,
-    AskRanks,
     AskTurn,
-    Heartbeat,
     Hello,
+    PeerInfo,
     RankCard,
     Refused,
-    Reply,
     decode_request,
+    differences,
     encode,
     make_refusal,
 )
@@ -131,12 +130,12 @@ class ControlServer:
             on_event: called in the server's thread after it has appended to `events`.
         """
         self.events = FairQueue(on_event)
-        self.tickets = TicketBook(card.facts.incarnation)
+        self.tickets = TicketBook()
         self.turns = TurnIndex()
         self.seal_key = secrets.token_bytes(SEAL_KEY_BYTES)
         self._keepers: dict[Address, int] = {}
         self._log = LimitedLog(logger)
-        self._card, self._peers = replace(card, seal_key=self.seal_key), peers
+        self._card, self._peers = structs.replace(card, seal_key=self.seal_key), peers
         self._listener = Listener(
             "control channel", host, port, keys, MAX_REQUEST_BYTES, peers=peers, resolve=resolve
         )
@@ -146,8 +145,7 @@ class ControlServer:
     def renew(self, ranks: tuple[RankCard, ...], incarnation: int) -> None:
         """Describe the ranks anew. Peers repeat the handshake before they use a lease granted from now on."""
         facts = structs.replace(self._card.facts, incarnation=incarnation)
-        self._card = replace(self._card, facts=facts, ranks=ranks)
-        self.tickets.renew(incarnation)
+        self._card = structs.replace(self._card, facts=facts, ranks=ranks)
 
     @property
     def ranks(self) -> tuple[RankCard, ...]:
@@ -182,12 +180,9 @@ class ControlServer:
             return encode(answer)
         if isinstance(message, AskTurn):
             return encode(self.turns.find(message))
-        if isinstance(message, Hello | AskRanks):
-            reply = self._card.answer(message)
-            if isinstance(message, Hello):
-                self._on_hello(message, reply)
-            return encode(reply)
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Hello):
+            return encode(self._describe(message))
+        if not message.released:
             leases = self.tickets.claimed(message.consumer, message.tickets)
             if leases := leases + self.turns.leases(message.tickets):
                 self.events.put(sender, LeaseClaims(leases))
@@ -196,16 +191,19 @@ class ControlServer:
             self.events.put(sender, LeaseClaims(leases, released=True), force=True)
         return None
 
-    def _on_hello(self, message: Hello, reply: Reply) -> None:
-        peer = message.facts
-        if not isinstance(reply, Refused):
+    def _describe(self, message: Hello) -> PeerInfo | Refused:
+        """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
+        peer, own = message.facts, Hello(PROTOCOL, self._card.facts)
+        # The consumer prints these sentences, so "there" is this engine.
+        if not (found := differences(own, message)):
             if peer.keeps_turns is not None and self._peers.may_allow(peer.keeps_turns[0]):
                 self._keepers.pop(peer.keeps_turns, None)
                 self._keepers[peer.keeps_turns] = peer.incarnation
                 if len(self._keepers) > _MOST_KEEPERS:  # a peer with the key can name any number of addresses
                     del self._keepers[next(iter(self._keepers))]
-            return
-        found = differences((message.protocol, peer), (PROTOCOL, self._card.facts))
-        who = shown(peer.engine_id)
-        why = shown("; ".join(make_refusal(found).differences), _REASON_CHARACTERS)
-        self._log.say(who, f"engine {who} cannot read from this one: {why}")
+            return self._card
+        who, said = shown(peer.engine_id), make_refusal(differences(message, own)).differences
+        self._log.say(
+            who, f"engine {who} cannot read from this one: {shown('; '.join(said), _REASON_CHARACTERS)}"
+        )
+        return make_refusal(found)

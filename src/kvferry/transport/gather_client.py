@@ -66,8 +66,8 @@ class AnnounceRoutes(msgspec.Struct, frozen=True, tag="introduce"):
     routes: list[GatherRoute]
 
 
-class _CellsRequest(msgspec.Struct, frozen=True):
-    """Request about cells of a route."""
+class Gather(msgspec.Struct, frozen=True, tag="gather"):
+    """Request to pack cells of a route into staging memory, or for their digest."""
 
     segment: Count = msgspec.field(name="chunk")  # id of the request, repeated in the reply
     route: Count  # index in `AnnounceRoutes.routes`
@@ -76,21 +76,13 @@ class _CellsRequest(msgspec.Struct, frozen=True):
     # int32 per cell, native byte order: its block, and its index within the block
     blocks: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
     cells: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_CELLS)]
+    shared: bool = False  # pack into the memory file that the reader has mapped
+    digest: bool = False  # pack nothing, and compute `StagingCopies.digest`
 
     def places(self) -> tuple[Int64s, Int64s]:
         """Return the block of each cell, and its index within the block, int64 of shape (n,)."""
         blocks, cells = (np.frombuffer(ids, np.int32).astype(np.int64) for ids in (self.blocks, self.cells))
         return blocks, cells
-
-
-class Gather(_CellsRequest, frozen=True, tag="gather"):
-    """Request to pack cells into staging memory."""
-
-    shared: bool = False  # pack into the memory file that the reader has mapped
-
-
-class Digest(_CellsRequest, frozen=True, tag="digest"):
-    """Request for the digest of cells, as `StagingCopies.digest` computes it."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -129,7 +121,7 @@ class NotGathered(msgspec.Struct, frozen=True, tag="not-gathered"):
     unknown: bool = False
 
 
-Request: TypeAlias = AnnounceRoutes | Gather | Digest | Done
+Request: TypeAlias = AnnounceRoutes | Gather | Done
 Reply: TypeAlias = Gathered | Digested | NotGathered
 
 _requests = msgspec.msgpack.Decoder(Request)
@@ -142,7 +134,7 @@ def decode_request(data: bytes) -> Request:
         message: Request = _requests.decode(data)
     if isinstance(message, AnnounceRoutes):
         _check(message)
-    elif isinstance(message, Gather | Digest):
+    elif isinstance(message, Gather):
         size = len(message.blocks)
         if not size or size % 4 or len(message.cells) != size:
             raise ProtocolError(
@@ -249,17 +241,23 @@ class GatherClient:
         return now < self.silent_until
 
     def ask(
-        self, route: int, lease: LeaseWord, blocks: Int64s, cells: Int64s, *, shared: bool = False
+        self,
+        route: int,
+        lease: LeaseWord,
+        blocks: Int64s,
+        cells: Int64s,
+        *,
+        shared: bool = False,
+        digest: bool = False,
     ) -> int:
         """Send a `Gather` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
+        segment = next(self._numbers) % (1 << 31)  # the message has room for 31 bits
         ids, places = (each.astype(np.int32).tobytes() for each in (blocks, cells))
-        request = Gather(self._next_segment(), route, lease.slot, lease.generation, ids, places, shared)
-        return self._ask(request)
-
-    def ask_digest(self, route: int, lease: LeaseWord, blocks: Int64s, cells: Int64s) -> int:
-        """Send a `Digest` of cells in these blocks, int64 of shape (n,), and return the id of its segment."""
-        ids, places = (each.astype(np.int32).tobytes() for each in (blocks, cells))
-        return self._ask(Digest(self._next_segment(), route, lease.slot, lease.generation, ids, places))
+        self._wanted[segment] = self._introductions
+        # The queue may be full: the rank has not read for long.
+        if not self._send(Gather(segment, route, lease.slot, lease.generation, ids, places, shared, digest)):
+            self._answers[segment] = NotGathered(segment, "the producer's worker does not take requests")
+        return segment
 
     def answer(self, segment: int) -> Reply | None:
         """Return the reply to a request and close the request; None if no reply has arrived yet."""
@@ -277,17 +275,6 @@ class GatherClient:
 
     def close(self) -> None:
         self.socket.close()
-
-    def _next_segment(self) -> int:
-        return next(self._numbers) % (1 << 31)  # the message has room for 31 bits
-
-    def _ask(self, request: Gather | Digest) -> int:
-        self._wanted[request.segment] = self._introductions
-        # The queue is full: the rank has not read for long.
-        if not self._send(request):
-            reason = "the producer's worker does not take requests"
-            self._answers[request.segment] = NotGathered(request.segment, reason)
-        return request.segment
 
     def _receive(self) -> None:
         while self.socket.poll(0):

@@ -31,7 +31,6 @@ from kvferry.transport.gather_client import (
     MAX_DIGEST_BYTES,
     MAX_REQUEST_BYTES,
     AnnounceRoutes,
-    Digest,
     Digested,
     Done,
     Gather,
@@ -154,7 +153,7 @@ class GatherServer:
             self._waiting = deque(
                 one for one in self._waiting if one.sender != sender or one.message.segment != segment
             )
-        elif isinstance(message, Digest):
+        elif message.digest:
             self._digest(sender, message)
         else:
             self._ask(sender, message)
@@ -224,7 +223,7 @@ class GatherServer:
         self._answer(sender, Gathered(message.segment, allocation.position, word, generation))
         return True
 
-    def _digest(self, sender: bytes, message: Digest) -> None:
+    def _digest(self, sender: bytes, message: Gather) -> None:
         """Reply with the digest of cells, or refuse it."""
         if (reader := self._readers.get(sender)) is None:
             self._refuse_unknown(sender, message)
@@ -258,7 +257,7 @@ class GatherServer:
             return f"the copy failed: {shown(str(error), 500)}"
         return None
 
-    def _refusal(self, reader: _Reader, message: Gather | Digest) -> str | None:
+    def _refusal(self, reader: _Reader, message: Gather) -> str | None:
         if message.route >= len(reader.routes):
             return f"there is no route {message.route}"
         (route, _), (blocks, cells) = reader.routes[message.route], message.places()
@@ -278,21 +277,21 @@ class GatherServer:
             return "the images of one request have no room in the staging area"
         return None
 
-    def _no_digest(self, reader: _Reader, message: Digest) -> str | None:
+    def _no_digest(self, reader: _Reader, message: Gather) -> str | None:
         (route, _), cells = reader.routes[message.route], len(message.places()[0])
         if (size := cells * route.image_stride) > MAX_DIGEST_BYTES:
             return f"{size} bytes to digest, at most {MAX_DIGEST_BYTES} per request"
         return None
 
-    def _ended(self, message: Gather | Digest) -> str | None:
+    def _ended(self, message: Gather) -> str | None:
         word = self._words.incarnation << 32 | message.generation
         holds = message.slot < self._first_word and int(self._words.array[message.slot]) == word
         return None if holds else "the lease has ended"
 
-    def _refuse_unknown(self, sender: bytes, message: Gather | Digest) -> bool:
+    def _refuse_unknown(self, sender: bytes, message: Gather) -> bool:
         return self._refuse(sender, message, "the reader has not introduced itself", unknown=True)
 
-    def _refuse(self, sender: bytes, message: Gather | Digest, reason: str, *, unknown: bool = False) -> bool:
+    def _refuse(self, sender: bytes, message: Gather, reason: str, *, unknown: bool = False) -> bool:
         self._answer(sender, NotGathered(message.segment, reason, unknown))
         return True
 

@@ -1,6 +1,6 @@
 """The state of the handshakes with peers. This module opens no sockets.
 
-    (unknown) ─start→ Pending ─ranks arrive→ PeerInfo
+    (unknown) ─start→ Pending ─the reply arrives→ PeerInfo
                          └─refused, silent or malformed→ Unusable ─after a while→ (unknown)
 
 Requests name the addresses of peers, so a client can make the engine contact any number of addresses.
@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import structs
 
 from kvferry.common.errors import Incompatible, KVFerryError, ProtocolError
 from kvferry.common.limited_log import LimitedLog
@@ -24,17 +26,14 @@ from kvferry.common.text import shown
 from kvferry.common.units import counted
 from kvferry.transport.messages import (
     PROTOCOL,
-    Accepted,
-    AskRanks,
     Facts,
     Hello,
+    PeerInfo,
     RankCard,
-    Ranks,
     Refused,
     Reply,
     compare_facts,
     decode_reply,
-    make_refusal,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,31 +69,6 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerInfo:
-    """Description of an engine that offers KV. As the status of a peer: this engine can read from it."""
-
-    facts: Facts
-    ranks: tuple[RankCard, ...]
-    seal_key: bytes = field(default=b"", repr=False, compare=False)
-
-    def answer(self, message: Hello | AskRanks) -> Accepted | Ranks | Refused:
-        """Return the reply, Refused if protocol or a setting on which the meaning of KV depends differs."""
-        # The consumer prints these sentences, so "there" is the producer.
-        if found := differences((PROTOCOL, self.facts), (message.protocol, message.facts)):
-            return make_refusal(found)
-        if isinstance(message, Hello):
-            return Accepted(self.facts)
-        return Ranks(list(self.ranks), self.seal_key)
-
-
-def differences(theirs: tuple[int, Facts], ours: tuple[int, Facts]) -> list[str]:
-    """Return why one engine cannot read KV from another. Each is (protocol version, description)."""
-    if theirs[0] != ours[0]:
-        return [f"protocol {theirs[0]} there, {ours[0]} here; run the same release of kvferry on both"]
-    return compare_facts(theirs[1].must_agree, ours[1].must_agree)
-
-
-@dataclass(frozen=True, slots=True)
 class Unusable:
     """Status of a peer: this engine cannot read from it. If `gone`, it is unreachable or silent."""
 
@@ -107,10 +81,10 @@ PeerStatus: TypeAlias = Pending | PeerInfo | Unusable
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake that is under way. `facts` are None until the peer has accepted this engine."""
+    """A handshake that is under way, with a peer that is `connected` if it has this engine's key."""
 
     began: float
-    facts: Facts | None = None
+    connected: bool = False
 
 
 class Handshakes:
@@ -127,7 +101,8 @@ class Handshakes:
         clock: Callable[[], float],
     ) -> None:
         """Start empty. `check` returns ranks with IP addresses for host names, or raises Incompatible."""
-        self._facts, self._check, self._patience_seconds, self._clock = facts, check, patience_seconds, clock
+        self._hello, self._check = Hello(PROTOCOL, facts), check
+        self._patience_seconds, self._clock = patience_seconds, clock
         self._answers: dict[Address, PeerStatus] = {}
         self._refused_until: dict[Address, float] = {}
         self._asked_anew: dict[Address, float] = {}
@@ -173,22 +148,26 @@ class Handshakes:
     def open(self, address: Address, *, again: bool = False) -> Hello:
         """Start the timeout of a handshake, unless it is opened `again`, and return the first message."""
         running = self._running.get(address) if again else None
-        self._running[address] = _Handshake(self._clock() if running is None else running.began)
-        return Hello(PROTOCOL, self._facts)
+        began = self._clock() if running is None else running.began
+        self._running[address] = _Handshake(began, connected=again)
+        return self._hello
 
-    def handle_reply(self, address: Address, answer: bytes) -> AskRanks | None:
-        """Process a peer's reply, update its status, and return the next message to send, if any."""
-        handshake = self._running.get(address)
-        if handshake is None:
-            return None  # no handshake is under way, or the reply is too late
+    def note_connected(self, address: Address) -> None:
+        """Record that the transport has connected to a peer, which must have the key for that."""
+        if (handshake := self._running.get(address)) is not None:
+            handshake.connected = True
+
+    def handle_reply(self, address: Address, answer: bytes) -> None:
+        """Process a peer's reply, and update its status."""
+        if address not in self._running:
+            return  # no handshake is under way, or the reply is too late
         try:
-            return self._take(address, handshake, decode_reply(answer))
+            self._take(address, decode_reply(answer))
         except KVFerryError as error:
             self.refuse(address, str(error))
         except Exception as error:  # noqa: BLE001 - logged in full; only this peer is refused
             self._log.say(type(error).__name__, "control channel: an unexpected error", error)
             self.refuse(address, f"its answer cannot be used: {error}")
-        return None
 
     def refuse(
         self, address: Address, reason: str, *, gone: bool = False, seconds: float = REFUSAL_SECONDS
@@ -221,8 +200,8 @@ class Handshakes:
         return refused
 
     def _patience(self, handshake: _Handshake) -> float:
-        # Addresses that clients make up never answer. They must not keep others from being asked.
-        if handshake.facts is None and len(self._running) > HURRY_HANDSHAKES:
+        # Addresses that clients make up never connect. They must not keep others from being asked.
+        if not handshake.connected and len(self._running) > HURRY_HANDSHAKES:
             return min(HURRY_SECONDS, self._patience_seconds)
         return self._patience_seconds
 
@@ -236,23 +215,15 @@ class Handshakes:
             if isinstance(self._answers.get(address), Unusable):
                 self._answers.pop(address, None)
 
-    def _take(self, address: Address, handshake: _Handshake, reply: Reply) -> AskRanks | None:
+    def _take(self, address: Address, reply: Reply) -> None:
         if isinstance(reply, Refused):
             self.refuse(address, "; ".join(reply.differences) or "it gave no reason")
-        elif isinstance(reply, Accepted):
-            if found := compare_facts(reply.facts.must_agree, self._facts.must_agree):
+        elif isinstance(reply, PeerInfo):
+            if found := compare_facts(reply.facts.must_agree, self._hello.facts.must_agree):
                 raise Incompatible(found)
-            handshake.facts = reply.facts
-            return AskRanks(PROTOCOL, self._facts)
-        elif isinstance(reply, Ranks):
-            if handshake.facts is None or not reply.ranks:
-                raise ProtocolError(
-                    "the peer sent its ranks before its facts, or sent none; expected facts, then one rank "
-                    "or more"
-                )
-            ranks = self._check(address, tuple(reply.ranks))
-            self._learn(address, PeerInfo(handshake.facts, ranks, reply.seal_key))
-        return None
+            if not reply.ranks:
+                raise ProtocolError("the peer sent no ranks; expected one or more")
+            self._learn(address, structs.replace(reply, ranks=self._check(address, reply.ranks)))
 
     def _learn(self, address: Address, peer: PeerInfo) -> None:
         del self._running[address]

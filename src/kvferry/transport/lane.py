@@ -13,7 +13,7 @@ lane. The lane's thread has it from an order until nothing is left to do, so the
                  └──────────────────┴───────────────────────────────────────────────────────────┴─▶ failed
 
 In state DATA the lane reads the KV: one READ per rank of the peer for all cells that go straight into blocks,
-and images in segments (`packed_read`). With `TransferSettings.verify`, all cells are read in segments, and
+and images in segments (`segmented_read`). With `TransferSettings.verify`, all cells are read in segments, and
 the lane compares the digest of each with the peer's when it has landed (`verification`). In state DIGESTS the
 last ones are compared. In state WORDS the lane reads the lease words. An unchanged word proves that the KV is
 valid, and that the peer's digests are of the leased blocks.
@@ -197,7 +197,7 @@ class Lane:
             return
         self._links = LaneConnections(
             self._make_peer,
-            lambda cards: self._validator.validate(cards, self._wake.set),
+            self._validate,
             lambda: [
                 *(read.peer for read in self._reads),
                 *(peer for peer in self._measuring if peer.measuring),
@@ -262,6 +262,11 @@ class Lane:
         before, self._pending = self._pending, sum(peer.speed_pending for peer in self._measuring)
         return self._pending < before
 
+    def _validate(self, cards: tuple[RankCard, ...]) -> Future[str]:
+        refusal = self._validator.validate(cards)
+        refusal.add_done_callback(lambda _: self._wake.set())
+        return refusal
+
     def _make_peer(self, cards: tuple[RankCard, ...]) -> ConnectedPeer:
         peer = ConnectedPeer(self._lane, cards)
         self._measuring.append(peer)
@@ -306,7 +311,7 @@ class Lane:
         if read.failure is not None:
             return
         try:
-            handle = self._lane.agent.read(local, here, remote, there)
+            handle = self._lane.agent.transfer("READ", local, here, remote, there)
             # Kept before it is posted: a READ that fails to start may still be in flight.
             read.handles.append(handle)
             self._lane.agent.post(handle)
@@ -315,11 +320,11 @@ class Lane:
 
     def _pause(self, nap: float) -> None:
         """Sleep for `nap` seconds, or if no READ is in flight until a peer replies."""
-        packed = [one for read in self._reads for one in read.plan.packed]
-        awaited = {one.awaited for one in packed}
+        segmented = [one for read in self._reads for one in read.plan.segmented]
+        awaited = {one.awaited for one in segmented}
         awaited |= {one.awaited for read in self._reads for one in read.plan.verifications}
         sockets = [one for one in awaited if one is not None]
-        in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in packed)
+        in_flight = any(read.handles for read in self._reads) or any(one.in_flight for one in segmented)
         if sockets and not in_flight:
             # Polling more often would take CPU time from the source, if it gathers on the same machine.
             zmq.select(sockets, [], [], _LONGEST_WAIT)
@@ -343,16 +348,16 @@ class Lane:
         agent, moved = self._lane.agent, False
         for one in read.plan.verifications if read.failure is None else ():
             moved |= one.ask_ahead()  # first, because posting a READ may take as long as the READ
-        for packed in list(read.plan.packed):
+        for part in list(read.plan.segmented):
             if read.failure is not None:
-                packed.abandon(read.failure)
-            moved |= packed.advance()
-            read.failure = read.failure or packed.failure
-            read.peer_lost |= packed.peer_lost
-            if packed.finished:
-                read.plan.packed.remove(packed)
+                part.abandon(read.failure)
+            moved |= part.advance()
+            read.failure = read.failure or part.failure
+            read.peer_lost |= part.peer_lost
+            if part.finished:
+                read.plan.segmented.remove(part)
         states = list(map(agent.state, read.handles))
-        landed = not read.plan.packed and ReadState.IN_FLIGHT not in states
+        landed = not read.plan.segmented and ReadState.IN_FLIGHT not in states
         if landed and ReadState.FAILED in states:
             read.failure, read.peer_lost = read.failure or "the transport failed while reading", True
         moved |= self._verify(read, landed=landed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -34,10 +35,9 @@ from kvferry.planning.strategy import Strategy
 from kvferry.planning.template import absent_layers, build_templates
 from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import RankCard
-from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.packed_read import PackedRead
 from kvferry.transport.prepared_routes import SourceRank, page_clearings, prepare_source
 from kvferry.transport.read_plan import LoadFigures, ReadOrder
+from kvferry.transport.segmented_read import SegmentedRead
 from kvferry.transport.staging import LaneResources
 from kvferry.transport.verification import Verification
 
@@ -53,7 +53,7 @@ class ReadPlan:
 
     sources: list[SourceRank]  # ranks that supply anything
     direct: list[tuple[SourceRank, DescriptorIndices]]  # cells that one READ brings straight into blocks
-    packed: list[PackedRead]  # reads in segments; the lane removes those that have ended
+    segmented: list[SegmentedRead]  # the lane removes those that have ended
     verifications: list[Verification]  # the lane removes those that have ended
     clears: list[tuple[StagingCopies, Int64s, Int64s]]  # blocks and cells that are zeroed before the read
     # KV cache group, strategy and size of each route's share
@@ -126,7 +126,7 @@ class ConnectedPeer:
         self._check(order)
         settings, groups, span = self._lane.settings, self._lane.geometry.groups, order.span
         sources, direct = list[SourceRank](), list[tuple[SourceRank, DescriptorIndices]]()
-        packed = list[PackedRead]()
+        segmented = list[SegmentedRead]()
         clears = self._clears(order)
         moved, number = list[tuple[int, Strategy, TransferCounts]](), 0
         needed = [needed_tokens(group, span) for group in groups]
@@ -151,14 +151,14 @@ class ConnectedPeer:
                 if method.method.image is None and not settings.verify:
                     indices.append(method.indices(cells, 0, 0))
                 else:
-                    packed.append(PackedRead(self._lane, source, prepared, method, cells, order.lease))
+                    segmented.append(SegmentedRead(self._lane, source, prepared, method, cells, order.lease))
             if indices:
                 direct.append((source, join_indices(indices)))
             if len(moved) > moved_before:
                 sources.append(source)
-        verifications = self._verifications(packed, order.lease)
+        verifications = self._verifications(segmented, order.lease)
         seconds = time.perf_counter() - started
-        return ReadPlan(sources, direct, packed, verifications, clears, moved, len(groups), seconds)
+        return ReadPlan(sources, direct, segmented, verifications, clears, moved, len(groups), seconds)
 
     def _clears(self, order: ReadOrder) -> list[tuple[StagingCopies, Int64s, Int64s]]:
         """Return the cells that no read fills in blocks that the load writes: old content may be NaN."""
@@ -201,7 +201,7 @@ class ConnectedPeer:
         """Release the lists, and remove the peer from NIXL. No read from the peer may be in flight."""
         self._made.close()
 
-    def _verifications(self, reads: Sequence[PackedRead], lease: LeaseWord) -> list[Verification]:
+    def _verifications(self, reads: Sequence[SegmentedRead], lease: LeaseWord) -> list[Verification]:
         if not self._lane.settings.verify:
             return []
         return [Verification(self._lane.clock, each, lease) for each in reads]
@@ -228,12 +228,12 @@ def pause_seconds(failures: int) -> float:
 
 @dataclass(slots=True)
 class _Link:
-    """A peer and its connection: UP if `peer` is set, ASKED if `verdict` is set, DOWN if neither is."""
+    """A peer and its connection: UP if `peer` is set, ASKED if `refusal` is set, DOWN if neither is."""
 
     name: str
     cards: tuple[RankCard, ...]
     peer: ConnectedPeer | None = None
-    verdict: ValidationResult | None = None
+    refusal: Future[str] | None = None  # result of `MetadataValidator.validate`
     reason: str = ""  # why there is no connection; only used in state DOWN
     failures: int = 0  # to connect to the peer or to read from it, in succession
     retry_at: float = 0.0  # time before which the peer is not connected again
@@ -245,7 +245,7 @@ class LaneConnections:
     def __init__(
         self,
         make: Callable[[tuple[RankCard, ...]], ConnectedPeer],
-        validate: Callable[[tuple[RankCard, ...]], ValidationResult],
+        validate: Callable[[tuple[RankCard, ...]], Future[str]],
         in_use: Callable[[], Collection[ConnectedPeer]],
         clock: Callable[[], float],
     ) -> None:
@@ -281,10 +281,10 @@ class LaneConnections:
         link = self._links.get(name)
         if link is None:
             return f"peer {name} is not connected"
-        if link.peer is None and link.verdict is None and self._clock() >= link.retry_at:
+        if link.peer is None and link.refusal is None and self._clock() >= link.retry_at:
             self._ask(link)
         self._apply_verdict(link)
-        if link.verdict is not None:
+        if link.refusal is not None:
             return None
         return link.reason if link.peer is None else link.peer
 
@@ -334,17 +334,17 @@ class LaneConnections:
         if any(link.name == leaving for leaving, _ in self._leaving):
             link.reason = f"peer {link.name} cannot be read from: reads of its last connection are in flight"
             return
-        link.verdict = self._validate(link.cards)
+        link.refusal = self._validate(link.cards)
         self._asked[link.name] = link
 
     def _apply_verdict(self, link: _Link) -> bool:
-        if link.verdict is None or (refusal := link.verdict.reason) is None:
+        if link.refusal is None or not link.refusal.done():
             return False
-        link.verdict = None
+        reason, link.refusal = link.refusal.result(), None
         self._asked.pop(link.name, None)
         try:
-            if refusal:
-                raise TransferError(refusal)
+            if reason:
+                raise TransferError(reason)
             link.peer = self._make(link.cards)
             self._up[link.peer] = link
         except Exception as error:  # noqa: BLE001 - only this peer is DOWN

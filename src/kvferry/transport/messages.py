@@ -1,15 +1,13 @@
 """Messages of the control channel between schedulers: versioned, bounded, schema-checked.
 
     consumer                         producer
-    Hello(facts)          ──────▶    compares facts
-                          ◀──────    Accepted(facts) | Refused(differences)
-    AskRanks(facts)       ──────▶    compares facts again, because it keeps no state of peers
-                          ◀──────    Ranks(geometry, transport metadata, lease words of every rank, seal key)
+    Hello(facts)          ──────▶    compares facts, and keeps no state of peers
+                          ◀──────    PeerInfo(facts; geometry, transport metadata, lease words of every rank;
+                                     seal key) | Refused(differences)
     Redeem(ticket)        ──────▶    compares the prompts    (`transport.redeem`)
                           ◀──────    Redeemed(block tables, lease word, number of tokens)
                                      | Unchanged | NotRedeemed(reason)
-    Heartbeat(tickets)    ──────▶    extends their leases    (no answer)
-    Release(tickets)      ──────▶    ends this consumer's claims                (no answer)
+    Claim(tickets)        ──────▶    extends their leases, or ends this consumer's claims    (no answer)
     AskTurn(keys)         ──────▶    looks the keys up in the earlier turns that it keeps
                           ◀──────    Turns(those that share most chunks)
 
@@ -41,7 +39,7 @@ from kvferry.transport.redeem import (
     Unchanged,
 )
 
-PROTOCOL = 11
+PROTOCOL = 12
 WORD_BYTES = 8
 SEAL_KEY_BYTES = 32
 MAX_REQUEST_BYTES = 4 << 20  # maximum size in bytes of a message to a producer
@@ -108,15 +106,9 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Request: opens a handshake with a producer."""
+    """Request: asks a producer for its description."""
 
     protocol: Count
-    facts: Facts
-
-
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """Reply: the producer can serve this consumer."""
-
     facts: Facts
 
 
@@ -124,13 +116,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Reply: the producer cannot serve this consumer. Each difference is a sentence."""
 
     differences: Annotated[list[_Sentence], msgspec.Meta(max_length=MAX_DIFFERENCES)]
-
-
-class AskRanks(msgspec.Struct, frozen=True, tag="ask-ranks"):
-    """Request for the descriptions of all ranks. It repeats `Hello`, because the producer keeps no state."""
-
-    protocol: Count
-    facts: Facts
 
 
 class Outgoing(msgspec.Struct, frozen=True):
@@ -167,28 +152,30 @@ class RankCard(msgspec.Struct, frozen=True):
         return self.words - (self.outgoing.words if self.outgoing else 0)
 
 
-class Ranks(msgspec.Struct, frozen=True, tag="ranks"):
-    """Reply: describes all workers of the producer.
+class PeerInfo(msgspec.Struct, frozen=True, tag="peer"):
+    """Reply: describes a producer that can serve this consumer, and all its workers.
 
-    `seal_key` opens the grants in its offers (`transport.seal`). It is empty if they carry none.
+    As the status of a peer: this engine can read from it. `seal_key` opens the grants in its offers
+    (`transport.seal`). It is empty if they carry none.
     """
 
-    ranks: Annotated[list[RankCard], msgspec.Meta(max_length=MAX_RANKS)]
+    facts: Facts
+    ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=MAX_RANKS)]
     seal_key: Annotated[bytes, msgspec.Meta(max_length=SEAL_KEY_BYTES)] = b""
 
+    def __repr__(self) -> str:
+        return f"PeerInfo({self.facts!r}, {self.ranks!r})"  # a log must not have the key
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Message without reply: extends leases that the consumer has claimed, or that keep an earlier turn."""
+
+class Claim(msgspec.Struct, frozen=True, tag="claim"):
+    """Message without reply: extends leases that the consumer has claimed, or that keep an earlier turn.
+
+    If `released`, it ends the consumer's claims on them.
+    """
 
     consumer: HalfWord
     tickets: Tickets
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Message without reply: ends the consumer's claims on leases."""
-
-    consumer: HalfWord
-    tickets: Tickets
+    released: bool = False
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag="ask-turn"):
@@ -207,10 +194,8 @@ class KeptTurn(msgspec.Struct, frozen=True):
     """
 
     engine_id: EngineId
-    incarnation: HalfWord
     ticket: Ticket
     grant: Grant
-    tokens: Count  # whose KV the blocks hold
     min_prefix_tokens: Count = msgspec.field(name="least")
     chunks: Count  # leading ones that the turn and the query's prompt have in common
     next_tokens: Annotated[list[HalfWord], msgspec.Meta(max_length=1 << 20)] = msgspec.field(name="after")
@@ -223,8 +208,8 @@ class Turns(msgspec.Struct, frozen=True, tag="turns"):
     kept: Annotated[list[KeptTurn], msgspec.Meta(max_length=MAX_TURNS)]
 
 
-Request: TypeAlias = Hello | AskRanks | Redeem | Heartbeat | Release | AskTurn
-Reply: TypeAlias = Accepted | Refused | Ranks | Redeemed | Unchanged | NotRedeemed | Turns
+Request: TypeAlias = Hello | Redeem | Claim | AskTurn
+Reply: TypeAlias = PeerInfo | Refused | Redeemed | Unchanged | NotRedeemed | Turns
 # Replies that repeat the number of their request. All other replies belong to a handshake.
 Numbered: TypeAlias = Redeemed | Unchanged | NotRedeemed | Turns
 
@@ -260,7 +245,7 @@ def decode_reply(data: bytes) -> Reply:
     """Decode a producer's reply and check its ranks. Raise ProtocolError if they are out of bounds."""
     with as_protocol_error(f"an answer of protocol {PROTOCOL}"):
         message: Reply = _replies.decode(data)
-        if isinstance(message, Ranks):
+        if isinstance(message, PeerInfo):
             check_ranks(message.ranks)
     return message
 
@@ -293,6 +278,15 @@ def compare_facts(theirs: Mapping[str, Fact], ours: Mapping[str, Fact]) -> list[
             else:
                 found.append(f"{name}: {_said(a)} there, {_said(b)} here")
     return found
+
+
+def differences(theirs: Hello, ours: Hello) -> list[str]:
+    """Return why one engine cannot read KV from another, given what each would ask the other with."""
+    if theirs.protocol != ours.protocol:
+        return [
+            f"protocol {theirs.protocol} there, {ours.protocol} here; run the same release of kvferry on both"
+        ]
+    return compare_facts(theirs.facts.must_agree, ours.facts.must_agree)
 
 
 def make_refusal(differences: Sequence[str]) -> Refused:

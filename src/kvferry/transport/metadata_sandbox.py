@@ -194,7 +194,7 @@ def _try(
     name = agent.add_peer(asked.agent)
     ours = agent.prepare(None, landing, here)
     theirs = agent.prepare(name, Region(addresses[0], WORD_BYTES), there)
-    handle = agent.read(ours, numbers, theirs, numbers)
+    handle = agent.transfer("READ", ours, numbers, theirs, numbers)
     state = agent.post(handle)
     while state is ReadState.IN_FLIGHT:
         time.sleep(_POLL_SECONDS)

@@ -1,6 +1,6 @@
 """Validate peers' transport metadata. It is loaded only after a child process has loaded it without a crash.
 
-    asked ─checked, tried in the child─▶ PASSED | REFUSED (with the reason)
+    asked ─checked, tried in the child─▶ passed | refused (with the reason)
 
 One thread per worker does this for all lanes, so no lane has to wait. The digests of metadata that passed are
 remembered. A refusal is soon forgotten, because the peer may only have been unreachable.
@@ -14,8 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from concurrent.futures import Future
 
 from kvferry.common.errors import ProtocolError
 from kvferry.transport.metadata import MemoryCard, check_metadata
@@ -35,26 +34,7 @@ MAX_PASSED = 65_536
 MAX_TRIALS = 64
 
 
-@dataclass(slots=True)
-class ValidationResult:
-    """The result for a peer. `reason` is None until the end, and empty if the metadata has passed."""
-
-    reason: str | None = None
-
-
-class MetadataValidator(Protocol):
-    """Decides whether peers' transport metadata may be loaded."""
-
-    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:
-        """Start to validate all ranks of a peer in another thread, which calls `wake` at the end."""
-
-    def warm_up(self) -> None:
-        """Prepare for the first validation, so that the first peer does not wait for the preparation."""
-
-    def close(self) -> None: ...
-
-
-class SandboxValidator:
+class MetadataValidator:
     """A thread that parses transport metadata, and has a child process load it (`MetadataSandbox`)."""
 
     def __init__(
@@ -74,20 +54,21 @@ class SandboxValidator:
         self._trials = 0
         self._passed: dict[bytes, None] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
-        # Ranks of a peer (none to start the child), the result to fill in, and a function to call then.
-        self._requests: queue.SimpleQueue[
-            tuple[tuple[MemoryCard, ...], ValidationResult, Callable[[], None]] | None
-        ] = queue.SimpleQueue()
+        # Ranks of a peer (none to start the child), and why they are refused, to be set.
+        self._requests: queue.SimpleQueue[tuple[tuple[MemoryCard, ...], Future[str]] | None]
+        self._requests = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-validator", daemon=True)
         self._thread.start()
 
-    def validate(self, cards: Sequence[MemoryCard], wake: Callable[[], None]) -> ValidationResult:
-        verdict = ValidationResult()
-        self._requests.put((tuple(cards), verdict, wake))
-        return verdict
+    def validate(self, cards: Sequence[MemoryCard]) -> Future[str]:
+        """Start to validate all ranks of a peer. The result is why it is refused; empty if it has passed."""
+        refusal: Future[str] = Future()
+        self._requests.put((tuple(cards), refusal))
+        return refusal
 
     def warm_up(self) -> None:
-        self._requests.put(((), ValidationResult(), lambda: None))
+        """Start the child process, so that the first peer does not wait for it."""
+        self.validate(())
 
     def close(self, patience_seconds: float = 2.0) -> None:
         """End the child process and the thread. If the child is busy for longer, both end later."""
@@ -98,13 +79,13 @@ class SandboxValidator:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            cards, verdict, wake = request
+            cards, refusal = request
             try:
-                verdict.reason = self._validate_cards(cards)
+                reason = self._validate_cards(cards)
             except Exception as error:
                 logger.exception("transport metadata")
-                verdict.reason = f"its transport metadata cannot be tried: {error}"
-            wake()
+                reason = f"its transport metadata cannot be tried: {error}"
+            refusal.set_result(reason)
         if self._sandbox is not None:
             self._sandbox.kill()
 

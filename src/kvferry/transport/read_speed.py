@@ -109,7 +109,7 @@ class ReadSpeed:
         local, remote = self._lists
         index = np.zeros(1, np.int32)
         self._started = self._clock()
-        self._handle = self._agent.read(local, index, remote, index)
+        self._handle = self._agent.transfer("READ", local, index, remote, index)
         self._agent.post(self._handle)
 
     def _list(self, owner: str | None, region: Region) -> Any:

@@ -100,12 +100,16 @@ class Grant(msgspec.Struct, frozen=True):
     """Permission to read a producer's blocks: block tables, and the word of the lease that protects them.
 
     Attributes:
-        slot, generation: as in `LeaseWord`.
-        tables: block ids of each KV cache group in the order of the tokens, packed as uint32.
+        incarnation, slot, generation: as in `LeaseWord`.
+        tokens: number of tokens whose KV the blocks hold, from the start of the prompt.
+        tables: block ids of each KV cache group in the order of the tokens, packed as uint32. While the
+            producer computes the prompt, those of groups that do not attend to all tokens are empty.
     """
 
+    incarnation: HalfWord
     slot: Count
     generation: HalfWord
+    tokens: _Tokens
     tables: Annotated[list[bytes], msgspec.Meta(max_length=MAX_GROUPS)]
 
     # A list of thousands of numbers is slow to decode, so ids are packed and checked here.
@@ -119,20 +123,22 @@ class Grant(msgspec.Struct, frozen=True):
             raise ValueError(f"block tables of {blocks} blocks, at most {MAX_BLOCKS}")
 
     @classmethod
-    def of(cls, slot: int, generation: int, tables: Iterable[Sequence[int]]) -> Grant:
+    def of(cls, word: LeaseWord, tokens: int, tables: Iterable[Sequence[int]]) -> Grant:
         """Create a grant from the block ids of each KV cache group, in the order of the tokens.
 
         Id 0 marks a block that the producer no longer holds. A group of recurrent state has one block: the
         state at the end.
         """
-        return cls(slot, generation, [np.asarray(table, _ID).tobytes() for table in tables])
+        packed = [np.asarray(table, _ID).tobytes() for table in tables]
+        return cls(word.incarnation, word.slot, word.generation, tokens, packed)
 
     @property
     def block_ids(self) -> tuple[Int64s, ...]:
         return tuple(np.frombuffer(table, _ID).astype(np.int64) for table in self.tables)
 
-    def word(self, incarnation: int) -> LeaseWord:
-        return LeaseWord(self.slot, self.generation, incarnation)
+    @property
+    def word(self) -> LeaseWord:
+        return LeaseWord(self.slot, self.generation, self.incarnation)
 
 
 class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
@@ -147,15 +153,10 @@ class Redeem(msgspec.Struct, frozen=True, tag="redeem"):
 
 
 class Redeemed(msgspec.Struct, frozen=True, tag="redeemed"):
-    """Reply: the consumer has claimed the lease, and may read while it is valid.
-
-    While the producer computes the prompt, the tables of groups that do not attend to all tokens are empty.
-    """
+    """Reply: the consumer has claimed the lease, and may read while it is valid."""
 
     number: _Number
-    incarnation: HalfWord
     grant: Grant
-    tokens: _Tokens  # whose KV the blocks hold, from the start of the prompt
     cached_tokens: Count | None = None  # in the producer's caches; None if unknown, or in its offer
 
 
@@ -163,14 +164,12 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     """Reply: the ticket is accepted, but its blocks hold no more tokens than the consumer knows of."""
 
     number: _Number
-    incarnation: HalfWord
 
 
 class NotRedeemed(msgspec.Struct, frozen=True, tag="not-redeemed"):
     """Reply: the ticket is not accepted. The producer's state is unchanged. It may not know the ticket."""
 
     number: _Number
-    incarnation: HalfWord
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     unknown: bool = False
 
@@ -183,7 +182,6 @@ class _OpenTicket:
     tokens: int
     content: PromptContent
     grant: Grant
-    ready: int
     cached_tokens: int | None
     claimed: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
@@ -203,14 +201,10 @@ class _OpenTicket:
 class TicketBook:
     """The tickets of a producer, and the consumers that have redeemed them. Thread-safe."""
 
-    def __init__(self, incarnation: int) -> None:
-        self._incarnation = incarnation
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[bytes, _OpenTicket] = {}
         self._tickets: dict[str, bytes] = {}  # ticket by lease, until it is withdrawn
-
-    def renew(self, incarnation: int) -> None:
-        self._incarnation = incarnation
 
     def __len__(self) -> int:
         return len(self._open)
@@ -228,28 +222,26 @@ class TicketBook:
         content: PromptContent,
         grant: Grant,
         *,
-        ready: int | None = None,
         cached_tokens: int | None = None,
     ) -> None:
         """Add a ticket, which consumers can redeem from now on.
 
         Args:
             tokens, content: number of tokens whose KV the leased blocks hold in the end, and digests of them.
-            ready: number of tokens whose KV the blocks hold already; None for all. `advance` raises it.
+            grant: may have fewer tokens, until `advance`.
             cached_tokens: number of prompt tokens that this engine's caches had; None if the offer says it.
         """
         with self._lock:
             if ticket in self._open:
                 raise ValueError("the ticket names another lease already")
-            ready = tokens if ready is None else ready
-            self._open[ticket] = _OpenTicket(lease, tokens, content, grant, ready, cached_tokens)
+            self._open[ticket] = _OpenTicket(lease, tokens, content, grant, cached_tokens)
             self._tickets[lease] = ticket
 
-    def advance(self, lease: str, grant: Grant, ready: int) -> None:
-        """Record that blocks hold the KV of the first `ready` tokens. Ignore a lease without a ticket."""
+    def advance(self, lease: str, grant: Grant) -> None:
+        """Record that blocks hold the KV of more tokens. Ignore a lease without a ticket."""
         with self._lock:
             if (found := self._open.get(self._tickets.get(lease, b""))) is not None:
-                found.grant, found.ready = grant, ready
+                found.grant = grant
 
     def withdraw(self, leases: Iterable[str]) -> None:
         with self._lock:
@@ -261,14 +253,14 @@ class TicketBook:
     def redeem(self, asked: Redeem) -> Redeemed | Unchanged | NotRedeemed:
         with self._lock:
             if (found := self._open.get(asked.ticket)) is None:
-                return NotRedeemed(asked.number, self._incarnation, UNKNOWN, unknown=True)
+                return NotRedeemed(asked.number, UNKNOWN, unknown=True)
             if (reason := found.refusal(asked)) is not None:
-                return NotRedeemed(asked.number, self._incarnation, reason)
+                return NotRedeemed(asked.number, reason)
             # A consumer may repeat its request, because the first reply was lost: it gets the reply again.
             found.claimed.add(asked.consumer)
-            if found.ready <= asked.known_tokens:
-                return Unchanged(asked.number, self._incarnation)
-            return Redeemed(asked.number, self._incarnation, found.grant, found.ready, found.cached_tokens)
+            if found.grant.tokens <= asked.known_tokens:
+                return Unchanged(asked.number)
+            return Redeemed(asked.number, found.grant, found.cached_tokens)
 
     def claimed(self, consumer: int, tickets: Iterable[bytes]) -> list[str]:
         """Return the names of those leases that the consumer has claimed and not released."""

@@ -28,7 +28,7 @@ from itertools import count
 from msgspec import structs
 
 from kvferry.transport.handshake import Address, Pending, Unusable
-from kvferry.transport.redeem import NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
+from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeem, Redeemed, Unchanged
 
 SILENT = "it did not answer within {seconds:g} s (handshake_seconds) when a ticket was to be redeemed"
 
@@ -64,7 +64,9 @@ class Redemption:
     def complete(self) -> Redeemed | None:
         """The last answer if it grants all tokens; else None."""
         answer = self.answer  # the channel's thread may replace it at any time
-        return answer if isinstance(answer, Redeemed) and answer.tokens >= self.message.tokens else None
+        if isinstance(answer, Redeemed) and answer.grant.tokens >= self.message.tokens:
+            return answer
+        return None
 
 
 @dataclass(slots=True)
@@ -106,17 +108,17 @@ class Redemptions:
         content: PromptContent,
         *,
         foreseen: bool = False,
-        grant: Redeemed | None = None,
+        grant: Grant | None = None,
     ) -> Redemption:
         """Use a ticket, with values as in `Redeem`. Send its message if this is the prompt's first use.
 
-        `grant` is the producer's answer if it came with the ticket.
+        `grant` is that of the ticket if it came with it.
         """
         found = self._tickets.setdefault((address, ticket), _Ticket()).open
         if (one := found.get(content)) is None:
             message, now = Redeem(next(self._numbers), self._consumer, ticket, tokens, content), self._clock()
             # A client could have blocks of ended leases read in vain as often as it likes.
-            answer = None if (address, ticket) in self._used else grant
+            answer = None if grant is None or (address, ticket) in self._used else Redeemed(0, grant)
             one = Redemption(address, message, now + self._patience_seconds, foreseen, now, answer=answer)
             found[content] = self._asked[message.number] = one
         one.users += 1
@@ -173,7 +175,7 @@ class Redemptions:
         elif isinstance(answer, NotRedeemed) and not (answer.unknown and one.foreseen and one.answer is None):
             one.answer = answer
         if isinstance(one.answer, Redeemed):
-            grows = one.answer.tokens < one.message.tokens
+            grows = one.answer.grant.tokens < one.message.tokens
         else:
             grows = one.answer is None and one.foreseen
         if grows:
@@ -214,7 +216,7 @@ class Redemptions:
             one = self._asked.get(heappop(self._growing)[1])
             if one is None:
                 continue  # it has ended
-            known = one.answer.tokens if isinstance(one.answer, Redeemed) else 0
+            known = one.answer.grant.tokens if isinstance(one.answer, Redeemed) else 0
             one.message = structs.replace(one.message, known_tokens=known)
             one.deadline = now + self._patience_seconds
             one.asked, one.sent = True, False

@@ -38,7 +38,6 @@ from kvferry.transport.redeem import (
     Grant,
     HalfWord,
     PromptContent,
-    Redeemed,
 )
 
 MAX_SEAL: Final = 4096
@@ -83,7 +82,7 @@ class _Sealed(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Sealed)
 
 
-def seal_grant(key: bytes, incarnation: int, grant: Grant, binding: SealBinding) -> str:
+def seal_grant(key: bytes, grant: Grant, binding: SealBinding) -> str:
     """Return the grant of an engine's run as text; empty if it would be longer than `MAX_SEAL`.
 
     `key` is that of the producer's run, `SEAL_KEY_BYTES` long.
@@ -93,15 +92,15 @@ def seal_grant(key: bytes, incarnation: int, grant: Grant, binding: SealBinding)
         return ""
     if (packed := _pack(grant.tables)) is None:
         return ""
-    inner = _Sealed(incarnation, grant.slot, grant.generation, lengths, packed)
+    inner = _Sealed(grant.incarnation, grant.slot, grant.generation, lengths, packed)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     sealed = nonce + _cipher(key, binding).encrypt(nonce, encode(inner), binding.encoded())
     text = base64.urlsafe_b64encode(sealed).decode()
     return text if len(text) <= MAX_SEAL else ""
 
 
-def open_seal(key: bytes, sealed: str, binding: SealBinding) -> Redeemed:
-    """Return the grant in a seal, as the reply to its ticket.
+def open_seal(key: bytes, sealed: str, binding: SealBinding) -> Grant:
+    """Return the grant in a seal.
 
     Raises:
         ProtocolError: the seal is not of this use, or was not made with this key.
@@ -118,8 +117,8 @@ def open_seal(key: bytes, sealed: str, binding: SealBinding) -> Redeemed:
         ) from error
     with as_protocol_error(_WHAT):
         found = _decoder.decode(inner)
-        grant = Grant(found.slot, found.generation, _unpack(found.lengths, found.blocks))
-    return Redeemed(0, found.incarnation, grant, binding.tokens)
+        tables = _unpack(found.lengths, found.blocks)
+        return Grant(found.incarnation, found.slot, found.generation, binding.tokens, tables)
 
 
 def _cipher(key: bytes, binding: SealBinding) -> AESGCM:

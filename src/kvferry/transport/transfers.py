@@ -28,7 +28,7 @@ from kvferry.transport.lane import Lane, MakeAgent
 from kvferry.transport.lease import LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard
 from kvferry.transport.metadata_sandbox import MetadataSandbox
-from kvferry.transport.metadata_validation import MetadataValidator, SandboxValidator
+from kvferry.transport.metadata_validation import MetadataValidator
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.staging import UNIT_BYTES, StagingArea, make_outgoing_file
 
@@ -153,7 +153,7 @@ class Transfers:
         ):
             self._exposed = _ExportedMemory(geometry, words, settings, make_agent(name, progress=True))
             started.callback(self._exposed.close)
-            self._validator = validator or SandboxValidator(
+            self._validator = validator or MetadataValidator(
                 partial(MetadataSandbox, settings.host, settings.ports)
             )
             started.callback(self._validator.close)

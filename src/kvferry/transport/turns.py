@@ -66,17 +66,18 @@ class TurnContent:
 def shared_tokens(prompt: TurnContent, kept: KeptTurn) -> int:
     """Return the number of tokens at the start of a prompt whose KV a turn holds.
 
+    >>> from kvferry.transport.lease import LeaseWord
     >>> from kvferry.transport.redeem import Grant
-    >>> prompt = TurnContent(4, (b"a", b"b"), range(10))
+    >>> prompt, grant = TurnContent(4, (b"a", b"b"), range(10)), Grant.of(LeaseWord(0, 0, 1), 9, [[1, 2, 3]])
     >>> # 2 common chunks of 4 tokens. Then the prompt has tokens 8 and 9, the turn 8 and 7: 1 more in common.
-    >>> shared_tokens(prompt, KeptTurn("P", 1, bytes(16), Grant.of(0, 0, [[1, 2, 3]]), 9, 0, 2, [8, 7]))
+    >>> shared_tokens(prompt, KeptTurn("P", bytes(16), grant, 0, 2, [8, 7]))
     9
     """
     if kept.chunks > len(prompt.keys):
         return 0
     both = zip(prompt.tokens_after(kept.chunks), kept.next_tokens, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-    return min(kept.chunks * prompt.chunk_tokens + same, kept.tokens)
+    return min(kept.chunks * prompt.chunk_tokens + same, kept.grant.tokens)
 
 
 class TurnIndex:

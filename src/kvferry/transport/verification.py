@@ -21,8 +21,8 @@ import zmq
 from kvferry.planning.select import Cells
 from kvferry.transport.gather_client import Digested, NotGathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.packed_read import PackedRead
 from kvferry.transport.prepared_routes import PreparedDigest
+from kvferry.transport.segmented_read import SegmentedRead
 
 # Maximum number of segments of a route for which the peer owes a digest.
 AHEAD = 4
@@ -50,7 +50,7 @@ class Verification:
         corrupt: whether the digests of a segment differ.
     """
 
-    def __init__(self, clock: Callable[[], float], read: PackedRead, lease: LeaseWord) -> None:
+    def __init__(self, clock: Callable[[], float], read: SegmentedRead, lease: LeaseWord) -> None:
         """Split the cells into segments. The route of `read` must have a digest, and its source a client."""
         assert read.route.digest is not None  # noqa: S101 - with the setting, all routes have one
         assert read.source.client is not None  # noqa: S101 - and the sources have clients
@@ -114,7 +114,8 @@ class Verification:
 
     def _ask(self, cells: Cells) -> int:
         places = cells.src_number % self._route.src_cells
-        return self._client.ask_digest(self._digest.announced_route, self._lease, cells.src_block, places)
+        route = self._digest.announced_route
+        return self._client.ask(route, self._lease, cells.src_block, places, digest=True)
 
     def _take_answers(self) -> bool:
         moved = False

@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvferry.observe.metrics_listener import MetricsListener
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.names import TIERS
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.read_plan import ReadOrder
 from kvferry.transport.redeem import Grant
 from kvferry.transport.seal import SealBinding, seal_grant
@@ -658,20 +660,19 @@ def granted(engine: Any, offer: dict[str, Any]) -> list[list[int]]:
 def regrant(engine: Any, offer: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Have the grant of an offer's ticket say this instead. Return the offer with that grant, sealed."""
     found = parts.tickets(engine)._open[bytes.fromhex(offer["remote_request_id"])]
-    now = {"slot": found.grant.slot, "generation": found.grant.generation, "tables": found.grant.block_ids}
-    found.grant = Grant.of(**{**now, **changes})
+    now, word = found.grant, asdict(found.grant.word)
+    tables = changes.pop("tables", now.block_ids)
+    found.grant = Grant.of(LeaseWord(**{**word, **changes}), now.tokens, tables)
     address, named = (offer["remote_host"], offer["remote_port"]), bytes.fromhex(offer["remote_request_id"])
     binding = SealBinding(address, named, found.tokens, found.content)
-    sealed = seal_grant(
-        parts.server(engine).seal_key, parts.tickets(engine)._incarnation, found.grant, binding
-    )
+    sealed = seal_grant(parts.server(engine).seal_key, found.grant, binding)
     return {**offer, "remote_sealed_grant": sealed}
 
 
 def kept_turns(engine: Any) -> list[tuple[list[list[int]], int]]:
     """(tables, tokens) of the turns that are kept."""
     turns = parts.producer(engine).turns._turns.values()
-    return [([ids.tolist() for ids in turn.kept.grant.block_ids], turn.kept.tokens) for turn in turns]
+    return [([ids.tolist() for ids in turn.kept.grant.block_ids], turn.kept.grant.tokens) for turn in turns]
 
 
 def reset_connector(engine: Any) -> None:

@@ -10,7 +10,7 @@ from kvferry.cache.chunk_cache import (
     NEXT_READ_SECONDS,
     ChunkCache,
     Fetch,
-    WantedChunk,
+    PromptChunk,
 )
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
@@ -39,7 +39,7 @@ class Reads:
         self.fetch = self.fetch_first(len(ends))
 
     def fetch_first(self, count: int) -> Fetch:
-        return self.cache.fetch([WantedChunk(0, n, KEYS[n], tokens_of(KEYS[n])) for n in range(count)])
+        return self.cache.fetch([PromptChunk(0, n, KEYS[n], tokens_of(KEYS[n])) for n in range(count)])
 
     def set(self) -> None:
         pass

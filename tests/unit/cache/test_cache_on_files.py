@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -64,7 +64,7 @@ class Cache:
 
     def load(self, *keys: bytes) -> bool:
         """Whether all could be loaded; what was is right, and nothing is held afterwards."""
-        fetch = self.cache.fetch([WantedChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
+        fetch = self.cache.fetch([PromptChunk(0, at, key, CHUNK) for at, key in enumerate(keys)])
         self.step_until(lambda: fetch.over)
         taken = fetch.take()
         for want, slot in taken:

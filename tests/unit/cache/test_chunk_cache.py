@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.cache.chunk_cache import WRITE_BACK_SHARE, ChunkCache, WantedChunk
+from kvferry.cache.chunk_cache import WRITE_BACK_SHARE, ChunkCache, PromptChunk
 from kvferry.cache.tier_queue import STUCK_SECONDS, TierQueue
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -68,7 +68,7 @@ def tokens_of(key):
 
 
 def want(key):
-    return WantedChunk(group_of(key), KEYS.index(key), key, tokens_of(key))
+    return PromptChunk(group_of(key), KEYS.index(key), key, tokens_of(key))
 
 
 class Cache:
@@ -522,7 +522,7 @@ def test_beginning_of_a_prompt_outlasts_its_end_after_a_load():
     prompt = [b"%031d" % n + b"\0" for n in range(8)]
     tiers = fake_tiers([(key, content(key)) for key in prompt])
     made = Cache(ARENA, 8 * GROUPS[0].chunk_bytes // PAGE, tiers)
-    fetch = made.cache.fetch([WantedChunk(0, number, key, CHUNK) for number, key in enumerate(prompt)])
+    fetch = made.cache.fetch([PromptChunk(0, number, key, CHUNK) for number, key in enumerate(prompt)])
     while not fetch.over:  # as they come, from the first on
         made.answer(0, "read", made.jobs(0)[0][1], GetOutcome.HIT)
         for _, slot in fetch.take():

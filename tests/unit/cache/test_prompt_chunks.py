@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings, PromptChunks
+from kvferry.cache.chunk_cache import PromptChunk
+from kvferry.cache.prompt_chunks import ChunkBeginnings, PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
@@ -197,7 +198,7 @@ def test_a_longer_chunk_stands_in_for_the_tail_that_it_begins_with():
     gone, here = (key_of([*range(10), *rest], 8, 0, 16) for rest in (range(30, 36), range(40, 46)))
     both = [key_of(tokens, 8, 0, 10)]
     for key in (gone, here):
-        beginnings.add(BegunChunk(key, 8), both)
+        beginnings.add(PromptChunk(0, 1, key, 8), both)
     assert chunks.look_up(13, 0, in_host([here])).tokens == 0, "the chunk before is missing"
     found = chunks.look_up(13, 0, in_host([chunks.key(0, 0), here]))
     assert (found.tokens, found.chunked.prompt) == (10, 13)

@@ -68,7 +68,7 @@ def test_allowed_peers_follow_the_host_unless_configured():
 
 def card(rank: int, key: str | None) -> WorkerInfo:
     geometry = RankGeometry(rank, 2, 0, 1, 1, (), ())
-    return WorkerInfo(geometry=geometry, card=None, settings=ConnectorConfig().without_host, key=key)
+    return WorkerInfo(geometry=geometry, card=None, key=key)
 
 
 def test_all_ranks_must_have_the_engines_key():

@@ -18,7 +18,8 @@ from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.geometry import GroupKind
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.control_server import LeaseClaims
-from kvferry.transport.messages import Facts, RankCard, Release, encode
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import Claim, Facts, RankCard, encode
 from kvferry.transport.read_plan import Report
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from support.block_pool import BlockPool
@@ -55,7 +56,7 @@ def started(
     half = SchedulerHalf(
         facts,
         config,
-        [WorkerInfo(geometry=rank, card=card, settings=config)],
+        [WorkerInfo(geometry=rank, card=card)],
         BlockPool(100),
         facts=lambda incarnation: Facts("e", incarnation, "test", {}),
         namespace=lambda _: None,
@@ -240,11 +241,11 @@ def test_claims_and_releases_of_a_peer_make_the_engine_run_a_step():
     woken = []
     with started(wake=lambda: woken.append(True)) as half:
         server, name = half._peering.server, ticket("t")
-        server.tickets.publish(name, "r", 4, CONTENT, Grant.of(1, 2, [[5]]))
+        server.tickets.publish(name, "r", 4, CONTENT, Grant.of(LeaseWord(1, 2, 1), 4, [[5]]))
         for message, wakes in (
             (Redeem(1, 7, name, 4, CONTENT), 1),
-            (Release(consumer=7, tickets=[name]), 2),
-            (Release(consumer=7, tickets=[name]), 2),
+            (Claim(consumer=7, tickets=[name], released=True), 2),
+            (Claim(consumer=7, tickets=[name], released=True), 2),
         ):
             server._serve(b"peer", encode(message))
             assert len(woken) == wakes

@@ -91,7 +91,7 @@ def tiered(monkeypatch, stores, *, write_back=False, capacity="1MiB", **settings
     engine.half = SchedulerHalf(
         engine.facts,
         config,
-        [WorkerInfo(geometry=rank, card=card, settings=config)],
+        [WorkerInfo(geometry=rank, card=card)],
         engine.pool,
         facts=lambda incarnation: Facts("e", incarnation, "test", {}),
         namespace=lambda _: NAMESPACE,

@@ -9,7 +9,6 @@ import pytest
 from msgspec import structs
 
 from kvferry.connector.blocks import Transfer
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
 from unit.connector.test_calm_steps import started
@@ -30,7 +29,7 @@ def workers(half: SchedulerHalf, run: int | None = None, stale: int | None = Non
     (card,) = half._peering.server.ranks
     if run is not None:
         card = SimpleNamespace(incarnation=run, geometry=card.geometry)
-    return [WorkerInfo(geometry=card.geometry, card=card, settings=ConnectorConfig(), stale=stale)]
+    return [WorkerInfo(geometry=card.geometry, card=card, stale=stale)]
 
 
 def test_peers_see_a_woken_engine_as_one_that_was_started_again(half):
@@ -42,7 +41,7 @@ def test_peers_see_a_woken_engine_as_one_that_was_started_again(half):
     card = half._peering.server._card
     assert card.facts == structs.replace(first, incarnation=incarnation(half))
     assert [rank.incarnation for rank in card.ranks] == [7]
-    assert half._peering.server.tickets._incarnation == half._peering.producer._book._incarnation
+    assert half._peering.producer._book._incarnation == card.facts.incarnation
 
 
 def test_the_reset_of_an_engine_that_falls_asleep_begins_no_epoch(half):

@@ -10,7 +10,7 @@ import pytest
 from kvferry.tools.serving.kv_config import kv_transfer_config
 from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.messages import PeerInfo
 from kvferry.transport.security import read_keys
 from support.command_line import run_kvferry
 from transport.cards import cards, facts

@@ -19,8 +19,8 @@ from kvferry.tools.doctor.engines import Target, examine_engines, parse_target
 from kvferry.tools.doctor.finding import State
 from kvferry.tools.serving.role import Role
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import Outgoing
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import Outgoing, PeerInfo
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS
 from support.waiting import wait_for
@@ -82,7 +82,11 @@ def keeps_blocks(of=None) -> ControlServer:
     """A control channel that knows the ticket which `engine` hands out."""
     server = ControlServer(HOST, 0, PeerInfo(of or facts(), cards()), KEYS)
     server.tickets.publish(
-        ticket("cmpl-7"), "cmpl-7", 3, PromptContent(prompt_digest([11, 12, 13])), Grant.of(1, 2, [[1]])
+        ticket("cmpl-7"),
+        "cmpl-7",
+        3,
+        PromptContent(prompt_digest([11, 12, 13])),
+        Grant.of(LeaseWord(1, 2, 1), 3, [[1]]),
     )
     return server
 

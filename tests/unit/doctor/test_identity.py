@@ -11,8 +11,8 @@ from kvferry.keys import prompt_digest
 from kvferry.tools.doctor import identity
 from kvferry.tools.doctor.identity import IdentifyError, identify, release_ticket
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo
-from kvferry.transport.messages import PROTOCOL
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import PROTOCOL, PeerInfo
 from kvferry.transport.redeem import Grant, PromptContent
 from support.keys import KEYS, OTHER_KEYS
 from support.waiting import wait_for
@@ -118,7 +118,7 @@ def test_another_protocol_version_is_refused(monkeypatch):
 def test_a_lease_is_given_back():
     with server() as one:
         content = PromptContent(prompt_digest([5, 6, 7]))
-        one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(1, 2, [[1]]))
+        one.tickets.publish(ticket("a"), "cmpl-1", 3, content, Grant.of(LeaseWord(1, 2, 1), 3, [[1]]))
         release_ticket((HOST, one.port), KEYS, ticket("a"), [5, 6, 7])
         wait_for(lambda: len(one.events) >= 2)
         assert list(one.events) == [LeaseClaims(["cmpl-1"]), LeaseClaims(["cmpl-1"], released=True)]

@@ -28,7 +28,8 @@ from kvferry.planning.chunk_cells import cells_to_load
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import Cells, LoadSpan, select_cells, unfilled_cells, writable_blocks
 from kvferry.planning.template import Route, build_templates
-from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import PeerInfo
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.redeem import Grant, Redeemed
 from support.block_pool import request
@@ -230,7 +231,7 @@ class TwoSources:
         )
         turns: set[str] = set()
         loads = SimpleNamespace(late_blocks=lambda _: 0)
-        client = Client(theirs, Redeemed(0, 11, Grant.of(3, 7, self._tables()), 1 << 20))
+        client = Client(theirs, Redeemed(0, Grant.of(LeaseWord(3, 7, 11), 1 << 20, self._tables())))
         self.peer = PeerSource(
             client,
             ranks=[case.rank],

@@ -20,7 +20,7 @@ PORT = 30_000
 
 
 def card(rank, config, read=None):
-    return WorkerCard(WorkerInfo(geometry=rank, card=read, settings=config.without_host))
+    return WorkerCard(WorkerInfo(geometry=rank, card=read), config.without_host)
 
 
 @pytest.fixture

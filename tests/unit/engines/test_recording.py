@@ -41,9 +41,7 @@ def start() -> Iterator[Callable[..., KVFerryConnector]]:
         half = scheduler_connector(configured(index=index), cache, config)
         started.append(half)
         half._pool = BlockPool(8)
-        half._start(
-            (WorkerCard(WorkerInfo(geometry=rank_of(kv_page()), card=None, settings=config.without_host)),)
-        )
+        half._start((WorkerCard(WorkerInfo(geometry=rank_of(kv_page()), card=None), config.without_host),))
         return half
 
     yield one

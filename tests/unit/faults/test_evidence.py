@@ -23,7 +23,7 @@ from faults.values import Fault, Trial, judged
 from fuzz.rigs import new_keys
 from kvferry.tiers.names import PutOutcome
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.messages import PeerInfo
 from transport.cards import cards, facts
 
 pytestmark = pytest.mark.slow

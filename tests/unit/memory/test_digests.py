@@ -192,7 +192,7 @@ def test_blocks_on_a_gpu_are_not_digested():
 @pytest.mark.usefixtures("kernel")
 def test_a_digest_never_changes_without_the_number_of_the_protocol():
     data = (np.arange(5000) % 251).astype(np.uint8)
-    assert PROTOCOL == 11
+    assert PROTOCOL == 12
     assert digest_bytes(data[None], np.array([3])) & MASK == 17361516768945827377
 
 

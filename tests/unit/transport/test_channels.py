@@ -11,13 +11,14 @@ from kvferry.common.errors import ProtocolError
 from kvferry.planning.cell_copy import PoolCopies
 from kvferry.planning.strided_copy import Loop, StridedCopy
 from kvferry.transport import gather_client as gather, messages as control, redeem
+from kvferry.transport.lease import LeaseWord
 from support.examples import examples
 from transport.cards import cards, facts
 
 QUICK = examples(100)
 PROTOCOL = control.PROTOCOL
 COPY = StridedCopy(4096, 64, 8, (Loop(3, 100, 16), Loop(2, 8, 8)))
-GRANT = redeem.Grant.of(1, 2, [[5, 6], [7]])
+GRANT = redeem.Grant.of(LeaseWord(1, 2, 9), 4, [[5, 6], [7]])
 BLOCKS = np.array([1, 2, 3], np.int32).tobytes()
 
 
@@ -33,9 +34,8 @@ class Sample(NamedTuple):
 
 REQUESTS = [
     Sample(control, control.Hello(PROTOCOL, facts())),
-    Sample(control, control.AskRanks(PROTOCOL, facts())),
-    Sample(control, control.Heartbeat(9, [bytes(16), b"b" * 16])),
-    Sample(control, control.Release(9, [bytes(16)])),
+    Sample(control, control.Claim(9, [bytes(16), b"b" * 16])),
+    Sample(control, control.Claim(9, [bytes(16)], released=True)),
     Sample(control, redeem.Redeem(7, 9, bytes(16), 40, redeem.PromptContent("t", "i", "ü", "s"))),
     Sample(control, control.AskTurn(7, 16, [bytes(32)])),
     Sample(
@@ -48,13 +48,12 @@ REQUESTS = [
     Sample(gather, gather.Done(9)),
 ]
 REPLIES = [
-    Sample(control, control.Accepted(facts())),
     Sample(control, control.Refused(["one", "two"])),
-    Sample(control, control.Ranks(list(cards(2)))),
-    Sample(control, redeem.Redeemed(7, 9, GRANT, 4, 3)),
-    Sample(control, redeem.Unchanged(7, 9)),
-    Sample(control, redeem.NotRedeemed(7, 9, "other tokens")),
-    Sample(control, control.Turns(7, [control.KeptTurn("D", 3, bytes(16), GRANT, 9, 1, 2, [5])])),
+    Sample(control, control.PeerInfo(facts(), cards(2), bytes(32))),
+    Sample(control, redeem.Redeemed(7, GRANT, 3)),
+    Sample(control, redeem.Unchanged(7)),
+    Sample(control, redeem.NotRedeemed(7, "other tokens")),
+    Sample(control, control.Turns(7, [control.KeptTurn("D", bytes(16), GRANT, 1, 2, [5])])),
     Sample(gather, gather.Gathered(7, 12, 70, 5)),
     Sample(gather, gather.NotGathered(7, "too late")),
     Sample(gather, gather.NotGathered(7, "who are you", unknown=True)),

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from kvferry.common.errors import ProtocolError
 from kvferry.geometry import Interleave, Region
-from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.messages import (
     MAX_AGENT_BYTES,
     MAX_DIFFERENCES,
@@ -20,21 +19,22 @@ from kvferry.transport.messages import (
     MAX_RANKS,
     MAX_REGIONS,
     PROTOCOL,
-    Accepted,
     Hello,
     Outgoing,
+    PeerInfo,
     RankCard,
-    Ranks,
     Refused,
     decode_reply,
+    differences,
     encode,
+    make_refusal,
 )
 from transport.cards import cards, facts
 
 
 def told(*ranks: RankCard) -> None:
     """Send these ranks, and read what was sent."""
-    decode_reply(encode(Ranks(list(ranks))))
+    decode_reply(encode(PeerInfo(facts(), ranks)))
 
 
 def changed(card: RankCard, **of_geometry) -> RankCard:
@@ -134,7 +134,7 @@ def test_more_than_anyone_has_is_refused_quickly():
         ([with_layers(card, lambda of: [replace(of[0], page=shared)])], "512 ranks that divide the tokens"),
     ]
     for ranks, says in cases:
-        data = encode(Ranks(list(ranks)))
+        data = encode(PeerInfo(facts(), tuple(ranks)))
         with counting_steps() as steps, pytest.raises(ProtocolError, match=says):
             decode_reply(data)
         assert steps["line"] < 1_000_000, says
@@ -152,7 +152,7 @@ def test_checking_ranks_takes_time_in_proportion_to_their_number(part):
         else:
             regions = [Region(4096 * (number + 1), 10) for number in range(count - 1)]
             many = changed(card, regions=(*regions, region))
-        data = encode(Ranks([many]))
+        data = encode(PeerInfo(facts(), (many,)))
         with counting_steps() as counted:
             decode_reply(data)
         steps.append(counted["line"])
@@ -161,9 +161,9 @@ def test_checking_ranks_takes_time_in_proportion_to_their_number(part):
 
 def test_ids_and_sentences_have_a_limit():
     for spoiled in [
-        Accepted(facts("x" * 257)),
-        Accepted(structs.replace(facts(), software="x" * 1025)),
-        Accepted(structs.replace(facts(), incarnation=1 << 40)),
+        PeerInfo(facts("x" * 257), ()),
+        PeerInfo(structs.replace(facts(), software="x" * 1025), ()),
+        PeerInfo(structs.replace(facts(), incarnation=1 << 40), ()),
         Refused(["x"] * (MAX_DIFFERENCES + 1)),
         Refused(["x" * 20_000]),
     ]:
@@ -173,7 +173,8 @@ def test_ids_and_sentences_have_a_limit():
 
 def test_a_refusal_of_very_many_differences_can_be_read_and_says_how_many_more():
     ours, theirs = ({str(number): side * 4096 for number in range(1000)} for side in "ab")
-    said = decode_reply(encode(PeerInfo(facts(**ours), ()).answer(Hello(PROTOCOL, facts(**theirs)))))
+    found = differences(Hello(PROTOCOL, facts(**theirs)), Hello(PROTOCOL, facts(**ours)))
+    said = decode_reply(encode(make_refusal(found)))
     assert isinstance(said, Refused)
     assert len(said.differences) == MAX_DIFFERENCES
     assert said.differences[-1] == "937 more differences"

@@ -22,18 +22,16 @@ from kvferry.transport.control_server import (
     ControlServer,
     LeaseClaims,
 )
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
     MAX_TICKETS,
     PROTOCOL,
-    Accepted,
-    AskRanks,
-    Heartbeat,
+    Claim,
     Hello,
     KeptTurn,
-    Ranks,
+    PeerInfo,
     Refused,
-    Release,
     decode_request,
     encode,
 )
@@ -51,7 +49,8 @@ pytestmark = pytest.mark.slow
 HOST = "127.0.0.1"
 LEASE, MARK = ticket("lease"), ticket("mark")
 CONTENT = PromptContent("tokens")
-GRANT = Grant.of(1, 2, [[5], [6]])
+GRANT = Grant.of(LeaseWord(1, 2, 1), 4, [[5], [6]])
+KEPT = structs.replace(GRANT, incarnation=3, tokens=600)
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def status(client: ControlClient, port: int, incarnation: int = 1, host: str = H
 
 def execute(client: ControlClient, server: ControlServer) -> None:
     """Wait until the client has executed all that it was asked before. It connects to the server."""
-    server.turns.publish(content(600), KeptTurn("D", 3, MARK, GRANT, 600, 1, 0, []), "mark")
+    server.turns.publish(content(600), KeptTurn("D", MARK, KEPT, 1, 0, []), "mark")
     client.hold((HOST, server.port), MARK)
     wait_for(lambda: LeaseClaims(["mark"]) in server.events)
 
@@ -173,7 +172,7 @@ def test_a_handshake_ends_with_the_ranks_of_the_peer(ends):
     server, client = ends.server(), ends.client()
     assert isinstance(client.look_up((HOST, server.port), 1), Pending), "the first answer does not wait"
     answer = status(client, server.port)
-    assert answer == PeerInfo(facts(), cards())
+    assert answer == PeerInfo(facts(), cards(), server.seal_key)
 
 
 def test_the_ranks_are_checked_before_they_are_known(ends):
@@ -223,7 +222,7 @@ def test_a_message_at_which_the_server_raises_costs_that_message_only(ends, capl
     assert granted(client, lost).reason.startswith("it did not answer")
     client.end(lost)
     again = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
-    assert granted(client, again) == Redeemed(again.message.number, 1, GRANT, 4)
+    assert granted(client, again) == Redeemed(again.message.number, GRANT)
 
 
 def test_an_answer_at_which_the_client_raises_silences_no_other_peer(ends, monkeypatch, caplog):
@@ -245,7 +244,7 @@ def test_a_refusal_names_every_difference(ends):
 
 
 def test_a_peer_that_accepts_what_differs_is_refused_all_the_same(ends):
-    port = ends.fake(encode(Accepted(facts(weights="theirs"))), encode(Ranks(list(cards()))))
+    port = ends.fake(encode(PeerInfo(facts(weights="theirs"), cards())))
     answer = status(ends.client(facts("D", 9, weights="ours")), port)
     assert isinstance(answer, Unusable)
     assert "weights: theirs there, ours here" in answer.reason
@@ -276,11 +275,10 @@ def test_a_refusal_is_said_on_both_sides(ends, caplog, hello, said):
 def test_a_refused_client_does_not_see_transport_metadata(ends):
     server = ends.server()
     raw = ends.raw(server.port)
-    for first_word in (Hello, AskRanks):
-        raw.send(encode(first_word(PROTOCOL, facts("D", weights="others"))))
-        assert raw.poll(5000)
-        refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
-        assert refused.differences == ["weights: abc there, others here"]
+    raw.send(encode(Hello(PROTOCOL, facts("D", weights="others"))))
+    assert raw.poll(5000)
+    refused = msgspec.msgpack.decode(raw.recv(), type=Refused)
+    assert refused.differences == ["weights: abc there, others here"]
 
 
 def test_a_silent_peer_is_given_up_after_handshake_seconds(ends):
@@ -419,13 +417,12 @@ def test_garbage_costs_the_server_nothing_and_is_counted(ends):
     [
         [b""],
         [b"\xff\xff\xff"],
-        [encode(Ranks(list(cards())))],
-        [encode(Accepted(facts())), encode(Ranks([]))],
-        [encode(Accepted(facts())), encode(Ranks(list(cards())))[:-1]],
-        [encode(Accepted(facts("x"))).replace(b"\xa1x", b"\xa1\x80")],
+        [encode(PeerInfo(facts(), ()))],
+        [encode(PeerInfo(facts(), cards()))[:-1]],
+        [encode(PeerInfo(facts("x"), cards())).replace(b"\xa1x", b"\xa1\x80")],
         [encode(Hello(PROTOCOL, facts()))],
     ],
-    ids=["empty", "random", "ranks first", "no ranks", "cut short", "not UTF-8", "a request"],
+    ids=["empty", "random", "no ranks", "cut short", "not UTF-8", "a request"],
 )
 def test_a_garbled_answer_refuses_that_peer_only(ends, replies):
     client = ends.client()
@@ -567,7 +564,7 @@ def test_a_message_right_before_the_end_still_goes_out_to_a_peer_that_was_just_d
         assert router.poll(60_000)
         router.recv_multipart()
         assert router.poll(60_000)
-        assert router.recv_multipart()[-1] == encode(Release(9, [LEASE]))
+        assert router.recv_multipart()[-1] == encode(Claim(9, [LEASE], released=True))
 
 
 def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
@@ -576,8 +573,8 @@ def test_a_ticket_travels_behind_the_first_message_to_a_new_peer(ends):
     assert isinstance(client.look_up((HOST, server.port)), Pending)
     claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT)
     assert isinstance(client.answer(claim), Pending), "the first answer does not wait"
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
-    assert status(client, server.port) == PeerInfo(facts(), cards())
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
+    assert status(client, server.port) == PeerInfo(facts(), cards(), server.seal_key)
 
 
 def test_a_ticket_alone_opens_no_connection(ends):
@@ -589,7 +586,7 @@ def test_a_ticket_alone_opens_no_connection(ends):
     assert client.connections == 1, "to the other server"
     assert isinstance(client.answer(claim), Pending)
     status(client, server.port)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
 
 
 def test_a_ticket_that_is_refused_says_why_and_claims_nothing(ends):
@@ -659,8 +656,8 @@ def test_a_configured_peer_is_met_although_it_starts_later_and_nothing_is_asked_
     met = threading.Event()
     client = ends.client(meets=[(HOST, port)], on_news=met.set, heartbeat_seconds=0.05)
     assert client.known((HOST, port)) is None
-    ends.server(port=port)
-    wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards()))
+    server = ends.server(port=port)
+    wait_for(lambda: client.known((HOST, port)) == PeerInfo(facts(), cards(), server.seal_key))
     wait_for(met.is_set)
 
 
@@ -672,7 +669,7 @@ def test_a_producers_answer_is_news(ends):
     assert not news.is_set()
     publish(server, MARK, "mark")
     binding = SealBinding((HOST, server.port), MARK, 4, CONTENT)
-    sealed = seal_grant(server.seal_key, 1, GRANT, binding)
+    sealed = seal_grant(server.seal_key, GRANT, binding)
     known = client.redeem((HOST, server.port), MARK, 4, CONTENT, sealed=sealed)
     wait_for(lambda: known.granted)
     execute(client, server)
@@ -741,7 +738,7 @@ def test_a_question_whose_answer_was_lost_with_the_connection_is_asked_again(end
     first = ends.server()
     client, port = ends.client(clock=Clock()), first.port
     status(client, port)
-    first.tickets.redeem = lambda message: Unchanged(message.number + 1, 1)
+    first.tickets.redeem = lambda message: Unchanged(message.number + 1)
     claim = client.redeem((HOST, port), LEASE, 4, CONTENT)
     assert isinstance(client.answer(claim, 0.05), Pending)
     first.close()
@@ -761,13 +758,13 @@ def test_an_unanswered_ticket_is_asked_again_on_a_new_connection(ends):
     execute(client, server)
     client.forget((HOST, server.port))
     status(client, server.port)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
 
 
 def sealed_by(server: ControlServer, run: int = 1, key: bytes = b"") -> str:
     """Return the grant of `LEASE`, as the server's engine would add it to its offer."""
     binding = SealBinding((HOST, server.port), LEASE, 4, CONTENT)
-    return seal_grant(key or server.seal_key, run, GRANT, binding)
+    return seal_grant(key or server.seal_key, structs.replace(GRANT, incarnation=run), binding)
 
 
 def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
@@ -776,10 +773,10 @@ def test_a_sealed_grant_is_had_at_once_and_its_lease_is_claimed(ends):
     publish(server, LEASE)
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed_by(server))
-        assert client.answer(claim) == Redeemed(0, 1, GRANT, 4)
+        assert client.answer(claim) == Redeemed(0, GRANT)
     wait_for(lambda: LeaseClaims(["lease"]) in server.events)
     wait_for(lambda: not claim.asked)
-    assert client.answer(claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert client.answer(claim) == Redeemed(claim.message.number, GRANT)
     client.end(claim)
     wait_for(lambda: LeaseClaims(["lease"], released=True) in server.events)
 
@@ -810,7 +807,7 @@ def test_without_a_grant_that_opens_the_producer_is_asked(ends, of, caplog):
     with stopped(server):
         claim = client.redeem((HOST, server.port), LEASE, 4, CONTENT, sealed=sealed)
         assert isinstance(client.answer(claim), Pending)
-    assert granted(client, claim) == Redeemed(claim.message.number, 1, GRANT, 4)
+    assert granted(client, claim) == Redeemed(claim.message.number, GRANT)
     client.look_up((HOST, server.port), 1)
     assert isinstance(client.known((HOST, server.port)), PeerInfo), "nobody shakes hands again"
     said = [
@@ -884,15 +881,15 @@ def test_leases_of_others_are_neither_extended_nor_released(ends):
 
 def test_a_turn_that_a_heartbeat_names_often_is_one_lease(ends):
     server = ends.server()
-    server.turns.publish(content(600), KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, []), "turn")
-    ends.raw(server.port).send(encode(Heartbeat(7, [LEASE] * 1000)))
+    server.turns.publish(content(600), KeptTurn("D", LEASE, KEPT, 1, 0, []), "turn")
+    ends.raw(server.port).send(encode(Claim(7, [LEASE] * 1000)))
     wait_for(lambda: server.events)
     assert list(server.events) == [LeaseClaims(["turn"])]
 
 
 def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     server, client = ends.server(), ends.client()
-    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    turn = KeptTurn("D", LEASE, KEPT, 1, 0, [])
     server.turns.publish(content(600), turn, "turn")
     client.hold((HOST, server.port), LEASE)
     client.release((HOST, server.port), LEASE)
@@ -900,14 +897,14 @@ def test_an_earlier_turn_is_kept_alive_by_whoever_has_found_it(ends):
     assert list(server.events) == [LeaseClaims(["turn"])], "it is kept for its time, and no ticket redeems it"
 
 
-@pytest.mark.parametrize("beat", [Heartbeat, Release], ids=lambda kind: kind.__name__)
-def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, beat):
+@pytest.mark.parametrize("released", [False, True])
+def test_messages_with_tickets_of_another_length_or_too_many_are_dropped(ends, released):
     server = ends.server()
     raw = ends.raw(server.port)
     for tickets in ([b"x" * 15], [b"x" * 4_000_000], [bytes(16)] * (MAX_TICKETS + 1)):
-        raw.send(encode(beat(9, tickets)))
+        raw.send(encode(Claim(9, tickets, released)))
     wait_for(lambda: server.rejected == 3)
-    raw.send(encode(beat(9, [bytes(16)] * MAX_TICKETS)))
+    raw.send(encode(Claim(9, [bytes(16)] * MAX_TICKETS, released)))
     redeem(ends.client(), server, LEASE)
     wait_for(lambda: list(server.events) == [LeaseClaims(["lease"])])
 
@@ -1070,7 +1067,7 @@ def test_a_peer_that_keeps_turns_is_known_once_it_has_met_us_and_asked_over_the_
     status(ends.client(structs.replace(facts("D", 9), keeps_turns=at)), asker.port)
     status(ends.client(facts("E", 9)), asker.port)
     assert asker.keepers == {at: 9}
-    turn = KeptTurn("D", 3, LEASE, GRANT, 600, 1, 0, [])
+    turn = KeptTurn("D", LEASE, KEPT, 1, 0, [])
     keeper.turns.publish(content(600), turn, "turn")
     client = ends.client(clock=Clock())  # no peer is too slow
     for tokens, found in (

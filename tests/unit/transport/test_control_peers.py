@@ -14,9 +14,10 @@ from kvferry.transport import resolver, security
 from kvferry.transport.addresses import ANY_PEER, parse_allowed_peers
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer, LeaseClaims
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
+from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.listener import Listener
-from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, encode
+from kvferry.transport.messages import PROTOCOL, Hello, Outgoing, PeerInfo, encode
 from kvferry.transport.redeem import Grant, PromptContent, Redeem
 from kvferry.transport.resolver import PeerResolver
 from support.clock import Clock
@@ -72,7 +73,7 @@ class HangingNames:
 
 def claimed(of: ControlServer, name: str) -> bytes:
     """A ticket that the client has redeemed there."""
-    of.tickets.publish(ticket(name), name, 4, PromptContent("tokens"), Grant.of(1, 2, [[5]]))
+    of.tickets.publish(ticket(name), name, 4, PromptContent("tokens"), Grant.of(LeaseWord(1, 2, 1), 4, [[5]]))
     of.tickets.redeem(Redeem(0, 9, ticket(name), 4, PromptContent("tokens")))
     return ticket(name)
 

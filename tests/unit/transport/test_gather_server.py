@@ -23,7 +23,6 @@ from kvferry.transport.costs import TransferSettings
 from kvferry.transport.gather_client import (
     MAX_DIGEST_BYTES,
     AnnounceRoutes,
-    Digest,
     Digested,
     Done,
     Gather,
@@ -157,9 +156,9 @@ def ask(
     return Gather(segment, route, slot, generation, ids, places, shared)
 
 
-def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cells=None) -> Digest:
+def ask_digest(segment: int, blocks=(1,), route: int = 0, slot: int = 0, cells=None) -> Gather:
     ids, places = (np.array(each, np.int32).tobytes() for each in (blocks, cells or [0] * len(blocks)))
-    return Digest(segment, route, slot, 0, ids, places)
+    return Gather(segment, route, slot, 0, ids, places, digest=True)
 
 
 @pytest.fixture

@@ -13,17 +13,16 @@ from kvferry.transport.handshake import (
     REFRESH_SECONDS,
     REFUSAL_SECONDS,
     Handshakes,
-    PeerInfo,
     Pending,
     Unusable,
 )
-from kvferry.transport.messages import PROTOCOL, Accepted, AskRanks, Hello, Ranks, Refused, encode
+from kvferry.transport.messages import PROTOCOL, Hello, PeerInfo, Refused, encode
 from support.clock import Clock
 from transport.cards import cards, facts
 
 PEER = "10.0.0.7", 7000
 OURS = facts("D", 9)
-ACCEPTED, RANKS = encode(Accepted(facts())), encode(Ranks(list(cards())))
+REPLY = encode(PeerInfo(facts(), cards()))
 
 
 @pytest.fixture
@@ -46,9 +45,7 @@ def test_a_peer_is_known_once_its_ranks_have_come(handshakes):
     assert handshakes.status(PEER, 1) is None
     begun(handshakes)
     assert handshakes.status(PEER, 1) == Pending()
-    assert handshakes.handle_reply(PEER, ACCEPTED) == AskRanks(PROTOCOL, OURS)
-    assert handshakes.status(PEER, 1) == Pending()
-    assert handshakes.handle_reply(PEER, RANKS) is None
+    handshakes.handle_reply(PEER, REPLY)
     assert handshakes.status(PEER, 1) == PeerInfo(facts(), cards())
     assert (handshakes.refuse_silent(), handshakes.soonest) == ([], math.inf)
 
@@ -67,17 +64,11 @@ def test_a_silent_peer_is_given_up_at_its_deadline_and_not_before(handshakes, cl
 
 
 def test_an_answer_that_comes_too_late_changes_nothing(handshakes, clock):
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    begun(handshakes)
     clock.now += 5
     handshakes.refuse_silent()
-    assert handshakes.handle_reply(PEER, RANKS) is None
+    handshakes.handle_reply(PEER, REPLY)
     assert isinstance(handshakes.status(PEER, 1), Unusable)
-
-
-def test_facts_of_an_earlier_handshake_do_not_count_in_the_next(handshakes):
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
-    begun(handshakes).handle_reply(PEER, RANKS)
-    assert "the peer sent its ranks before its facts" in handshakes.status(PEER, 1).reason
 
 
 def test_a_refusal_stands_for_its_time_and_is_then_forgotten(handshakes, clock):
@@ -102,10 +93,10 @@ def test_a_peer_that_is_asked_again_is_not_forgotten_with_its_old_refusal(handsh
 
 def test_a_peer_is_unknown_until_it_is_asked_and_once_it_is_forgotten(handshakes):
     assert handshakes.is_unknown(PEER)
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    begun(handshakes)
     handshakes.forget(PEER)
     assert not handshakes.is_unknown(PEER), "its answer is still to come"
-    handshakes.handle_reply(PEER, RANKS)
+    handshakes.handle_reply(PEER, REPLY)
     assert not handshakes.is_unknown(PEER)
     handshakes.forget(PEER)
     assert handshakes.is_unknown(PEER)
@@ -117,8 +108,7 @@ def test_ranks_that_do_not_fit_are_refused_with_every_difference(clock):
         raise Incompatible(["first", "second"])
 
     handshakes = begun(Handshakes(OURS, check, 5.0, clock))
-    handshakes.handle_reply(PEER, ACCEPTED)
-    handshakes.handle_reply(PEER, RANKS)
+    handshakes.handle_reply(PEER, REPLY)
     assert handshakes.status(PEER, 1) == Unusable("first; second")
 
 
@@ -144,8 +134,7 @@ def test_no_number_of_made_up_addresses_makes_anything_grow(handshakes, clock, c
 
 
 def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_remembered(handshakes, clock):
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
-    handshakes.handle_reply(PEER, RANKS)
+    begun(handshakes).handle_reply(PEER, REPLY)
     asked = 0
     for run in range(1000):
         if handshakes.status(PEER, 1000 + run) is None:
@@ -156,17 +145,16 @@ def test_made_up_runs_of_a_known_peer_are_asked_for_once_in_a_while_and_not_reme
 
 
 def test_a_peer_that_was_restarted_is_asked_at_once_though_made_up_runs_were_asked_for(handshakes, clock):
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
-    handshakes.handle_reply(PEER, RANKS)
+    begun(handshakes).handle_reply(PEER, REPLY)
     assert handshakes.status(PEER, 99) is None, "asked, and still run 1"
     clock.now += REFRESH_SECONDS
     assert handshakes.status(PEER, 2) is None
 
 
-def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_answered_is_not(
+def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_connected_is_not(
     handshakes, clock
 ):
-    begun(handshakes).handle_reply(PEER, ACCEPTED)
+    begun(handshakes).note_connected(PEER)
     for number in range(MAX_HANDSHAKES - 1):
         assert not handshakes.is_full
         handshakes.start(("10.2.0.1", number))
@@ -176,7 +164,7 @@ def test_silent_peers_are_given_up_early_while_many_are_asked_and_one_that_has_a
     assert len(handshakes.refuse_silent()) == MAX_HANDSHAKES - HURRY_HANDSHAKES
     assert not handshakes.is_full
     assert handshakes.status(PEER, 1) == Pending()
-    assert handshakes.handle_reply(PEER, RANKS) is None
+    handshakes.handle_reply(PEER, REPLY)
     assert isinstance(handshakes.status(PEER, 1), PeerInfo)
 
 
@@ -185,8 +173,7 @@ def test_the_peers_that_are_known_are_bounded(handshakes):
     for address in addresses:
         handshakes.start(address)
         handshakes.open(address)
-        handshakes.handle_reply(address, ACCEPTED)
-        handshakes.handle_reply(address, RANKS)
+        handshakes.handle_reply(address, REPLY)
     assert sum(not handshakes.is_unknown(one) for one in addresses) == MAX_REMEMBERED
     assert isinstance(handshakes.status(addresses[-1], 1), PeerInfo)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from kvferry.common.errors import TransferError
 from kvferry.transport.lane_connections import LaneConnections
-from kvferry.transport.metadata_validation import ValidationResult
 from support.clock import Clock
 
 UNREACHABLE = TransferError("unreachable")
@@ -29,8 +30,10 @@ class World:
         self.verdict = ""
         self.links = LaneConnections(self.make, self.validate, lambda: self.in_use, self.clock)
 
-    def validate(self, cards) -> ValidationResult:
-        self.asked = ValidationResult(self.verdict)
+    def validate(self, cards) -> Future[str]:
+        self.asked = Future()
+        if self.verdict is not None:
+            self.asked.set_result(self.verdict)
         return self.asked
 
     def make(self, cards) -> Peer:
@@ -164,7 +167,7 @@ def test_a_peer_is_not_connected_before_its_metadata_has_passed(world):
     world.links.connect("P", ())
     assert world.links.get("P") is None
     assert (world.links.process_verdicts(), world.attempts) == (False, 0)
-    world.asked.reason = ""
+    world.asked.set_result("")
     assert world.links.process_verdicts()
     assert (isinstance(world.links.get("P"), Peer), world.attempts) == (True, 1)
     assert not world.links.process_verdicts()
@@ -185,7 +188,7 @@ def test_a_verdict_on_a_peer_that_was_disconnected_is_ignored(world):
     world.verdict = None
     world.links.connect("P", ())
     world.links.disconnect("P")
-    world.asked.reason = ""
+    world.asked.set_result("")
     assert not world.links.process_verdicts()
     assert (world.attempts, world.links.get("P")) == (0, "peer P is not connected")
 
@@ -197,7 +200,7 @@ def test_a_poll_connects_the_peer_whose_metadata_has_passed_and_no_other(world):
     world.links.connect("R", ())
     assert world.links.get("R") is None
     assert not world.links.process_verdicts()
-    world.asked.reason = ""
+    world.asked.set_result("")
     assert world.links.process_verdicts()
     assert isinstance(world.links.get("R"), Peer)
     assert world.attempts == 3
@@ -211,6 +214,6 @@ def test_the_verdict_on_a_peer_that_was_disconnected_connects_nothing(world, aga
     world.links.disconnect("P")
     if again:
         world.links.connect("P", ())
-    first.reason = ""
+    first.set_result("")
     assert not world.links.process_verdicts()
     assert world.attempts == 0

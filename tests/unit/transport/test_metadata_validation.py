@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 
 from kvferry.geometry import Region
 from kvferry.transport.messages import Outgoing
-from kvferry.transport.metadata_validation import MAX_TRIALS, REFUSED_SECONDS, SandboxValidator
+from kvferry.transport.metadata_validation import MAX_TRIALS, REFUSED_SECONDS, MetadataValidator
 from support.clock import Clock
 from support.metadata import row, written
 from transport.cards import cards
@@ -40,7 +39,7 @@ class World:
         self.children, self.tried, self.says, self.unready, self.takes = [], [], "", "", 0.0
         self.starts, self.full = 0.0, False
         self.fails, self.clock = None, Clock()
-        self.validator = SandboxValidator(self.start, self.clock, **options)
+        self.validator = MetadataValidator(self.start, self.clock, **options)
 
     def start(self) -> Child:
         if self.full:
@@ -49,10 +48,7 @@ class World:
         return self.children[-1]
 
     def verdict(self, *asked) -> str:
-        told = threading.Event()
-        verdict = self.validator.validate(asked, told.set)
-        assert told.wait(10)
-        return verdict.reason
+        return self.validator.validate(asked).result(10)
 
 
 def card(number: int = 1, **changes):

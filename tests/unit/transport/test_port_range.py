@@ -12,7 +12,7 @@ from kvferry.common.errors import ConfigError
 from kvferry.transport.addresses import PortRange, parse_port_range
 from kvferry.transport.agent import PORTS_VARIABLE, restrict_ucx_to, ucx_environment
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
+from kvferry.transport.messages import PeerInfo
 from support.keys import KEYS
 from support.ports import OWN_ADDRESS as HOST
 from transport.cards import cards, facts

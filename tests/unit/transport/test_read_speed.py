@@ -41,7 +41,8 @@ class Transport:
     def release_list(self, handle):
         self.lists -= 1
 
-    def read(self, local, here, remote, there):
+    def transfer(self, operation, local, here, remote, there):
+        assert operation == "READ"
         if self.fault is not None:
             raise self.fault
         assert (local[0], remote[0]) == (None, "P")

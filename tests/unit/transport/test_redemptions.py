@@ -6,16 +6,18 @@ import math
 import threading
 
 import pytest
+from msgspec import structs
 
 from kvferry.transport import redemptions as module
 from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.redeem import Grant, NotRedeemed, PromptContent, Redeemed, Unchanged
 from kvferry.transport.redemptions import LONGEST_PAUSE, SHORTEST_PAUSE, Redemption, Redemptions
 from support.clock import Clock
 from transport.cards import ticket
 
 HERE, ELSEWHERE = ("127.0.0.1", 1), ("127.0.0.1", 2)
-CONTENT, GRANT = PromptContent("tokens"), Grant.of(3, 7, [[1, 2]])
+CONTENT, GRANT = PromptContent("tokens"), Grant.of(LeaseWord(3, 7, 1), 4, [[1, 2]])
 
 
 @pytest.fixture
@@ -34,24 +36,29 @@ def begun(redemptions: Redemptions, name: str = "a", at=HERE, content=CONTENT) -
 
 def test_an_answer_counts_only_from_the_peer_that_was_asked(redemptions):
     claim = begun(redemptions)
-    assert redemptions.handle_reply(ELSEWHERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
+    assert redemptions.handle_reply(ELSEWHERE, Redeemed(claim.message.number, GRANT)) is None
     assert isinstance(redemptions.answer(claim), Pending)
-    assert redemptions.handle_reply(HERE, good := Redeemed(claim.message.number, 1, GRANT, 4)) == ticket("a")
+    assert redemptions.handle_reply(HERE, good := Redeemed(claim.message.number, GRANT)) == ticket("a")
     assert redemptions.answer(claim) == good
 
 
 def test_the_first_answer_stands(redemptions):
     """A question that was asked again is answered twice."""
     claim = begun(redemptions)
-    redemptions.handle_reply(HERE, first := Redeemed(claim.message.number, 1, GRANT, 4))
-    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, Grant.of(4, 8, [[5]]), 4)) is None
+    redemptions.handle_reply(HERE, first := Redeemed(claim.message.number, GRANT))
+    assert (
+        redemptions.handle_reply(HERE, Redeemed(claim.message.number, Grant.of(LeaseWord(4, 8, 1), 4, [[5]])))
+        is None
+    )
     assert redemptions.answer(claim) == first
 
 
 def growing(redemptions: Redemptions, clock: Clock, tokens: int = 2) -> tuple[Redemption, Redeemed]:
     """A redemption of which some tokens are granted."""
     claim = begun(redemptions)
-    redemptions.handle_reply(HERE, some := Redeemed(claim.message.number, 1, GRANT, tokens))
+    redemptions.handle_reply(
+        HERE, some := Redeemed(claim.message.number, structs.replace(GRANT, tokens=tokens))
+    )
     return claim, some
 
 
@@ -63,26 +70,26 @@ def test_a_producer_that_computes_is_asked_again_until_it_has_all_tokens(redempt
     ((at, asked),) = redemptions.due()
     assert (at, asked.number, asked.known_tokens) == (HERE, claim.message.number, 2)
     assert redemptions.due() == [], "it has not answered yet"
-    assert redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1)) == ticket("a")
+    assert redemptions.handle_reply(HERE, Unchanged(claim.message.number)) == ticket("a")
     assert redemptions.answer(claim) == some
     clock.now += 1.0
     assert len(redemptions.due()) == 1
-    redemptions.handle_reply(HERE, all_of_it := Redeemed(claim.message.number, 1, GRANT, 4))
+    redemptions.handle_reply(HERE, all_of_it := Redeemed(claim.message.number, GRANT))
     assert redemptions.answer(claim) == all_of_it
     clock.now += 1.0
     assert (redemptions.due(), redemptions.soonest) == ([], math.inf)
 
 
-SEALED = Redeemed(0, 1, GRANT, 4)
+SEALED = Redeemed(0, GRANT)
 
 
 def test_a_sealed_grant_is_an_answer_before_the_producers(redemptions, clock):
-    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
-    assert redemptions.answer(claim, 30.0) is SEALED
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=GRANT)
+    assert redemptions.answer(claim, 30.0) == SEALED
     assert [one.number for one in redemptions.unanswered(HERE)] == [claim.message.number], "it is claimed"
     clock.now += 10.0
-    assert redemptions.answer(claim) is SEALED, "the lease word tells whether it is valid, however late"
-    reply = Redeemed(claim.message.number, 1, GRANT, 4, 3)
+    assert redemptions.answer(claim) == SEALED, "the lease word tells whether it is valid, however late"
+    reply = Redeemed(claim.message.number, GRANT, 3)
     assert redemptions.handle_reply(HERE, reply) == ticket("a"), "heartbeats begin"
     assert redemptions.answer(claim) == reply
     assert redemptions.due() == []
@@ -90,24 +97,24 @@ def test_a_sealed_grant_is_an_answer_before_the_producers(redemptions, clock):
 
 
 def test_a_claim_that_is_refused_takes_a_sealed_grant_back(redemptions):
-    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
-    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "its lease has ended", unknown=True))
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=GRANT)
+    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, "its lease has ended", unknown=True))
     assert redemptions.answer(claim) == Unusable("its lease has ended")
     assert redemptions.end(claim) is False
 
 
 def test_a_read_that_ends_before_the_reply_to_its_claim_releases_the_lease(redemptions):
-    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=SEALED)
+    claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, grant=GRANT)
     assert redemptions.end(claim) is True
     assert redemptions.is_unsent(claim.message.number), "the producer must know the claim that ends"
-    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
+    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, GRANT)) is None
 
 
 def test_a_used_ticket_is_redeemed_before_it_is_read_again(redemptions, monkeypatch):
     monkeypatch.setattr(module, "MAX_USED", 2)
 
     def sealed(name: str, at=HERE) -> Redemption:
-        return redemptions.begin(at, ticket(name), 4, CONTENT, grant=SEALED)
+        return redemptions.begin(at, ticket(name), 4, CONTENT, grant=GRANT)
 
     samples = [sealed("a"), sealed("a")]
     assert [redemptions.answer(one) for one in samples] == [SEALED, SEALED]
@@ -115,7 +122,7 @@ def test_a_used_ticket_is_redeemed_before_it_is_read_again(redemptions, monkeypa
         redemptions.end(one)
     again = sealed("a")
     assert isinstance(redemptions.answer(again), Pending)
-    assert redemptions.answer(sealed("a", ELSEWHERE)) is SEALED, "that is another lease"
+    assert redemptions.answer(sealed("a", ELSEWHERE)) == SEALED, "that is another lease"
     redemptions.end(again)
     for name in "bc":
         redemptions.end(sealed(name))
@@ -125,10 +132,10 @@ def test_a_used_ticket_is_redeemed_before_it_is_read_again(redemptions, monkeypa
 def test_a_ticket_that_is_used_again_is_remembered_anew(redemptions, monkeypatch):
     monkeypatch.setattr(module, "MAX_USED", 2)
     for name in "abac":
-        redemptions.end(redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=SEALED))
-    again, forgotten = (redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=SEALED) for name in "ab")
+        redemptions.end(redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=GRANT))
+    again, forgotten = (redemptions.begin(HERE, ticket(name), 4, CONTENT, grant=GRANT) for name in "ab")
     assert isinstance(redemptions.answer(again), Pending)
-    assert redemptions.answer(forgotten) is SEALED
+    assert redemptions.answer(forgotten) == SEALED
 
 
 def test_a_reply_looks_at_no_other_redemption(redemptions, clock):
@@ -146,7 +153,7 @@ def test_a_reply_looks_at_no_other_redemption(redemptions, clock):
     for _ in range(3):
         clock.now += 1.0
         assert [asked.number for _, asked in redemptions.due()] == [claim.message.number]
-        redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1))
+        redemptions.handle_reply(HERE, Unchanged(claim.message.number))
     redemptions.end(claim)
     clock.now += 1.0
     assert redemptions.due() == [], "it has ended"
@@ -161,7 +168,7 @@ def test_the_longer_nothing_is_new_the_rarer_a_producer_is_asked(redemptions, cl
         pauses.append(redemptions.soonest - clock.now)
         clock.now = redemptions.soonest
         assert len(redemptions.due()) == 1
-        redemptions.handle_reply(HERE, Unchanged(claim.message.number, 1))
+        redemptions.handle_reply(HERE, Unchanged(claim.message.number))
     assert pauses[0] == pytest.approx(SHORTEST_PAUSE)
     assert pauses == pytest.approx(sorted(pauses))
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE)
@@ -176,7 +183,7 @@ def test_a_producer_that_falls_silent_or_ends_the_lease_while_it_computes_is_giv
             clock.now += 5.0
             assert "did not answer" in redemptions.answer(claim).reason
         else:
-            redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "it has ended", unknown=True))
+            redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, "it has ended", unknown=True))
             assert redemptions.answer(claim) == Unusable("it has ended")
         assert redemptions.end(claim) is True, "heartbeats for its lease must stop"
         assert redemptions.due() == []
@@ -184,26 +191,24 @@ def test_a_producer_that_falls_silent_or_ends_the_lease_while_it_computes_is_giv
 
 def test_a_foreseen_ticket_may_be_unknown_until_it_is_granted(redemptions, clock):
     claim = redemptions.begin(HERE, ticket("a"), 4, CONTENT, foreseen=True)
-    assert (
-        redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "unknown", unknown=True)) is None
-    )
+    assert redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, "unknown", unknown=True)) is None
     assert isinstance(redemptions.answer(claim), Pending)
     clock.now += 1.0
     ((_, asked),) = redemptions.due()
     assert asked.known_tokens == 0
-    redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 2))
+    redemptions.handle_reply(HERE, Redeemed(claim.message.number, structs.replace(GRANT, tokens=2)))
     clock.now += 1.0
     redemptions.due()
-    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "unknown", unknown=True))
+    redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, "unknown", unknown=True))
     assert redemptions.answer(claim) == Unusable("unknown"), "its lease has ended"
     other = redemptions.begin(HERE, ticket("b"), 4, CONTENT, foreseen=True)
-    redemptions.handle_reply(HERE, NotRedeemed(other.message.number, 1, "other tokens"))
+    redemptions.handle_reply(HERE, NotRedeemed(other.message.number, "other tokens"))
     assert redemptions.answer(other) == Unusable("other tokens")
 
 
 def test_a_refused_ticket_keeps_no_lease_alive(redemptions):
     claim = begun(redemptions)
-    assert redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, 1, "other tokens")) is None
+    assert redemptions.handle_reply(HERE, NotRedeemed(claim.message.number, "other tokens")) is None
     assert redemptions.answer(claim) == Unusable("other tokens")
     assert not claim.asked
     assert redemptions.end(claim) is False
@@ -212,12 +217,12 @@ def test_a_refused_ticket_keeps_no_lease_alive(redemptions):
 def test_an_answer_to_what_nobody_waits_for_keeps_no_lease_alive(redemptions):
     claim = begun(redemptions)
     assert redemptions.end(claim) is True
-    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, 1, GRANT, 4)) is None
+    assert redemptions.handle_reply(HERE, Redeemed(claim.message.number, GRANT)) is None
 
 
 def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
     claim, woken = begun(redemptions), []
-    good = Redeemed(claim.message.number, 1, GRANT, 4)
+    good = Redeemed(claim.message.number, GRANT)
 
     class Heard(threading.Event):
         """The answer comes while somebody waits."""
@@ -234,7 +239,7 @@ def test_a_waiting_caller_is_woken_by_the_answer(redemptions):
 
 def test_unanswered_questions_to_one_peer_are_asked_again_with_their_full_time(redemptions, clock):
     answered, waits, other = begun(redemptions), begun(redemptions, "b"), begun(redemptions, "c", ELSEWHERE)
-    redemptions.handle_reply(HERE, Redeemed(answered.message.number, 1, GRANT, 4))
+    redemptions.handle_reply(HERE, Redeemed(answered.message.number, GRANT))
     clock.now = 4.0
     assert [one.number for one in redemptions.unanswered(HERE)] == [waits.message.number]
     clock.now = 6.0
@@ -250,7 +255,7 @@ MINE, OTHER = CONTENT, PromptContent("other")
 
 def reply(redemptions: Redemptions, one: Redemption, *, refuses: bool = False) -> None:
     number = one.message.number
-    answer = NotRedeemed(number, 1, "other tokens") if refuses else Redeemed(number, 1, GRANT, 4)
+    answer = NotRedeemed(number, "other tokens") if refuses else Redeemed(number, GRANT)
     redemptions.handle_reply(HERE, answer)
 
 

@@ -14,7 +14,8 @@ from msgspec import structs
 
 from kvferry.common.errors import ProtocolError
 from kvferry.transport import seal as module
-from kvferry.transport.redeem import Grant, PromptContent, Redeemed
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.redeem import Grant, PromptContent
 from kvferry.transport.seal import MAX_SEAL, SealBinding, _cipher, open_seal, seal_grant
 from support.examples import examples
 from transport.cards import ticket
@@ -22,13 +23,14 @@ from transport.cards import ticket
 RUN, TOKENS, KEY = 5, 40, b"k" * 32
 CONTENT = PromptContent("tokens", "items", "adapter", "salt")
 USE = SealBinding(("10.0.0.1", 5600), ticket("a"), TOKENS, CONTENT)
-GRANT = Grant.of(3, 7, [[4, 5, 6], [9]])
+WORD = LeaseWord(1, 2, RUN)
+GRANT = Grant.of(LeaseWord(3, 7, RUN), TOKENS, [[4, 5, 6], [9]])
 NO_USE = "a sealed grant does not open: it was changed on its way, or sealed by another run of the engine"
 
 
 @pytest.fixture(scope="module")
 def sealed() -> str:
-    return seal_grant(KEY, RUN, GRANT, USE)
+    return seal_grant(KEY, GRANT, USE)
 
 
 def refusal(text: str, use: SealBinding = USE, key: bytes = KEY) -> str:
@@ -38,11 +40,11 @@ def refusal(text: str, use: SealBinding = USE, key: bytes = KEY) -> str:
 
 
 def test_a_seal_opens_as_the_answer_to_its_ticket(sealed):
-    assert open_seal(KEY, sealed, USE) == Redeemed(0, RUN, GRANT, TOKENS)
+    assert open_seal(KEY, sealed, USE) == GRANT
 
 
 def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealed):
-    again = seal_grant(KEY, RUN, GRANT, USE)
+    again = seal_grant(KEY, GRANT, USE)
     assert len(again) == len(sealed)
     assert again != sealed
     data = base64.urlsafe_b64decode(sealed)
@@ -54,8 +56,8 @@ def test_a_seal_shows_nothing_and_is_never_the_same_twice(sealed):
 def test_any_block_tables_come_back_as_they_were(tables, runs):
     if runs:
         tables = [list(range(first, first + 300)) for first in range(len(tables))]
-    grant = Grant.of(1, 2, tables)
-    assert open_seal(KEY, seal_grant(KEY, RUN, grant, USE), USE).grant == grant
+    grant = Grant.of(WORD, TOKENS, tables)
+    assert open_seal(KEY, seal_grant(KEY, grant, USE), USE) == grant
 
 
 def test_a_seal_with_any_bit_changed_does_not_open(sealed):
@@ -106,11 +108,11 @@ def test_a_seal_that_is_too_long_is_refused_unread():
 
 def test_block_tables_that_do_not_fit_are_not_sealed():
     scattered = random.Random(1).sample(range(1, 1 << 20), 8192)
-    assert seal_grant(KEY, RUN, Grant.of(1, 2, [scattered]), USE) == ""
-    assert 0 < len(seal_grant(KEY, RUN, Grant.of(1, 2, [scattered[:700]]), USE)) <= MAX_SEAL
+    assert seal_grant(KEY, Grant.of(WORD, TOKENS, [scattered]), USE) == ""
+    assert 0 < len(seal_grant(KEY, Grant.of(WORD, TOKENS, [scattered[:700]]), USE)) <= MAX_SEAL
     whole = range(1, 8193)
-    assert 0 < len(seal_grant(KEY, RUN, Grant.of(1, 2, [whole]), USE)) < 400
-    assert seal_grant(KEY, RUN, Grant.of(1, 2, [[1] * (1 << 16), [1]]), USE) == ""
+    assert 0 < len(seal_grant(KEY, Grant.of(WORD, TOKENS, [whole]), USE)) < 400
+    assert seal_grant(KEY, Grant.of(WORD, TOKENS, [[1] * (1 << 16), [1]]), USE) == ""
 
 
 def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(monkeypatch):
@@ -126,7 +128,7 @@ def test_block_tables_that_do_not_fit_are_not_compressed_to_their_end(monkeypatc
     compressobj, compressed = zlib.compressobj, []
     monkeypatch.setattr(zlib, "compressobj", Counting)
     scattered = random.Random(1).sample(range(1, 1 << 20), 1 << 16)
-    assert seal_grant(KEY, RUN, Grant.of(1, 2, [scattered]), USE) == ""
+    assert seal_grant(KEY, Grant.of(WORD, TOKENS, [scattered]), USE) == ""
     assert 0 < sum(compressed) < 1 << 16, "of 256 KiB"
 
 
@@ -155,7 +157,9 @@ PACKED = zlib.compress(bytes(8))
     ],
 )
 def test_an_engine_with_the_key_cannot_seal_what_is_out_of_bounds(inner, says):
-    assert open_seal(KEY, forged(RUN, 3, 7, [2], PACKED), USE).grant == Grant.of(3, 7, [[0, 0]])
+    assert open_seal(KEY, forged(RUN, 3, 7, [2], PACKED), USE) == Grant.of(
+        LeaseWord(3, 7, RUN), TOKENS, [[0, 0]]
+    )
     reason = refusal(forged(*inner))
     assert reason.startswith("not a sealed grant: ")
     assert says in reason

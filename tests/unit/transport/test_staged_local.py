@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,11 @@ from kvferry.transport.gather_client import Gather
 from kvferry.transport.lane_connections import ConnectedPeer
 from kvferry.transport.lease import LeaseWord, LeaseWords
 from kvferry.transport.messages import Outgoing, RankCard, encode
-from kvferry.transport.metadata_validation import ValidationResult
-from kvferry.transport.packed_read import ROOM_SECONDS
 from kvferry.transport.prepared_routes import _RoutePreparation
 from kvferry.transport.read_plan import ReadOrder, Report
 from kvferry.transport.read_speed import PATIENCE_SECONDS, ROUNDS
 from kvferry.transport.security import secure_client
+from kvferry.transport.segmented_read import ROOM_SECONDS
 from kvferry.transport.staging import UNIT_BYTES, StagingArea
 from kvferry.transport.transfers import Transfers
 from support.clock import Clock
@@ -453,14 +453,14 @@ def test_an_order_that_cannot_be_planned_fails_alone(world, caplog):
 
 
 class Undecided(Trusting):
-    """Lets a peer pass once the test sets the verdict; `asked` has (verdict, wake) of each peer."""
+    """Lets a peer pass once the test sets the verdict; `asked` has that of each peer."""
 
     def __init__(self) -> None:
         self.asked = []
 
-    def validate(self, cards, wake):
-        self.asked.append((ValidationResult(), wake))
-        return self.asked[-1][0]
+    def validate(self, cards):
+        self.asked.append(Future())
+        return self.asked[-1]
 
 
 def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_they_came(world):
@@ -474,9 +474,7 @@ def test_orders_that_wait_for_their_peer_are_carried_out_in_the_order_in_which_t
         thread.submit(ReadOrder(key, "P", LoadSpan(0, 16, 16), tables, tables, LeaseWord(0, 0, 1)))
     thread.connect("Q", producer.cards)
     wait_for(lambda: len(validator.asked) == 2)  # the lane has come past the orders
-    verdict, wake = validator.asked[0]
-    verdict.reason = ""
-    wake()
+    validator.asked[0].set_result("")
     reader.result("c")
     assert list(reader.ended) == ["a", "b", "c"]
 

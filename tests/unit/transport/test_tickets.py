@@ -7,7 +7,9 @@ import threading
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import structs
 
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.redeem import (
     CROWDED,
     MAX_CONSUMERS,
@@ -28,11 +30,12 @@ from transport.cards import ticket
 
 RUN = 5
 CONTENT = PromptContent("tokens", "items", "adapter", "salt")
-GRANT = Grant.of(3, 7, [[1, 2]])
+GRANT = Grant.of(LeaseWord(3, 7, RUN), 4, [[1, 2]])
+SOME = structs.replace(GRANT, tokens=2)
 
 
 def book(*names: str) -> TicketBook:
-    made = TicketBook(RUN)
+    made = TicketBook()
     for name in names:
         made.publish(ticket(name), name, 4, CONTENT, GRANT)
     return made
@@ -44,39 +47,39 @@ def redeem(made: TicketBook, name: str, consumer: int = 1, content=CONTENT, toke
 
 def refused(answer) -> str:
     assert isinstance(answer, NotRedeemed)
-    assert (answer.number, answer.incarnation) == (8, RUN)
+    assert answer.number == 8
     return answer.reason
 
 
 def test_a_ticket_is_exchanged_for_its_grant_as_often_as_its_consumer_asks():
     made = book("a")
-    assert redeem(made, "a") == redeem(made, "a") == Redeemed(8, RUN, GRANT, 4)
+    assert redeem(made, "a") == redeem(made, "a") == Redeemed(8, GRANT)
     assert made.claimed(1, [ticket("a"), ticket("b")]) == ["a"]
     assert made.claimed(2, [ticket("a")]) == []
 
 
 def test_the_answer_to_a_ticket_says_what_the_caches_of_the_producer_had():
-    made = TicketBook(RUN)
+    made = TicketBook()
     made.publish(ticket("a"), "a", 4, CONTENT, GRANT, cached_tokens=3)
-    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 4, 3)
+    assert redeem(made, "a") == Redeemed(8, GRANT, 3)
 
 
 def test_a_prompt_that_is_being_computed_is_granted_as_far_as_it_is():
-    made = TicketBook(RUN)
-    made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)
-    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 2)
+    made = TicketBook()
+    made.publish(ticket("a"), "a", 4, CONTENT, SOME)
+    assert redeem(made, "a") == Redeemed(8, SOME)
     again = Redeem(8, 1, ticket("a"), 4, CONTENT, 2)
-    assert made.redeem(again) == Unchanged(8, RUN)
-    longer = Grant.of(3, 7, [[1, 2, 5]])
-    made.advance("a", longer, 4)
-    made.advance("never published", longer, 4)
-    assert made.redeem(again) == Redeemed(8, RUN, longer, 4)
+    assert made.redeem(again) == Unchanged(8)
+    longer = Grant.of(LeaseWord(3, 7, RUN), 4, [[1, 2, 5]])
+    made.advance("a", longer)
+    made.advance("never published", longer)
+    assert made.redeem(again) == Redeemed(8, longer)
     assert made.claimed(1, [ticket("a")]) == ["a"]
 
 
 def test_a_consumer_without_the_prompt_learns_nothing_of_one_that_is_being_computed():
-    made = TicketBook(RUN)
-    made.publish(ticket("a"), "a", 4, CONTENT, GRANT, ready=2)
+    made = TicketBook()
+    made.publish(ticket("a"), "a", 4, CONTENT, SOME)
     for known in (0, 2):
         asked = Redeem(8, 2, ticket("a"), 4, PromptContent("others", "items", "adapter", "salt"), known)
         assert "hold other tokens" in refused(made.redeem(asked))
@@ -87,16 +90,16 @@ def test_a_consumer_without_the_prompt_learns_nothing_of_one_that_is_being_compu
 def test_a_ticket_names_one_lease():
     made = book("a")
     with pytest.raises(ValueError, match="names another lease"):
-        made.publish(ticket("a"), "b", 4, CONTENT, Grant.of(9, 9, [[9]]))
-    assert redeem(made, "a") == Redeemed(8, RUN, GRANT, 4)
+        made.publish(ticket("a"), "b", 4, CONTENT, Grant.of(LeaseWord(9, 9, RUN), 4, [[9]]))
+    assert redeem(made, "a") == Redeemed(8, GRANT)
 
 
 def test_a_lease_that_has_ended_does_not_touch_another_one_with_its_ticket():
-    made, grant = book("a"), Grant.of(4, 8, [[3]])
+    made, grant = book("a"), Grant.of(LeaseWord(4, 8, RUN), 4, [[3]])
     redeem(made, "a")
     assert made.release(1, [ticket("a")]) == ["a"]
     made.publish(ticket("a"), "b", 4, CONTENT, grant)
-    made.advance("a", GRANT, 4)
+    made.advance("a", GRANT)
     assert redeem(made, "a").grant == grant
     made.withdraw(["a"])
     assert redeem(made, "a").grant == grant
@@ -129,7 +132,7 @@ def test_a_stolen_ticket_is_worth_nothing_with_another_prompt_and_stays_its_owne
     redeem(made, "a", 1)
     assert says in refused(redeem(made, "a", 2, **change))
     assert made.claimed(2, [ticket("a")]) == made.release(2, [ticket("a")]) == []
-    assert redeem(made, "a", 1) == Redeemed(8, RUN, GRANT, 4)
+    assert redeem(made, "a", 1) == Redeemed(8, GRANT)
 
 
 def test_a_lease_ends_with_the_last_consumer_that_has_claimed_it():
@@ -156,7 +159,7 @@ def test_runs_that_somebody_makes_up_fill_no_memory_and_cost_no_claim_that_stand
     made.release(3, [ticket("a")])
     assert refused(redeem(made, "a", MAX_CONSUMERS)) == CROWDED
     assert refused(redeem(made, "a", 3)) == RELEASED
-    assert redeem(made, "a", 4) == Redeemed(8, RUN, GRANT, 4)
+    assert redeem(made, "a", 4) == Redeemed(8, GRANT)
 
 
 def test_a_stolen_ticket_alone_ends_no_lease():
@@ -164,11 +167,11 @@ def test_a_stolen_ticket_alone_ends_no_lease():
     assert made.release(1, [ticket("a")]) == []
     refused(redeem(made, "a", 1, PromptContent("others")))
     assert made.release(1, [ticket("a")]) == []
-    assert redeem(made, "a", 2) == Redeemed(8, RUN, GRANT, 4)
+    assert redeem(made, "a", 2) == Redeemed(8, GRANT)
 
 
 def test_a_reason_is_cut_to_what_a_message_may_carry():
-    made = TicketBook(RUN)
+    made = TicketBook()
     made.publish(ticket("a"), "a", 4, PromptContent("t", adapter="\U0001f600" * 4096), GRANT)
     assert len(refused(redeem(made, "a", content=PromptContent("t")))) <= 1024
 
@@ -203,7 +206,7 @@ def test_a_ticket_that_is_withdrawn_while_others_redeem_is_never_redeemed_after(
 
 def test_the_book_is_looked_at_and_changed_under_its_lock_alone():
     """A ticket that is withdrawn between two looks of the channel's thread would end that thread."""
-    made = TicketBook(RUN)
+    made = TicketBook()
     made._open, made._tickets = locked(dict, made._lock), locked(dict, made._lock)
     for name in "abc":
         made.publish(ticket(name), name, 4, CONTENT, GRANT)
@@ -222,7 +225,7 @@ class Tickets(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = TicketBook(RUN)
+        self.book = TicketBook()
         self.model: dict[str, tuple[set[int], set[int]]] = {}
 
     @rule(name=NAMES)

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from kvferry.common.errors import ProtocolError
 from kvferry.keys.chunk import ChunkKeys, Item
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import (
     MAX_TURNS,
     AskTurn,
@@ -42,7 +43,8 @@ def content(tokens, salt="", items=()) -> TurnContent:
 
 
 def kept(of: TurnContent, name="r") -> KeptTurn:
-    return KeptTurn("D", 3, ticket(name), Grant.of(1, 2, [[5, 6], [7]]), len(of.tokens), 1, 0, [])
+    grant = Grant.of(LeaseWord(1, 2, 3), len(of.tokens), [[5, 6], [7]])
+    return KeptTurn("D", ticket(name), grant, 1, 0, [])
 
 
 def publish(index: TurnIndex, of: TurnContent, name="r") -> None:

@@ -27,7 +27,7 @@ class Source:
     left: list[int] = field(default_factory=list)
     socket: str = "the socket"
 
-    def ask_digest(self, route, lease, blocks, cells):
+    def ask(self, route, lease, blocks, cells, *, digest):
         assert lease is LEASE
         self.asked.append((route, blocks.tolist(), cells.tolist()))
         return len(self.asked)

@@ -23,9 +23,8 @@ from kvferry.planning.template import absent_layer_names, window_mismatches
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.control_client import ControlClient
 from kvferry.transport.control_server import ControlServer
-from kvferry.transport.handshake import PeerInfo
 from kvferry.transport.lease import new_incarnation
-from kvferry.transport.messages import Facts, RankCard
+from kvferry.transport.messages import Facts, PeerInfo, RankCard
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)

@@ -271,8 +271,7 @@ class Producer:
         if any(NULL_BLOCK in ids for ids in tables):
             return
         if prompt.word is not None:
-            grant = Grant.of(prompt.word.slot, prompt.word.generation, tables)
-            self._tickets.advance(request.request_id, grant, one.tokens)
+            self._tickets.advance(request.request_id, Grant.of(prompt.word, one.tokens, tables))
             return
         if self._stopped or prompt.ticket in self._tickets:
             return  # another request was given the same ticket
@@ -289,8 +288,7 @@ class Producer:
             request.request_id,
             request.num_prompt_tokens,
             content,
-            Grant.of(word.slot, word.generation, tables),
-            ready=one.tokens,
+            Grant.of(word, one.tokens, tables),
             cached_tokens=prompt.cached_tokens,
         )
 
@@ -348,18 +346,18 @@ class Producer:
         if one.word is not None:
             # While the prompt was computed, the lease had no end. Its readers have redeemed the ticket.
             self._book.restart(name)
-            self._tickets.advance(name, Grant.of(one.word.slot, one.word.generation, tables), tokens)
+            self._tickets.advance(name, Grant.of(one.word, tokens, tables))
         else:
             if one.ticket in self._tickets:
                 one.ticket = new_ticket()  # the router gave the same to another request
             # The content is computed first, so that a prompt without a name leaves no lease behind.
             content = content_of(one.request, tokens, self._adapters)
-            one.word = word = self._book.grant(name)
+            one.word = self._book.grant(name)
             self._say_granted(name, tokens, self._book.seconds)
-            grant = Grant.of(word.slot, word.generation, tables)
+            grant = Grant.of(one.word, tokens, tables)
             self._tickets.publish(one.ticket, name, tokens, content, grant, cached_tokens=one.cached_tokens)
             binding = SealBinding((self._host, self.port), one.ticket, tokens, content)
-            sealed = seal_grant(self._seal_key, word.incarnation, grant, binding)
+            sealed = seal_grant(self._seal_key, grant, binding)
         offer = Offer(
             remote_engine_id=self._engine.engine_id,
             remote_host=self._host,

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import structs
+
 from kvferry.common.errors import NotYetNamed, ProtocolError, Unnameable
 from kvferry.common.units import counted
 from kvferry.connector.bids import Bid, PlaceTokens
@@ -37,11 +39,11 @@ from kvferry.geometry import GroupKind, RankGeometry
 from kvferry.planning.select import block_alignments, next_part
 from kvferry.tiers.names import PEER, TIERS
 from kvferry.transport.control_client import ControlClient
-from kvferry.transport.handshake import Address, PeerInfo, Pending, Unusable
-from kvferry.transport.messages import RankCard
+from kvferry.transport.handshake import Address, Pending, Unusable
+from kvferry.transport.messages import PeerInfo, RankCard
 from kvferry.transport.offer import read_offer
 from kvferry.transport.read_plan import ReadOrder, Report
-from kvferry.transport.redeem import Redeemed
+from kvferry.transport.redeem import Grant, Redeemed
 from kvferry.transport.redemptions import Redemption
 
 STEP_WAIT_SECONDS = 0.0005
@@ -81,9 +83,7 @@ class _Pull:
     foreseen: bool = False
     sealed: str = ""  # the sealed grant of the ticket, from a client; empty without one
     redemption: Redemption | None = None  # the claim on the ticket's lease; None before, and for a turn
-    # Last answer with block tables and lease; None until there is one. For a turn, there is one from the
-    # start.
-    granted: Redeemed | None = None
+    granted: Grant | None = None  # the last one; None until there is one; for a turn, from the start
     # Description of the peer when it was last asked; None if the handshake was not complete.
     info: PeerInfo | None = None
     settled: bool = False  # True when the request will read no more from this peer
@@ -379,14 +379,14 @@ class PeerSource:
             tokens, address, kept = found
             self._pulls[name] = _Pull(
                 request=request,
-                peer=peer_name(kept.engine_id, address, kept.incarnation),
+                peer=peer_name(kept.engine_id, address, kept.grant.incarnation),
                 address=address,
                 engine_id=kept.engine_id,
                 ticket=kept.ticket,
                 tokens=tokens,
                 excluded=excluded,
                 began=self._clock(),
-                granted=Redeemed(0, kept.incarnation, kept.grant, tokens),
+                granted=structs.replace(kept.grant, tokens=tokens),
             )
             self._client.hold(address, kept.ticket)
         return None
@@ -427,13 +427,13 @@ class PeerSource:
         why = self._refusal(pull, pull.info, pull.granted)
         return False if why is None else Unusable(why)
 
-    def _refusal(self, pull: _Pull, peer: PeerInfo, granted: Redeemed) -> str | None:
+    def _refusal(self, pull: _Pull, peer: PeerInfo, granted: Grant) -> str | None:
         """Return why the KV that a peer has granted cannot be read; None if it can."""
         if peer.facts.engine_id != pull.engine_id:
             return f"engine {peer.facts.engine_id} answers at the address of {pull.engine_id}"
         if peer.facts.incarnation != granted.incarnation:
             return "the engine has been restarted since it granted the lease"
-        tables, groups = len(granted.grant.tables), len(peer.ranks[0].geometry.groups)
+        tables, groups = len(granted.tables), len(peer.ranks[0].geometry.groups)
         if tables != groups:
             return f"block tables for {tables} groups, the peer has {groups}"
         # Nobody can cancel a read in flight. A peer that is often late must not pin ever more of the pool.
@@ -455,17 +455,20 @@ class PeerSource:
             why = pull.excluded.get(pull.peer) or "the claim on its lease has ended"
             return Unusable(why, pull.gone)
         before = pull.granted
-        if pull.redemption is None or (before is not None and before is pull.redemption.complete):
+        if pull.redemption is None:
+            return None
+        if before is not None and (last := pull.redemption.complete) is not None and before is last.grant:
             return None
         answer = self._answer(pull, pull.redemption)
         if isinstance(answer, Redeemed):
+            grant = answer.grant
             if before is None:
-                pull.peer = peer_name(pull.engine_id, pull.address, answer.incarnation)
+                pull.peer = peer_name(pull.engine_id, pull.address, grant.incarnation)
             # Further answers extend one lease. Blocks of another may hold other KV than parts already read.
-            elif answer.grant.word(answer.incarnation) != before.grant.word(before.incarnation):
+            elif grant.word != before.word:
                 return Unusable("the peer has replaced the lease while its blocks were read")
-            if before is None or answer.tokens >= before.tokens:
-                pull.granted = answer
+            if before is None or grant.tokens >= before.tokens:
+                pull.granted = grant
         return answer if isinstance(answer, Unusable) else None
 
     def _answer(self, pull: _Pull, redemption: Redemption) -> Redeemed | Unusable | Pending:
@@ -556,9 +559,9 @@ class _PeerFeed:
             key=f"{load.key}.{self._parts}",
             peer=pull.peer,
             span=span,
-            src_tables=pull.granted.grant.block_ids,
+            src_tables=pull.granted.block_ids,
             dst_tables=load.tables,
-            lease=pull.granted.grant.word(pull.granted.incarnation),
+            lease=pull.granted.word,
         )
         return [LoadPart(load.key, order, last=span.ends == load.span.ends)]
 

@@ -163,10 +163,8 @@ class TurnKeeper:
             content=content,
             kept=KeptTurn(
                 engine_id=self._engine.engine_id,
-                incarnation=word.incarnation,
                 ticket=new_ticket(),
-                grant=Grant.of(word.slot, word.generation, offered),
-                tokens=tokens,
+                grant=Grant.of(word, tokens, offered),
                 min_prefix_tokens=least,
                 chunks=0,
                 next_tokens=[],

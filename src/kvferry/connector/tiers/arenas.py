@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import ArenaCard, MachineRanks, StepReports
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import CanonicalForm
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.shares.arena import FarArena
 from kvferry.tiers.shares.exchange import ShareExchange
-from kvferry.transport.addresses import parse_port_range
+from kvferry.transport.addresses import PortRange
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,10 @@ class Arenas:
         machines: Sequence[Sequence[RankGeometry]],
         canonical: CanonicalForm,
         shares: Sequence[CanonicalForm],
-        config: ConnectorConfig,
         *,
         buffers: int,
+        host: str,
+        ports: PortRange | None,
         wake: Callable[[], None],
     ) -> None:
         """Begin to allocate the arena of this machine.
@@ -62,12 +62,17 @@ class Arenas:
             ConfigError: the memory cannot be allocated, or NIXL does not start.
         """
         self.own = Arena.create(size, wake)
-        found = [MachineRanks(tuple(ranks), None) for ranks in machines]
-        found[0] = replace(found[0], arena=self.own.handle)
-        self._card = ArenaCard(tuple(found), self.own.region.length, canonical.chunk_tokens)
+        found = [
+            MachineRanks(tuple(ranks), share, None if number else self.own.handle)
+            for number, (ranks, share) in enumerate(zip(machines, shares, strict=True))
+        ]
+        self._card = ArenaCard(tuple(found), self.own.region.length)
         self.cards = [self._card]
-        self._on_gpu = any(region.memory == "VRAM" for rank in self._card.ranks for region in rank.regions)
+        self._on_gpu = any(
+            region.memory == "VRAM" for ranks in machines for rank in ranks for region in rank.regions
+        )
         self._far: dict[int, FarArena] = {}
+        self._missing = len(found) - 1  # number of machines whose arenas are still to be created
         self._failure = ""
         self.exchange: ShareExchange | None = None
         # Without storage, no chunk leaves the arenas.
@@ -78,8 +83,8 @@ class Arenas:
                 shares,
                 [machine.name for machine in found[1:]],
                 buffers=buffers,
-                host=config.host,
-                ports=parse_port_range(config.ports),
+                host=host,
+                ports=ports,
             )
 
     @property
@@ -111,6 +116,7 @@ class Arenas:
                 self._fail(f"{self._card.machines[number].name} has no host memory for tiers: {found}")
             else:
                 self._far[number] = found
+                self._missing -= 1
         if not reports.arenas or self._missing or self.lost:
             return
         if self.exchange is not None:
@@ -128,11 +134,6 @@ class Arenas:
         if self.exchange is not None:
             self.exchange.close()
         self.own.close()
-
-    @property
-    def _missing(self) -> int:
-        """Number of machines whose arenas are still to be created."""
-        return len(self._card.machines) - 1 - len(self._far)
 
     def _fail(self, why: str) -> None:
         self._failure = self._failure or why

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.prompt_chunks import BegunChunk, ChunkBeginnings
+from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
+from kvferry.cache.prompt_chunks import ChunkBeginnings
 from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
 from kvferry.tiers.host.settings import HostDropReason
@@ -128,7 +128,7 @@ class TierEvents:
 class _Chunk:
     """The blocks of one chunk."""
 
-    chunk: BegunChunk
+    chunk: PromptChunk
     runs: Sequence[BlockRun]  # blocks that end in it
     begin: int  # position of its first token in the prompt
     beginnings: Sequence[bytes]  # keys of its beginnings; none if no prefix may end inside it
@@ -179,7 +179,7 @@ class BlockEvents:
     def remember(
         self,
         request: Request,
-        chunk: BegunChunk,
+        chunk: PromptChunk,
         spans: Sequence[tuple[int, range]],
         beginnings: Iterable[bytes] = (),
     ) -> None:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import count
 from math import lcm
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.cache.chunk_cache import ChunkCache
-from kvferry.cache.prompt_chunks import BegunChunk, PromptChunks
+from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
+from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.limited_log import LimitedLog
 from kvferry.connector.blocks import PartBlocks, Transfer, TransferBook
 from kvferry.connector.content import Prompts
@@ -50,22 +49,13 @@ MOST_PINNED = 0.25
 """Maximum share of the engine's blocks that stores may pin."""
 
 
-class _ChunkToStore(NamedTuple):
-    """A chunk to store."""
-
-    number: int  # index of the chunk in the request
-    key: bytes  # key of the chunk
-    tokens: int  # number of tokens in the chunk; 0 for a snapshot
-    cold: bool = False  # True if host memory evicts the chunk before all others, until it is used
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Store(Transfer):
     """A store under way, with the slot of each chunk in host memory."""
 
     request_id: str
     began: StoreBegan
-    slots: list[tuple[Slot, _ChunkToStore]]
+    slots: list[tuple[Slot, PromptChunk]]
 
 
 class StoreOrders:
@@ -100,8 +90,7 @@ class StoreOrders:
     def order(
         self,
         request_id: str,
-        group: int,
-        chunks: Sequence[_ChunkToStore],
+        chunks: Sequence[PromptChunk],
         table_slices: Sequence[TableSlice | None],
         available: range,
     ) -> None:
@@ -111,7 +100,7 @@ class StoreOrders:
         stores would pin more than `most_pinned` blocks.
 
         Args:
-            group: index of the KV cache group in the storage format.
+            chunks: one or more of one KV cache group.
             table_slices: as `StoreOrder.tables`.
             available: as `StoreOrder.available`.
         """
@@ -120,17 +109,18 @@ class StoreOrders:
             self.dropped["too many stores under way"] += len(chunks)
             self._cache.events += 1
             return
-        slots: list[tuple[Slot, _ChunkToStore]] = []
+        slots: list[tuple[Slot, PromptChunk]] = []
         pieces = []
         for chunk in chunks:
-            slot = self._cache.reserve(chunk.key, group)
+            slot = self._cache.reserve(chunk.key, chunk.group)
             if slot is not None:
                 slots.append((slot, chunk))
-                pieces.append(Piece(group, chunk.number, slot.offset))
+                pieces.append(Piece(chunk.group, chunk.number, slot.offset))
         if not pieces:
             return
         name = f"store#{next(self._numbers)}"
-        began = StoreBegan(short_id(request_id), time.monotonic(), name, self._labels[group], len(pieces))
+        label = self._labels[chunks[0].group]
+        began = StoreBegan(short_id(request_id), time.monotonic(), name, label, len(pieces))
         blocks = [self._pool.blocks[block] for block in ids]
         self._stores.begin(
             _Store(key=name, holder="stores", blocks=blocks, request_id=request_id, began=began, slots=slots)
@@ -452,7 +442,7 @@ class Storing:
         tokens = range(low if is_whole else first_attended(group.form, high - 1), high)
         events.remember(
             request,
-            BegunChunk(key, high - low),
+            PromptChunk(group.number, number, key, high - low),
             [(part, tokens) for part in group.parts],
             (chunks.tail(group.number, end) for end in ends) if is_whole and self._state is None else (),
         )
@@ -505,7 +495,8 @@ class Storing:
         # runs.
         needed, of_prompt = progress.needed[group.number], progress.request.num_prompt_tokens // self._chunk
         chunks = [
-            _ChunkToStore(
+            PromptChunk(
+                group.number,
                 number,
                 key,
                 min((number + 1) * self._chunk, high) - number * self._chunk,
@@ -513,7 +504,7 @@ class Storing:
             )
             for number, key in keys.items()
         ]
-        self._orders.order(progress.request.request_id, group.number, chunks, table_slices, available)
+        self._orders.order(progress.request.request_id, chunks, table_slices, available)
 
     def _store_snapshots(self, progress: Progress, snapshots: Iterable[tuple[int, int, int]]) -> None:
         """Order the ranks to store snapshots at the ends of chunks (`Step.snapshots`)."""
@@ -529,15 +520,14 @@ class Storing:
             if chunks is None or len(chunks.keys) < tokens or blocks.keys() != set(state.parts):
                 continue
             number = tokens // self._chunk - 1
-            key = chunks.key(state.number, number)
+            chunk = PromptChunk(state.number, number, chunks.key(state.number, number), tokens=0)
             if self._block_events is not None:
                 # A state stands for the block that ends at its position.
                 spans = [(n, range(tokens - self._block_tokens[n], tokens)) for n in blocks]
-                self._block_events.remember(request, BegunChunk(key, 0), spans)
-            if self._cache.host.contains([key])[0]:
+                self._block_events.remember(request, chunk, spans)
+            if self._cache.host.contains([chunk.key])[0]:
                 continue
             table_slices = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._block_tokens))
             ]
-            chunk = _ChunkToStore(number, key, tokens=0)
-            self._orders.order(request.request_id, state.number, [chunk], table_slices, range(tokens))
+            self._orders.order(request.request_id, [chunk], table_slices, range(tokens))

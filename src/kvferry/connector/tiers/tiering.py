@@ -148,14 +148,15 @@ class Tiering:
         """
         ranks = [rank for machine in machines for rank in machine]
         canonical, shares = _canonical(config, engine, machines)
-        table = KeyTable()
+        table, ports = KeyTable(), parse_port_range(config.ports)
         self._arenas = Arenas(
             _host_bytes(tiers),
             machines,
             canonical,
             shares,
-            config,
             buffers=len(tiers.slow) * (READERS + WRITERS),
+            host=config.host,
+            ports=ports,
             wake=wake,
         )
         arena = self._arenas.own
@@ -176,7 +177,7 @@ class Tiering:
                 peers=config.allowed_peers(),
                 host=config.host,
                 advertise_host=config.advertise_host or config.host,
-                ports=parse_port_range(config.ports),
+                ports=ports,
                 port_offset=engine.port_offset,
                 wake=wake,
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.engines.vllm.built import Built
 from kvferry.engines.vllm.compat.connectors import (
@@ -26,6 +27,7 @@ class WorkerCard(KVConnectorHandshakeMetadata):
     """Handshake with which a worker describes itself and its model to the scheduler half."""
 
     info: WorkerInfo
+    settings: ConnectorConfig  # without this machine's address; they tell several connectors apart
     built: Built = field(default_factory=Built)
 
 

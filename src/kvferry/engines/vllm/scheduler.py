@@ -155,7 +155,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             ConfigError: a worker's settings differ, or the transfer log or the half cannot be opened.
         """
         config, vllm_config = self._config, self._vllm_config
-        if any(card.info.settings != config.without_host for card in cards):
+        if any(card.settings != config.without_host for card in cards):
             raise ConfigError(f"the workers' handshake is that of another KVFerryConnector: {ONE_HANDSHAKE}")
         # Pipeline stages have built different parts of the model.
         built = reduce(Built.with_other, (card.built for card in cards), Built())

@@ -75,7 +75,7 @@ class VLLMWorker:
         self._guard = CacheGuard(self._vllm_config, geometry, caches, self._caches)
         reads = self._vllm_config.kv_transfer_config.kv_role != "kv_producer"
         info = self.half.start(self.engine_id, geometry, settings, mirror=mirror, reads=reads)
-        self._card = WorkerCard(info, self._built)
+        self._card = WorkerCard(info, settings.without_host, self._built)
         return self._card
 
     def register_again(self, caches: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ One NIXL agent of the scheduler's process makes this engine's arena readable, an
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvferry.geometry import Region
 from kvferry.tiers.fleet.messages import HostMemory
 from kvferry.transport.agent import Agent
 from kvferry.transport.blocking import BlockingTransfers
-from kvferry.transport.metadata_validation import MetadataValidator, ValidationResult
+from kvferry.transport.metadata_validation import MetadataValidator
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +54,12 @@ class ArenaReader:
         Raises:
             TransferError: it cannot be used, or the trial did not end in time.
         """
-        tried = threading.Event()
-        result: ValidationResult = self._validator.validate([memory], tried.set)
-        if not tried.wait(seconds):
-            raise TransferError(f"its transport metadata was not tried within {seconds:g} s")
-        if result.reason:
-            raise TransferError(result.reason)
+        try:
+            refusal = self._validator.validate([memory]).result(seconds)
+        except TimeoutError:
+            raise TransferError(f"its transport metadata was not tried within {seconds:g} s") from None
+        if refusal:
+            raise TransferError(refusal)
         with self._lock:
             if memory.incarnation not in self._arenas:
                 name = self._agent.add_peer(memory.agent)

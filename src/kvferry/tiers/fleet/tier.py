@@ -58,7 +58,7 @@ from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.handshake import Address
 from kvferry.transport.lease import LeaseWords, new_incarnation
 from kvferry.transport.metadata_sandbox import MetadataSandbox
-from kvferry.transport.metadata_validation import TRY_SECONDS, SandboxValidator
+from kvferry.transport.metadata_validation import TRY_SECONDS, MetadataValidator
 from kvferry.transport.security import Keys
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class FleetTier(StorageTier):
                 agent = Agent(f"kvferry-fleet/{words.incarnation:x}/{new_incarnation():x}")
             started.callback(agent.close)
             agent.register([arena, Region(words.address, words.array.nbytes)])
-            validator = SandboxValidator(partial(MetadataSandbox, place.host, place.ports))
+            validator = MetadataValidator(partial(MetadataSandbox, place.host, place.ports))
             started.callback(validator.close)
             reader = ArenaReader(agent, arena, validator)
             started.callback(reader.close)

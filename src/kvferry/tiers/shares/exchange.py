@@ -25,8 +25,8 @@ from kvferry.planning.shares import share_copies
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.shares.arena import FarArena
 from kvferry.transport.addresses import PortRange
-from kvferry.transport.agent import Agent, restrict_ucx_to
-from kvferry.transport.blocking import BlockingTransfers, Operation
+from kvferry.transport.agent import Agent, Operation, restrict_ucx_to
+from kvferry.transport.blocking import BlockingTransfers
 from kvferry.transport.lease import new_incarnation
 
 logger = logging.getLogger(__name__)
@@ -94,41 +94,29 @@ class ShareExchange:
             found.put(self._free.pop())
         return found
 
-    def gather(self, group: str, share: memoryview, chunk: Buffer) -> None:
-        """Copy the shares of a chunk from all machines into memory for the whole chunk.
+    def move(self, operation: Operation, group: str, share: memoryview, chunk: Buffer) -> None:
+        """READ the shares of a chunk from all machines into whole memory, or WRITE a whole chunk to them.
 
         Args:
             group: label of its KV cache group.
-            share: this machine's share, in the arena.
-            chunk: a buffer of this object. Mutated.
+            share: this machine's share, in the arena. A WRITE mutates it, and those of the other machines.
+            chunk: a buffer of this object. A READ mutates it.
 
         Raises:
-            TransferError: an arena cannot be reached. The buffer must not be used again.
+            TransferError: an arena cannot be reached. Neither the buffer of a READ nor any slot (`lost`) may
+                be used again.
         """
-        number, memory = self._groups[group], np.frombuffer(share, np.uint8)
-        _copy(self._copies[0][number].gathered, memory, chunk)
+        number, memory, reads = self._groups[group], np.frombuffer(share, np.uint8), operation == "READ"
         offset = memory.ctypes.data - self._arena.region.address
-        for machine in range(1, len(self._copies)):
-            runs = self._copies[machine][number].gathered
-            ours, theirs = chunk.ctypes.data + runs.dst, offset + runs.src
-            self._run("READ", machine, ours, theirs, runs.length)
-
-    def scatter(self, group: str, chunk: Buffer, share: memoryview) -> None:
-        """Copy a whole chunk to its slot on all machines.
-
-        Args:
-            share: the slot in this machine's arena. Mutated, as are those of the other machines.
-
-        Raises:
-            TransferError: an arena cannot be reached. No slot may be used again (`lost`).
-        """
-        number, memory = self._groups[group], np.frombuffer(share, np.uint8)
-        _copy(self._copies[0][number].scattered, chunk, memory)
-        offset = memory.ctypes.data - self._arena.region.address
-        for machine in range(1, len(self._copies)):
-            runs = self._copies[machine][number].scattered
-            ours, theirs = chunk.ctypes.data + runs.src, offset + runs.dst
-            self._run("WRITE", machine, ours, theirs, runs.length)
+        for machine, of_share in enumerate(self._copies):
+            runs = of_share[number].gathered if reads else of_share[number].scattered
+            whole, part = (runs.dst, runs.src) if reads else (runs.src, runs.dst)
+            if machine:
+                self._run(operation, machine, chunk.ctypes.data + whole, offset + part, runs.length)
+            elif reads:
+                _copy(runs, memory, chunk)
+            else:
+                _copy(runs, chunk, memory)
 
     def close(self) -> None:
         """End the agent. If a transfer hangs, leave it and its memory as they are."""

@@ -52,7 +52,7 @@ class ShareTier(StorageTier):
             return PutOutcome.IO_ERROR
         chunk = self._writes.get()
         try:
-            self._exchange.gather(group.name, body, chunk)
+            self._exchange.move("READ", group.name, body, chunk)
         except TransferError as error:
             # The buffer is not used again, because bytes may still arrive in it.
             logger.warning("chunk %s is not stored: %s", key.hex(), error)
@@ -69,7 +69,7 @@ class ShareTier(StorageTier):
         try:
             outcome = self._tier.get(key, group, _body_in(chunk, group))
             if outcome is GetOutcome.HIT:
-                self._exchange.scatter(group.name, chunk, into)
+                self._exchange.move("WRITE", group.name, into, chunk)
         except TransferError as error:
             logger.warning("chunk %s is not loaded: %s", key.hex(), error)
             outcome = GetOutcome.IO_ERROR

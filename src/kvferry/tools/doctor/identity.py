@@ -2,10 +2,10 @@
 
 No KV is read.
 
-    Hello(no facts)     ──────▶
-                        ◀──────   Accepted(facts)      timed several times; the engine keeps no state
-    AskRanks(no facts)  ──────▶
-                        ◀──────   Ranks
+    Hello(no facts)    ──────▶
+                       ◀──────   PeerInfo
+    AskTurn(no keys)   ──────▶                   timed several times; the engine keeps no state
+                       ◀──────   Turns(none)
 
 Facts are the properties of an engine that must agree with those of its peers. An engine refuses a peer only
 if a fact of both differs. This client sends no facts, so every engine describes itself to it.
@@ -28,20 +28,20 @@ from kvferry.common.errors import KVFerryError, ProtocolError
 from kvferry.keys import prompt_digest
 from kvferry.transport import (
     PROTOCOL,
-    Accepted,
     Address,
-    AskRanks,
+    AskTurn,
+    Claim,
     ControlSocket,
     Facts,
     Hello,
     Keys,
+    PeerInfo,
     PromptContent,
     RankCard,
-    Ranks,
     Redeem,
     Refused,
-    Release,
     Request,
+    Turns,
     new_incarnation,
 )
 
@@ -94,15 +94,14 @@ def identify(address: Address, keys: Keys | None, seconds: float) -> EngineIdent
         raise IdentifyError("it asks for a key, but this user has none on this machine", _GIVE_KEY)
     facts = Facts("kvferry-doctor", new_incarnation(), f"kvferry {kvferry.__version__}", {})
     with _connected(address, keys) as channel:
-        durations, accepted = [], None
+        peer, durations = _ask(channel, Hello(PROTOCOL, facts), PeerInfo, until), []
         for _ in range(_ROUNDS):
             asked = time.perf_counter()
-            accepted = _ask(channel, Hello(PROTOCOL, facts), Accepted, until)
+            _ask(channel, AskTurn(0, 1, []), Turns, until)
             durations.append(time.perf_counter() - asked)
-        ranks = _ask(channel, AskRanks(PROTOCOL, facts), Ranks, until)
-    if accepted is None or not ranks.ranks:
+    if not peer.ranks:
         raise IdentifyError("its description has no ranks", _SAME_VERSION)
-    return EngineIdentity(address, accepted.facts, tuple(ranks.ranks), median(durations))
+    return EngineIdentity(address, peer.facts, peer.ranks, median(durations))
 
 
 def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence[int]) -> None:
@@ -114,7 +113,7 @@ def release_ticket(address: Address, keys: Keys, ticket: bytes, tokens: Sequence
     consumer, content = new_incarnation(), PromptContent(prompt_digest(tokens))
     with _connected(address, keys, _LINGER_MILLISECONDS) as channel:
         channel.send(Redeem(0, consumer, ticket, len(tokens), content))
-        channel.send(Release(consumer, [ticket]))
+        channel.send(Claim(consumer, [ticket], released=True))
 
 
 @contextmanager

@@ -281,7 +281,7 @@ class _ServedEngine:
         except KVFerryError as error:
             return _ProducerFailed(str(error))
         ticket = new_ticket()
-        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word.slot, word.generation, []))
+        self._server.tickets.publish(ticket, lease, 1, CONTENT, Grant.of(word, 1, []))
         return _Granted(ticket)
 
     def end_released(self) -> None:

@@ -99,7 +99,7 @@ class RawReads:
         agent, indices = self._agent, lists.indices
         limit = WaitLimit(self._reader.producer.check)
         started = time.perf_counter()
-        handle = agent.read(lists.local, indices.dst, lists.remote, indices.src)
+        handle = agent.transfer("READ", lists.local, indices.dst, lists.remote, indices.src)
         state = agent.post(handle)
         while state is ReadState.IN_FLIGHT:
             limit.check()
@@ -115,7 +115,7 @@ class RawReads:
 
     def time_creation(self, lists: PreparedLists) -> float:
         started = time.perf_counter()
-        handle = self._agent.read(lists.local, lists.indices.dst, lists.remote, lists.indices.src)
+        handle = self._agent.transfer("READ", lists.local, lists.indices.dst, lists.remote, lists.indices.src)
         seconds = time.perf_counter() - started
         self._agent.release(handle)
         return seconds

@@ -225,7 +225,7 @@ class Reader:
             self._client.end(claim)
             raise TransferError(f"the producer process does not redeem a ticket: {answer.reason}")
         self._claims[key] = claim
-        return answer.grant.word(answer.incarnation)
+        return answer.grant.word
 
     def acknowledge(self, key: str) -> None:
         self._client.end(self._claims.pop(key))

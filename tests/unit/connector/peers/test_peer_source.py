@@ -24,8 +24,9 @@ from kvferry.geometry import Group, GroupKind
 from kvferry.planning.select import LoadSpan
 from kvferry.planning.template import build_templates, window_mismatches
 from kvferry.tiers.names import TIERS
-from kvferry.transport.handshake import PeerInfo, Pending, Unusable
-from kvferry.transport.messages import KeptTurn, RankCard
+from kvferry.transport.handshake import Pending, Unusable
+from kvferry.transport.lease import LeaseWord
+from kvferry.transport.messages import KeptTurn, PeerInfo, RankCard
 from kvferry.transport.offer import Offer, write_offer
 from kvferry.transport.read_plan import LoadFigures, Report
 from kvferry.transport.redeem import Grant, NotRedeemed, Redeemed
@@ -71,7 +72,7 @@ class Client:
 
     def end(self, claim):
         if isinstance(self.redeemed, Unusable):
-            claim.answer = NotRedeemed(claim.message.number, 11, self.redeemed.reason)
+            claim.answer = NotRedeemed(claim.message.number, self.redeemed.reason)
         if self.redemptions.end(claim):
             self.released.append(name_of(claim.message.ticket))
 
@@ -90,7 +91,7 @@ RANKS = [card.geometry for card in cards()]
 KNOWN = PeerInfo(facts("engine", 11), cards())
 UNREDEEMED = "engine@127.0.0.1:5600"
 PEER = f"{UNREDEEMED}#b"
-GRANTED = Redeemed(0, 11, Grant.of(3, 7, [[1, 2, 3]]), 40)
+GRANTED = Redeemed(0, Grant.of(LeaseWord(3, 7, 11), 40, [[1, 2, 3]]))
 
 
 def name_of(ticket):
@@ -317,7 +318,7 @@ def test_a_peer_that_restarted_before_it_granted_a_ticket_is_looked_up_again():
 
 
 def test_a_grant_needs_a_block_table_for_each_group_of_the_peer():
-    engine = with_peer(redeemed=Redeemed(0, 11, Grant.of(3, 7, [[1], [2], [3]]), 40))
+    engine = with_peer(redeemed=Redeemed(0, Grant.of(LeaseWord(3, 7, 11), 40, [[1], [2], [3]])))
     one = engine.arrive(offered())
     assert engine.source.ask(one, 0).bids == ()
     assert refused(engine) == ["block tables for 3 groups, the peer has 1"]
@@ -340,7 +341,7 @@ def test_an_offer_of_a_prompt_still_computed_has_no_grant_but_that_of_an_earlier
 
 def refuse_claim(engine):
     """Have the producer refuse the claim after the grant was had."""
-    engine.source._pulls["a"].redemption.answer = NotRedeemed(0, 11, "its lease has ended")
+    engine.source._pulls["a"].redemption.answer = NotRedeemed(0, "its lease has ended")
     engine.client.redeemed = Unusable("its lease has ended")
 
 
@@ -650,7 +651,8 @@ def test_runs_of_a_peer_that_no_load_reads_from_are_forgotten():
     engine = with_peer()
     for incarnation in range(11, 14):
         engine.client.status = PeerInfo(facts("engine", incarnation), cards())
-        engine.client.redeemed = structs.replace(GRANTED, incarnation=incarnation)
+        grant = structs.replace(GRANTED.grant, incarnation=incarnation)
+        engine.client.redeemed = structs.replace(GRANTED, grant=grant)
         one = engine.arrive(offered(f"a{incarnation}"))
         assert engine.source.ask(one, 0).bids
         assert engine.source.alignments(one.request_id) == (16,)
@@ -660,7 +662,8 @@ def test_runs_of_a_peer_that_no_load_reads_from_are_forgotten():
     assert len(engine.source._runs) == 0
 
 
-TURN = (40, ADDRESS, KeptTurn("engine", 11, ticket("earlier"), Grant.of(3, 7, [[1, 2, 3]]), 50, 1, 1, []))
+KEPT = Grant.of(LeaseWord(3, 7, 11), 50, [[1, 2, 3]])
+TURN = (40, ADDRESS, KeptTurn("engine", ticket("earlier"), KEPT, 1, 1, []))
 
 
 def test_a_request_without_an_offer_gets_that_of_an_earlier_turn_once_peers_have_answered():
@@ -793,7 +796,7 @@ def test_an_adapter_that_is_never_read_does_not_delay_a_request_for_ever(tmp_pat
 
 
 def some_of_it(tokens, blocks=(1, 2, 3), generation=7):
-    return Redeemed(0, 11, Grant.of(3, generation, [list(blocks)]), tokens)
+    return Redeemed(0, Grant.of(LeaseWord(3, generation, 11), tokens, [list(blocks)]))
 
 
 def streaming(granted=16):
@@ -852,7 +855,7 @@ def test_a_load_is_begun_with_its_first_message_even_if_nothing_can_be_read_yet(
     [
         (Unusable("its lease has ended"), "its lease has ended"),
         (some_of_it(32, generation=8), "the peer has replaced the lease"),
-        (Redeemed(0, 12, Grant.of(3, 7, [[1, 2, 3]]), 32), "the peer has replaced the lease"),
+        (Redeemed(0, Grant.of(LeaseWord(3, 7, 12), 32, [[1, 2, 3]])), "the peer has replaced the lease"),
     ],
 )
 def test_a_load_whose_peer_ends_the_lease_fails_once_and_is_not_read_on(answer, why):
@@ -883,7 +886,7 @@ def test_workers_keep_a_peer_while_a_load_from_it_grows():
 def test_a_load_is_read_at_the_end_if_its_peer_keeps_windows_where_this_engine_keeps_all():
     groups = tuple(Group(GroupKind.SLIDING, one.block_tokens, 16, one.layers) for one in RANKS[0].groups)
     theirs = tuple(structs.replace(card, geometry=replace(card.geometry, groups=groups)) for card in cards())
-    engine = with_peer(replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
+    engine = with_peer(structs.replace(KNOWN, ranks=theirs), redeemed=some_of_it(16))
     engine.begin_load(engine.arrive(offered(remote_num_tokens=None)))
     assert [part.work for part in engine.step().parts] == [None]
     engine.client.redeemed = some_of_it(40)

@@ -12,7 +12,7 @@ from kvferry.engines.vllm.compat.requests import parent_of
 from kvferry.transport import seal
 from kvferry.transport.control_server import LeaseClaims
 from kvferry.transport.offer import MAX_UNWANTED, Offer, read_offer, write_nothing, write_offer
-from kvferry.transport.redeem import NotRedeemed, Redeem, Redeemed
+from kvferry.transport.redeem import Grant, NotRedeemed, Redeem, Redeemed
 from kvferry.transport.seal import SealBinding, open_seal
 from support.block_pool import request
 from support.fake_engine import FakeEngine
@@ -253,7 +253,7 @@ def test_a_ticket_is_exchanged_for_the_blocks_of_a_prompt_computed_from_the_same
     content = content_of(request("a", range(8), **one), 8, engine.adapters)
     assert (content.adapter, bool(content.items), bool(content.salt)) == (name, True, True)
     answer = redeem(engine, params, content)
-    assert (answer.incarnation, answer.grant.word(1).slot) == (1, 0)
+    assert (answer.grant.incarnation, answer.grant.slot) == (1, 0)
     assert [ids.tolist() for ids in answer.grant.block_ids] == [[1, 2]]
     for without in one:
         other = content_of(request("a", range(8), **{**one, without: None}), 8, engine.adapters)
@@ -270,7 +270,7 @@ def test_an_offer_names_no_block_no_memory_and_no_request() -> None:
     assert {**one, **differ} == {**other, **differ}
 
 
-def opened(engine: FakeEngine, params: dict, content, host: str = "127.0.0.1") -> Redeemed:
+def opened(engine: FakeEngine, params: dict, content, host: str = "127.0.0.1") -> Grant:
     """What an engine of the same key, with such a prompt, finds in an offer."""
     found = read_offer(params)
     named, tokens = bytes.fromhex(found.remote_request_id), found.remote_num_tokens
@@ -286,7 +286,7 @@ def test_an_offer_carries_the_answer_to_its_ticket_for_who_has_the_prompt() -> N
     params = end(engine, "a", blocks=2)[1]
     content = content_of(request("a", range(8)), 8, Adapters())
     assert params["remote_host"] == "engine.example"
-    assert opened(engine, params, content, "engine.example") == redeem(engine, params, content)
+    assert opened(engine, params, content, "engine.example") == redeem(engine, params, content).grant
     for other in (range(1, 9), range(7)):
         with pytest.raises(ProtocolError, match="does not open"):
             opened(engine, params, content_of(request("a", other), 8, Adapters()), "engine.example")
@@ -306,11 +306,11 @@ def test_a_seal_outlives_its_lease_and_then_names_a_word_that_was_raised() -> No
     engine = start()
     params = end(engine, "a")[1]
     content = content_of(request("a", range(8)), 8, Adapters())
-    old = opened(engine, params, content).grant
+    old = opened(engine, params, content)
     engine.producer.reset()
     assert ended(engine) == {"a"}, "workers raise the word before the blocks are freed"
     engine.producer.sent({"a"})
-    again = opened(engine, end(engine, "b")[1], content).grant
+    again = opened(engine, end(engine, "b")[1], content)
     assert (again.slot, again.generation) == (old.slot, old.generation + 1)
 
 

@@ -42,7 +42,7 @@ def ask(engine: FakeEngine, known: int = 0, of: str = "t", consumer: int = 9, to
 
 
 def granted(answer: Redeemed) -> tuple[int, tuple[list[int], ...]]:
-    return answer.tokens, tuple(table.tolist() for table in answer.grant.block_ids)
+    return answer.grant.tokens, tuple(table.tolist() for table in answer.grant.block_ids)
 
 
 def ended(orders: StepOrders) -> tuple[set[str], set[str]]:
@@ -75,7 +75,7 @@ def test_the_end_of_a_quiet_step_publishes_nothing() -> None:
     engine.half.step_done()
     assert ask(engine).unknown, "its step has not ended"
     engine.half.step_done()
-    assert ask(engine).tokens == 40
+    assert ask(engine).grant.tokens == 40
 
 
 def test_the_end_adds_the_last_tokens_with_windows_and_state_under_the_same_lease() -> None:
@@ -104,7 +104,7 @@ def test_a_prompt_of_one_step_is_offered_under_the_ticket_of_its_router() -> Non
     _, params = engine.finish(one)
     engine.half.step_done()
     assert params["remote_request_id"] == ticket("t").hex()
-    assert ask(engine).tokens == TOKENS
+    assert ask(engine).grant.tokens == TOKENS
     assert len(engine.told) == 1
 
 
@@ -134,7 +134,7 @@ def aborted(engine: FakeEngine, one: Any) -> tuple[Any, ...]:
 
 
 def released(engine: FakeEngine, one: Any) -> tuple[Any, ...]:
-    assert ask(engine).tokens == 40
+    assert ask(engine).grant.tokens == 40
     assert engine.channel.tickets.release(9, [ticket("t")]) == ["a"]
     return (LeaseClaims(["a"], released=True),)
 
@@ -177,7 +177,7 @@ def test_a_request_preempted_before_its_first_step_was_done_is_streamed_anew() -
     engine.half.step_done()
     assert ask(engine).unknown, "its blocks were taken while they were computed"
     engine.half.step_done()
-    assert ask(engine).tokens == 20
+    assert ask(engine).grant.tokens == 20
 
 
 def test_a_ticket_of_another_prompt_is_not_published_again() -> None:
@@ -187,7 +187,7 @@ def test_a_ticket_of_another_prompt_is_not_published_again() -> None:
     other = list(range(200, 200 + TOKENS))
     second = arrive(engine, "b", prompt_token_ids=other, all_token_ids=other)
     engine.step((second, 50))
-    assert ask(engine).tokens == 40
+    assert ask(engine).grant.tokens == 40
     assert ask(engine, tokens=other).reason.startswith("the offered blocks hold other")
     _, params = engine.finish(second)
     assert params["remote_request_id"] != ticket("t").hex()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvferry.connector.content import CHUNK_TOKENS, Adapters, TurnNames
 from kvferry.connector.peers.turns import TurnFinder
 from kvferry.transport.handshake import Pending
+from kvferry.transport.lease import LeaseWord
 from kvferry.transport.messages import KeptTurn
 from kvferry.transport.redeem import Grant
 from support.block_pool import request
@@ -28,13 +29,11 @@ class Client:
         self.dropped.append(number)
 
 
-GRANT = Grant.of(1, 2, [[5], [6]])
-
-
 def kept(tokens=300, least=1, name="r") -> KeptTurn:
     chunks = min(tokens, 400) // CHUNK_TOKENS
     after = list(range(chunks * 256, tokens))
-    return KeptTurn("D", 3, ticket(name), GRANT, tokens, least, chunks, after)
+    grant = Grant.of(LeaseWord(1, 2, 3), tokens, [[5], [6]])
+    return KeptTurn("D", ticket(name), grant, least, chunks, after)
 
 
 def asked(answers, tokens=400, client=None):

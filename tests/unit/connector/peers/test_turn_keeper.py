@@ -101,7 +101,7 @@ def test_a_kept_state_covers_the_tokens_that_were_computed(ahead, tokens):
     engine.step()
     engine.step()
     (kept,) = found(engine, turn(tokens=400))
-    assert (kept.tokens, kept.min_prefix_tokens) == (tokens, tokens)
+    assert (kept.grant.tokens, kept.min_prefix_tokens) == (tokens, tokens)
     assert kept.grant.block_ids[1].tolist() == [wanted]
 
 
@@ -144,7 +144,7 @@ def test_a_longer_turn_of_a_conversation_replaces_the_shorter_one():
     finish(engine, turn("b", tokens=400))
     assert ended(engine) == {"a"}
     engine.step()
-    assert found(engine, turn(tokens=400))[0].tokens == 399
+    assert found(engine, turn(tokens=400))[0].grant.tokens == 399
     assert found(engine, other)
 
 

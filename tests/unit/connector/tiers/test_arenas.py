@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 
 from kvferry.common.errors import TransferError
-from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.messages import StepReports
 from kvferry.connector.tiers import arenas as module
 from kvferry.connector.tiers.arenas import Arenas
@@ -44,8 +43,9 @@ def made_up(buffers: int) -> Arenas:
     machines = [ranks[:1], ranks[1:3], ranks[3:]]
     whole = canonical_form_of(ranks, 64)
     shares = [share_of(whole, machine) for machine in machines]
-    config = ConnectorConfig(host="10.0.0.7")
-    return Arenas(SIZE, machines, whole, shares, config, buffers=buffers, wake=lambda: None)
+    return Arenas(
+        SIZE, machines, whole, shares, buffers=buffers, host="10.0.0.7", ports=None, wake=lambda: None
+    )
 
 
 def arena(size: int = SIZE) -> FarArena:

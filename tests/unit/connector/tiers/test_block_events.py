@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.cache.prompt_chunks import BegunChunk
+from kvferry.cache.chunk_cache import PromptChunk
 from kvferry.connector.engine import BlockRun, PlainRequest
 from kvferry.connector.events import BlocksStored, EventStream
 from kvferry.connector.tiers.events import BlockEvents
@@ -37,7 +37,7 @@ class World:
         """Remember the chunk of these tokens that starts at `begin`; return its key."""
         request = PlainRequest(request_id="a", prompt_token_ids=list(tokens))
         keys = ChunkKeys(CHUNK, list(tokens))
-        chunk = BegunChunk(keys.at(len(tokens)), len(tokens) - begin)
+        chunk = PromptChunk(0, begin // CHUNK, keys.at(len(tokens)), len(tokens) - begin)
         spans = [(group, range(begin, len(tokens))) for group in groups]
         inner = range(begin + BLOCK, min(len(tokens) + 1, begin + CHUNK), BLOCK)
         self.events.remember(request, chunk, spans, (keys.at(end) for end in inner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvferry.cache.chunk_cache import ChunkCache, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
 from kvferry.connector.events import EventStream, TierChanged
 from kvferry.connector.tiers.events import TierEvents
 from kvferry.geometry.canonical import canonical_form_of
@@ -65,11 +65,11 @@ def test_stores_are_reported_for_host_memory_and_later_for_the_slow_tier():
 def test_reads_and_their_failures_are_reported_once():
     tiers = Tiers()
     tiers.told()
-    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([PromptChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.CORRUPT)
     assert tiers.told()["file"].missed == (("corrupt", 1),)
     tiers.queue.tier.keys.add(KEPT)
-    tiers.cache.fetch([WantedChunk(0, 0, KEPT, 8)])
+    tiers.cache.fetch([PromptChunk(0, 0, KEPT, 8)])
     answer(tiers.queue, "read", KEPT, GetOutcome.HIT)
     told = tiers.told()["file"]
     assert (told.fetched, told.missed, len(told.fetch_seconds)) == (1, (), 1)

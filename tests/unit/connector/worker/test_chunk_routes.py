@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -239,6 +240,11 @@ def test_a_chunk_with_a_null_block_is_not_stored(arena: Arena) -> None:
         routes.store(StoreOrder("s", pieces_of(a, range(3)), tuple(tables), WHOLE))
 
 
+def card_of(ranks: Sequence[RankGeometry], arena: Arena) -> ArenaCard:
+    machine = MachineRanks(tuple(ranks), canonical_form_of(ranks, CHUNK), arena.handle)
+    return ArenaCard((machine,), arena.region.length)
+
+
 def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     a, _ = engines(1, 2)
     pieces, tables = pieces_of(a, range(3)), tables_of(a, 0, TOKENS)
@@ -246,7 +252,7 @@ def test_a_mover_does_loads_first_and_says_what_it_did(arena: Arena) -> None:
     waited = []
     forward = SimpleNamespace(query=lambda: True, synchronize=lambda: waited.append(1))
     mover.store(StoreOrder("early", pieces, tables, WHOLE), forward)
-    mover.attach(ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK))
+    mover.attach(card_of(ranks_of(a), arena))
     mover.store(StoreOrder("s", pieces, tables, WHOLE), forward)
     load = made_up_load("l", LoadSpan(0, TOKENS, 400), [tables[0].ids])
     mover.load(load, LoadOrder("p", pieces, first=True))
@@ -287,7 +293,7 @@ def test_a_mover_on_a_gpu_copies_after_the_forward_and_reports_after_its_copies(
     pieces = pieces_of(a, range(3))
     mover = ChunkMover((0, 0), engine_bytes=4096)
     event = device_stream.record_event()
-    mover.attach(ArenaCard((MachineRanks(ranks, arena.handle),), arena.region.length, CHUNK))
+    mover.attach(card_of(ranks, arena))
     mover.store(StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE), event)
     ((_, stored),) = wait_for(mover.take_reports)
     assert stored.failure is None
@@ -324,7 +330,7 @@ def test_a_load_does_not_wait_behind_a_store_whose_forward_still_runs(arena: Are
     a, _ = engines(1, 2)
     pieces, over = pieces_of(a, range(3)), []
     mover = ChunkMover((0, 0))
-    mover.attach(ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK))
+    mover.attach(card_of(ranks_of(a), arena))
     forward = SimpleNamespace(query=lambda: bool(over), synchronize=lambda: None)
     order = StoreOrder("s", pieces, tables_of(a, 0, TOKENS), WHOLE)
     for key in "st":
@@ -345,7 +351,7 @@ def test_a_gpu_that_fails_is_reported_and_the_thread_goes_on(arena: Arena, monke
 
     mover = ChunkMover((0, 0))
     order = StoreOrder("s", pieces_of(a, range(3)), tables_of(a, 0, TOKENS), WHOLE)
-    card = ArenaCard((MachineRanks(tuple(ranks_of(a)), arena.handle),), arena.region.length, CHUNK)
+    card = card_of(ranks_of(a), arena)
     monkeypatch.setattr("kvferry.connector.mover.enter_stream", fail)
     mover.attach(card)
     mover.store(order, SimpleNamespace(query=fail, synchronize=fail))

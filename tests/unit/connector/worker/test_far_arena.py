@@ -12,6 +12,7 @@ from kvferry.connector import mover as module
 from kvferry.connector.messages import ArenaCard, LoadOrder, MachineRanks, Piece
 from kvferry.connector.mover import ChunkMover
 from kvferry.geometry import Region
+from kvferry.geometry.canonical import canonical_form_of, share_of
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.shares.arena import FarArena
@@ -32,11 +33,12 @@ def caches() -> list[OwnedCache]:
 def card(caches: list[OwnedCache], here: Arena, there: Arena | None) -> ArenaCard:
     """Two machines of two ranks each."""
     ranks = [cache.geometry for cache in caches]
+    whole, first, rest = canonical_form_of(ranks, CHUNK), tuple(ranks[:2]), tuple(ranks[2:])
     machines = (
-        MachineRanks(tuple(ranks[:2]), here.handle),
-        MachineRanks(tuple(ranks[2:]), None if there is None else there.handle),
+        MachineRanks(first, share_of(whole, first), here.handle),
+        MachineRanks(rest, share_of(whole, rest), None if there is None else there.handle),
     )
-    return ArenaCard(machines, SIZE, CHUNK)
+    return ArenaCard(machines, SIZE)
 
 
 def load(mover: ChunkMover) -> str | None:

@@ -39,16 +39,15 @@ class TwoHalves:
             self.lost = "gone"
             raise TransferError(self.lost)
 
-    def gather(self, group: str, share: memoryview, chunk: np.ndarray) -> None:
+    def move(self, operation: str, group: str, share: memoryview, chunk: np.ndarray) -> None:
         assert group == GROUP.name
-        self._check()
-        chunk[:SHARE], chunk[SHARE:] = np.frombuffer(share, np.uint8), np.frombuffer(self.far, np.uint8)
-
-    def scatter(self, group: str, chunk: np.ndarray, share: memoryview) -> None:
-        assert group == GROUP.name
-        share[:] = chunk[:SHARE]
-        self._check()
-        self.far[:] = chunk[SHARE:].tobytes()
+        if operation == "READ":
+            self._check()
+            chunk[:SHARE], chunk[SHARE:] = np.frombuffer(share, np.uint8), np.frombuffer(self.far, np.uint8)
+        else:
+            share[:] = chunk[:SHARE]
+            self._check()
+            self.far[:] = chunk[SHARE:].tobytes()
 
 
 @pytest.fixture

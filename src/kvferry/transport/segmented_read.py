@@ -75,7 +75,7 @@ class _Segment:
     direct: bool = False  # the cells are read straight into blocks instead
 
 
-class PackedRead:
+class SegmentedRead:
     """A read of cells in segments."""
 
     def __init__(
@@ -249,7 +249,7 @@ class PackedRead:
 
     def _read_cells(self, segment: _Segment, indices: DescriptorIndices) -> None:
         source = self.source
-        segment.handle = self._agent.read(source.local, indices.dst, source.remote, indices.src)
+        segment.handle = self._agent.transfer("READ", source.local, indices.dst, source.remote, indices.src)
         segment.state = _SegmentState.READING
         self._post(segment)
 
@@ -258,7 +258,8 @@ class PackedRead:
         # If nothing arrives here, the old content must not pass for the word.
         self._lane.words[segment.word] = ~np.uint64(self._word(gathered))
         here, there = np.array([segment.word], np.int32), np.array([gathered.word], np.int32)
-        segment.handle = self._agent.read(self.source.local_words, here, self.source.remote_words, there)
+        words, remote = self.source.local_words, self.source.remote_words
+        segment.handle = self._agent.transfer("READ", words, here, remote, there)
         segment.state = _SegmentState.CHECKING
         self._post(segment)
 

@@ -9,19 +9,19 @@ import pytest
 from kvferry.geometry import Region
 from kvferry.planning.prepared_lists import DescriptorIndices, PreparedEntries
 from kvferry.planning.select import Cells
-from kvferry.transport import packed_read
+from kvferry.transport import segmented_read
 from kvferry.transport.agent import ReadState
 from kvferry.transport.gather_client import Gathered, NotGathered
 from kvferry.transport.lease import LeaseWord
-from kvferry.transport.packed_read import (
+from kvferry.transport.prepared_routes import SourceRank
+from kvferry.transport.segmented_read import (
     AHEAD,
     ASK_SECONDS,
     DIRECT_AHEAD,
     ROOM_SECONDS,
     SILENT_SECONDS,
-    PackedRead,
+    SegmentedRead,
 )
-from kvferry.transport.prepared_routes import SourceRank
 from kvferry.transport.staging import UNIT_BYTES, LaneResources, StagingArea
 
 STRIDE = UNIT_BYTES // 4
@@ -42,7 +42,8 @@ class Transport:
     refuses: str = ""
     post_fails: bool = False
 
-    def read(self, local, here, remote, there):
+    def transfer(self, operation, local, here, remote, there):
+        assert operation == "READ"
         kind = "word" if local == "our words" else "direct" if there[0] >= 1000 else "images"
         if self.refuses == kind:
             raise RuntimeError("refused")
@@ -133,7 +134,7 @@ class Table:
         ids = np.arange(1, cells + 1)
         source = SourceRank(CARD, "P", (), *LISTS, self.source if gathers else None, None, "")
         cells = Cells(ids, ids + 20, ids + 1, ids + 1)
-        self.read = PackedRead(self.lane, source, route, self.method, cells, LeaseWord(0, 0, 1))
+        self.read = SegmentedRead(self.lane, source, route, self.method, cells, LeaseWord(0, 0, 1))
 
     def _scatter(self, blocks, cells, slots, first):
         self.scattered.append((blocks.tolist(), cells.tolist(), first))
@@ -551,4 +552,4 @@ def test_a_read_does_not_advance_while_its_segments_wait():
     table.answer()
     table.run()
     assert not table.read.advance()
-    assert packed_read.ASK_SECONDS < packed_read.SILENT_SECONDS
+    assert segmented_read.ASK_SECONDS < segmented_read.SILENT_SECONDS
