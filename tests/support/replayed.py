@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.arrivals import Arrivals
 from kvferry.tools.replay.engine import EngineCache
 from kvferry.tools.replay.settings import (
     BlockPool,
@@ -80,7 +81,7 @@ def found_in_replay(
     for number, request in enumerate(requests):
         if number in forgotten and settings.pool.blocks:
             engine.cache = EngineCache(replay.model, settings.pool.blocks, request.unit_tokens)
-        (arrived,) = engine.arrive([request])
+        arrived = Arrivals([request], engine.cache.keys_of_each).pop()
         running = engine.admit(arrived)
         engine.finish(running)
         tiers = zip(settings.tiers, running.hit.tier_tokens, strict=True)

@@ -85,6 +85,21 @@ def test_engines_of_a_fleet_find_what_others_hold(folder: Path) -> None:
     assert "others read" in output
 
 
+def test_sessions_run_so_many_at_once(folder: Path) -> None:
+    rows = [
+        {"session_id": name, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]} | when
+        for name in "abc"
+        for when in ({"timestamp": 0.0}, {"delay": 1500.0})
+    ]
+    Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--engine-blocks", "0", "--prefill-tokens-per-second", "1024")
+    found, one = replay(*options), replay(*options, "--concurrency", "1")
+    assert found["requests"] == one["requests"] == 6
+    # The very first prompt takes 1 s and is found by the others, and each second turn takes 1 s. One at a
+    # time, the last turn arrives after three delays of 1.5 s, the first prompt, and two second turns.
+    assert (found["seconds"], one["seconds"]) == (pytest.approx(2.5, abs=0.1), pytest.approx(7.5, abs=0.1))
+
+
 def test_a_trace_of_lengths_cannot_tell_what_prompts_share(folder: Path) -> None:
     Path("lengths.csv").write_text("arrival,prompt_tokens,output_tokens\n" + "1,4096,8\n" * 9)
     code, output = run("replay", "lengths.csv", "--model", "config.json")
@@ -156,7 +171,7 @@ def test_a_terminal_shows_how_far_each_pass_over_a_described_workload_is(folder:
     said = terminal.said.decode()
     assert "unlimited memory" in said
     assert "capacities" in said
-    assert "2,048 requests" in said
+    assert "2,048 read" in said
 
 
 @pytest.mark.parametrize("command", ["replay", "plan"])
@@ -287,6 +302,7 @@ def test_a_replay_takes_a_described_workload_in_place_of_a_trace(folder: Path) -
             ("replay", "trace.jsonl", "--model", "config.json", "--target-hit", "50"),
             "--target-hit is 50",
         ),
+        (("replay", "turns=2", "--model", "config.json", "--concurrency", "-1"), "--concurrency"),
         (("replay", "users=0", "--model", "config.json"), "users is 0"),
         (("replay", "user=9,turns=2", "--model", "config.json"), "'user=9' is not known; give NAME=VALUE"),
         (("replay", "turns=many", "--model", "config.json"), "turns is 'many'; give a number, such as 5"),

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from io import StringIO
 
+import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 from rich.console import Console
@@ -201,10 +202,17 @@ def test_chunks_of_other_engines_take_the_time_of_their_tier() -> None:
 
 
 def test_the_least_busy_engine_has_the_shortest_queue_and_then_the_fewest_tokens() -> None:
-    route = route_named("least-busy", 0)
+    route, idle = route_named("least-busy", 3, 0), np.zeros(3, np.int64)
     long, short = prompt(1024, 1, 2), prompt(UNIT, 3)
-    assert [route(one, [0, 0, 0]) for one in (long, short, short, short)] == [0, 1, 2, 1]
-    assert route(short, [2, 5, 4]) == 0
+    assert [route(one, idle) for one in (long, short, short, short)] == [0, 1, 2, 1]
+    assert route(short, np.array([2, 5, 4])) == 0
+
+
+def test_an_engine_whose_requests_have_ended_has_no_queue() -> None:
+    later = [prompt(UNIT, n, at=10.0 * n) for n in (5, 6, 7)]
+    replay = simulation(engines=2, route="least-busy", prefill_tokens_per_second=1024)
+    replay.run([prompt(4 * UNIT, 1, 2, 3, 4), prompt(UNIT, 9), *later])
+    assert [engine.requests for engine in replay.engines] == [1, 4], "the first has had more tokens"
 
 
 def test_the_spread_over_engines_fits_a_terminal_and_json() -> None:

@@ -95,11 +95,11 @@ def test_routes_send_equal_prefixes_to_the_engine_that_has_them(route: str, hits
 
 def test_prompts_that_share_little_are_spread_over_engines() -> None:
     system, own = [1], [[100 * n + m for m in range(7)] for n in range(8)]
-    route = route_named("prefix", 0)
+    route, idle = route_named("prefix", 4, 0), np.zeros(4, np.int64)
     requests = [prompt(8 * UNIT, *system, *each) for each in own]
-    assert sorted(route(one, [0] * 4) for one in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(route(one, idle) for one in requests) == [0, 0, 1, 1, 2, 2, 3, 3]
     longer = [prompt(9 * UNIT, *system, *each, 7) for each in own]
-    assert [route(one, [0] * 4) for one in longer] == [route(one, [0] * 4) for one in requests]
+    assert [route(one, idle) for one in longer] == [route(one, idle) for one in requests]
 
 
 def test_a_load_of_a_recurrent_model_ends_at_a_snapshot() -> None:

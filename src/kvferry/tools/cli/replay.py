@@ -42,8 +42,8 @@ class ReplayOptions:
 
     trace: str = argument(
         "TRACE",
-        "Trace: JSON lines, CSV, or one that an engine recorded; - for standard input. Or a workload of "
-        "conversations, such as users=500,turns=6.",
+        "Trace: JSON lines, a JSON array, CSV, or one that an engine recorded; - for standard input. Or a "
+        "workload of conversations, such as users=500,turns=6.",
     )
     model: str = option(
         MISSING, "MODEL", "A config.json, its folder, a name of `kvferry plan --list`, or an id."
@@ -70,6 +70,9 @@ class ReplayOptions:
     )
     engines: int = count(1, "Number of engines.")
     route: str = option("prefix", "NAME", "Choice of the engine: prefix, session, least-busy or random.")
+    concurrency: int = count(
+        0, "Sessions at once; one begins when another has ended. By default, all begin at their times."
+    )
     tp: int = option(1, "RANKS", "Tensor-parallel ranks of an engine.")
     block_size: int | None = count(None, "Tokens per block; by default vLLM's choice.")
     dtype: str = option("auto", "NAME", DTYPE_HELP)
@@ -138,6 +141,7 @@ def replay(options: ReplayOptions) -> None:
         prefill_tokens_per_second=options.prefill_tokens_per_second,
         seed=options.seed,
         skip=options.skip,
+        concurrency=options.concurrency,
     )
     if sizing:
         _size(trace, served, settings, options)

@@ -45,7 +45,7 @@ def print_notes(trace: Trace) -> None:
 
 
 def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace, with a bar named `what` if standard error is a terminal."""
+    """Yield what a trace yields, with a bar named `what` if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield from trace
         return
@@ -53,12 +53,12 @@ def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[requests]:,} requests")
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[read]:,} read")
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=trace.length, requests=0)
+        task = bar.add_task(what, total=trace.length, read=0)
         for number, request in enumerate(trace):
             if number % _EVERY == 0:
-                bar.update(task, completed=trace.position(), requests=number)
+                bar.update(task, completed=trace.position(), read=number)
             yield request
 
 

@@ -26,7 +26,8 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.connector import saves_computation
-from kvferry.tools.replay.content import RequestKeys, in_batches
+from kvferry.tools.replay.arrivals import Arrivals
+from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.engine import EngineCache
 from kvferry.tools.replay.settings import UNLIMITED, BlockPool
 from kvferry.tools.replay.simulation import Simulation
@@ -186,13 +187,12 @@ def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]
         distances = StackDistances(
             model.groups[0].chunk_bytes, model.chunk_tokens, _capacities(largest, least)
         )
-        cache, number = EngineCache(model, pool.blocks, replayed.unit_tokens), 0
-        for batch in in_batches(requests("curve, pass 1")):
-            for request, keys, runs in zip(batch, *cache.keys_of_each(batch), strict=True):
-                local = cache.look_up(request.prompt_tokens, runs).tokens
-                cache.keep(request, runs, (), 0)
-                distances.add(request, keys, local, counted=number >= settings.skip)
-                number += 1
+        cache = EngineCache(model, pool.blocks, replayed.unit_tokens)
+        arrivals = Arrivals(requests("curve, pass 1"), cache.keys_of_each, settings.concurrency)
+        for number, (request, keys, runs, _) in enumerate(arrivals.at_once()):
+            local = cache.look_up(request.prompt_tokens, runs).tokens
+            cache.keep(request, runs, (), 0)
+            distances.add(request, keys, local, counted=number >= settings.skip)
         return distances.points()
     found = []
     for number, capacity in enumerate(_capacities(largest, least, _PASSES), 1):

@@ -21,6 +21,7 @@ from kvferry.planning import (
     first_attended,
 )
 from kvferry.tiers import EVICTION_POLICIES
+from kvferry.tools.replay.arrivals import Arrived
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.lookup import Found, look_up
 from kvferry.tools.replay.settings import BlockGroup, ServedModel
@@ -180,14 +181,6 @@ class Hit(NamedTuple):
         return self.local_tokens + sum(self.tier_tokens)
 
 
-class Arrived(NamedTuple):
-    """A request that a simulated engine has not admitted yet."""
-
-    request: TraceRequest
-    keys: RequestKeys
-    block_keys: RequestKeys
-
-
 class Running(NamedTuple):
     """A request that a simulated engine has admitted and not finished. `shared` is as in `ComputedPrompt`."""
 
@@ -200,6 +193,7 @@ class Running(NamedTuple):
 class SimulatedEngine:
     """An engine of a replay, which computes one prompt after the other."""
 
+    number: int
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache
@@ -217,11 +211,6 @@ class SimulatedEngine:
         self.prompt_tokens += running.arrived.request.prompt_tokens
         self.hit_tokens += running.hit.found
 
-    def arrive(self, requests: Sequence[TraceRequest]) -> list[Arrived]:
-        """Compute the keys of requests. The result may also go to another engine with equal settings."""
-        keys = self.cache.keys_of_each(requests)
-        return [Arrived(*each) for each in zip(requests, *keys, strict=True)]
-
     def admit(self, arrived: Arrived) -> Running:
         """Look a prompt up in the engine's prefix cache and in its tiers, and load what helps."""
         prompt, self.tiers.has_asked = arrived.request.prompt_tokens, False
@@ -233,7 +222,7 @@ class SimulatedEngine:
 
     def finish(self, running: Running) -> None:
         """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
-        request, keys, block_keys = running.arrived
+        request, keys, block_keys, _ = running.arrived
         found = min(running.hit.found, request.prompt_tokens - 1)  # the last token is always computed
         prompt = ComputedPrompt(request.prompt_tokens, found, running.shared, running.hit.shared_tokens)
         snapshots = snapshots_of(self.model, prompt)

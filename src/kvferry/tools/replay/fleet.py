@@ -26,24 +26,32 @@ class FleetMemory:
     """
 
     def __init__(self, engines: int, seed: int) -> None:
-        self.holders: dict[bytes, tuple[int, ...]] = {}
+        self.holders: dict[bytes, list[int]] = {}
         self.read_bytes, self.sent_bytes = [0] * engines, [0] * engines
         self._chance = random.Random(seed)  # noqa: S311 - a simulation
-        # Most chunks have one holder, and share its tuple.
-        self._alone = [(number,) for number in range(engines)]
+        # Most chunks have one holder. They share its list, which never changes.
+        self._alone = [[number] for number in range(engines)]
 
     def add(self, engine: int, keys: Sequence[bytes]) -> None:
         holders, alone = self.holders, self._alone[engine]
         for key in keys:
-            before = holders.get(key)
-            holders[key] = alone if before is None else (*before, engine)
+            if (found := holders.setdefault(key, alone)) is alone:
+                continue
+            if len(found) == 1:
+                holders[key] = [*found, engine]
+            else:
+                found.append(engine)
 
     def remove(self, engine: int, keys: Sequence[bytes]) -> None:
         holders = self.holders
         for key in keys:
-            left = [number for number in holders.pop(key) if number != engine]
-            if left:
-                holders[key] = self._alone[left[0]] if len(left) == 1 else tuple(left)
+            found = holders[key]
+            if len(found) == 1:
+                del holders[key]
+                continue
+            found.remove(engine)
+            if len(found) == 1:
+                holders[key] = self._alone[found[0]]
 
     def count_reads(self, reader: int, keys: Sequence[bytes], chunk_bytes: int) -> None:
         """Count a read of each chunk from one of its holders, chosen by chance, as engines choose it."""

@@ -242,6 +242,8 @@ class ReplaySettings:
     prefill_tokens_per_second: float = 0.0
     seed: int = 0
     skip: int = 0  # number of requests at the start of the trace that are replayed but not counted
+    # Number of sessions at once, each of which begins when another has ended; 0 if they begin at their times.
+    concurrency: int = 0
 
     def __post_init__(self) -> None:
         kinds = [tier.kind for tier in self.tiers]
@@ -263,6 +265,7 @@ class ReplaySettings:
             ("engine-blocks", self.pool.blocks, 0),
             ("prefill-tokens-per-second", self.prefill_tokens_per_second, 0),
             ("skip", self.skip, 0),
+            ("concurrency", self.concurrency, 0),
         ):
             if value < least:
                 raise ConfigError(f"--{name} is {value}; it must be at least {least}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from statistics import median_low
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from kvferry.common.units import counted, format_age, format_bytes, format_count
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
 from kvferry.tools.replay.lookup import TierCounts
 from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
-from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.simulation import Simulation, Times
 from kvferry.tools.replay.sizing import Sizing
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 from kvferry.tools.report import Column, Report
@@ -128,7 +129,7 @@ def show(found: Outcome, report: Report) -> None:
         report.heading("Time to the first token, without decoding")
         waits = ("with the tiers", results.waits), ("without tiers", results.waits_without_tiers)
         rows = []
-        for name, times in waits:
+        for name, times in filter(itemgetter(1), waits):
             seconds = [*(times.quantile(share) for share in (0.5, 0.9, 0.99)), times.mean]
             rows.append((name, *map(format_seconds, seconds)))
         report.table(_WAITS, rows)
@@ -315,7 +316,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
     labels, waits = [group.label for group in simulation.model.groups], None
     if len(results.waits):
         waits = {
-            name: {"mean": times.mean, **{f"p{share}": times.quantile(share / 100) for share in (50, 90, 99)}}
+            name: _quantiles(times) if times else None
             for name, times in (("with_tiers", results.waits), ("without_tiers", results.waits_without_tiers))
         }
     return {
@@ -372,6 +373,10 @@ def as_json(found: Outcome) -> dict[str, Any]:
         "time_to_first_token": waits,
         "curve": curve_as_json(found.curve),
     }
+
+
+def _quantiles(times: Times) -> dict[str, float]:
+    return {"mean": times.mean, **{f"p{share}": times.quantile(share / 100) for share in (50, 90, 99)}}
 
 
 def _counts(counts: TierCounts) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """A replay: engines serve the requests of a trace in order of arrival, each one request at a time.
 
-An engine computes prompts one after the other. The chunks of a request can be found by others when its prompt
-is computed. Without a speed (`ReplaySettings.prefill_tokens_per_second` is 0), a request has ended before the
-next one arrives.
+An engine computes prompts one after the other. A request ends when its prompt is computed. Then others can
+find its chunks, and the next turn of its session is scheduled. Without a speed
+(`ReplaySettings.prefill_tokens_per_second` is 0), a request has ended before the next one arrives.
 
     arrival ─▶ route ─▶ queue of an engine ─▶ admit (look up, load) ─▶ compute ─▶ finish (store, keep blocks)
 """
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import ceil, exp, log
+from math import ceil, exp, isfinite, log
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.tiers import EVICTION_POLICIES, FLEET
-from kvferry.tools.replay.content import in_batches
-from kvferry.tools.replay.engine import Arrived, EngineCache, Hit, Running, SimulatedEngine
+from kvferry.tools.replay.arrivals import Arrivals, Arrived
+from kvferry.tools.replay.engine import EngineCache, Hit, Running, SimulatedEngine
 from kvferry.tools.replay.fleet import FleetMemory, OthersMemory, SharedHostMemory
 from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier
 from kvferry.tools.replay.settings import ReplaySettings, RouteName, ServedModel, TierSetting
@@ -33,17 +36,21 @@ _MOST_PREFIXES = 1 << 22
 _LEAST_SHARE = 0.3
 # Requests by which the queue of a preferred engine may be longer than the shortest queue.
 _MOST_AHEAD = 4
+# An engine of a replay computes fewer tokens than a number of so many bits can count.
+_TOKEN_BITS = 44
 
 # Classes of times are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
 _STEP = log(1.02)
 _LEAST_SECONDS = 1e-6
 
 
-# Returns the index of the engine for a request, by the requests that wait or run at each engine.
-Route: TypeAlias = Callable[[TraceRequest, Sequence[int]], int]
+# Numbers of requests that wait or run at each engine, int64 of shape (engines,).
+Queues: TypeAlias = npt.NDArray[np.int64]
+# Returns the index of the engine for a request.
+Route: TypeAlias = Callable[[TraceRequest, Queues], int]
 
 
-def _choose_by_session(request: TraceRequest, queues: Sequence[int]) -> int:
+def _choose_by_session(request: TraceRequest, queues: Queues) -> int:
     first = int(request.prefix_ids[0]) if len(request.prefix_ids) else request.prompt_id
     seed = request.session or first
     return random.Random(seed).randrange(len(queues))  # noqa: S311 - a stable digest of the session
@@ -52,16 +59,17 @@ def _choose_by_session(request: TraceRequest, queues: Sequence[int]) -> int:
 class _LeastBusyRoute:
     """Chooses the engine with the shortest queue, of several the one that got the fewest tokens so far."""
 
-    def __init__(self) -> None:
-        self._tokens: Counter[int] = Counter()
+    def __init__(self, engines: int) -> None:
+        self._tokens = np.zeros(engines, np.int64)
 
-    def __call__(self, request: TraceRequest, queues: Sequence[int]) -> int:
+    def __call__(self, request: TraceRequest, queues: Queues) -> int:
         engine = self._shortest(queues)
         self._tokens[engine] += request.prompt_tokens
         return engine
 
-    def _shortest(self, queues: Sequence[int]) -> int:
-        return min(range(len(queues)), key=lambda number: (queues[number], self._tokens[number]))
+    def _shortest(self, queues: Queues) -> int:
+        # One number for both, because a comparison for each of 512 engines takes longer than a request.
+        return int(((queues << _TOKEN_BITS) + self._tokens).argmin())
 
 
 class _PrefixRoute(_LeastBusyRoute):
@@ -70,11 +78,11 @@ class _PrefixRoute(_LeastBusyRoute):
     A prompt of which no engine served at least `_LEAST_SHARE` goes to the least busy engine.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, engines: int) -> None:
+        super().__init__(engines)
         self._owners: dict[int, int] = {}
 
-    def __call__(self, request: TraceRequest, queues: Sequence[int]) -> int:
+    def __call__(self, request: TraceRequest, queues: Queues) -> int:
         units = request.prompt_tokens // request.unit_tokens
         ids = request.prefix_ids[:units].tolist()
         shortest = self._shortest(queues)
@@ -93,12 +101,12 @@ class _PrefixRoute(_LeastBusyRoute):
         return owner
 
 
-def route_named(name: RouteName, seed: int) -> Route:
+def route_named(name: RouteName, engines: int, seed: int) -> Route:
     """Return the route with a name. Random choices have a seed."""
     if name == "prefix":
-        return _PrefixRoute()
+        return _PrefixRoute(engines)
     if name == "least-busy":
-        return _LeastBusyRoute()
+        return _LeastBusyRoute(engines)
     if name == "session":
         return _choose_by_session
     chance = random.Random(seed)  # noqa: S311 - a simulation
@@ -164,7 +172,9 @@ class Results:
     first_arrival: float = 0.0
     last_arrival: float = 0.0
     waits: Times = field(default_factory=Times)  # times from arrival to the first token
-    waits_without_tiers: Times = field(default_factory=Times)  # the same if the engines had no tiers
+    # The same if the engines had no tiers. Empty if requests arrived when others had ended, because without
+    # tiers they would have arrived later.
+    waits_without_tiers: Times = field(default_factory=Times)
 
     @property
     def seconds(self) -> float:
@@ -243,32 +253,37 @@ class Simulation:
         self.results = Results(
             tier_tokens=[0] * count, tier_bytes=[0] * count, group_tokens=[0] * len(model.groups)
         )
-        self._route = route_named(settings.route, settings.seed)
+        self._route = route_named(settings.route, settings.engines, settings.seed)
+        self._queues = np.zeros(settings.engines, np.int64)
         self._seen = 0
         self._ends: list[tuple[float, int, SimulatedEngine, Running]] = []
 
     def run(self, requests: Iterable[TraceRequest]) -> Results:
-        """Replay requests in the order of their arrival, and return the sums.
+        """Replay requests and all turns that follow them in the order of their arrival, and return the sums.
 
         If a KeyboardInterrupt or another exception ends the replay, `results` has the sums so far.
         """
-        timed = self.settings.prefill_tokens_per_second > 0
-        for batch in in_batches(requests):
-            for arrived in self.engines[0].arrive(batch):
-                request = arrived.request
-                if timed:
-                    self._end_until(request.arrival)
-                engine = self.engines[0]
-                if len(self.engines) > 1:
-                    engine = self.engines[self._route(request, [len(one.queue) for one in self.engines])]
-                if not timed:
-                    engine.finish(self._admit(engine, arrived))
-                    continue
-                engine.queue.append(arrived)
-                if len(engine.queue) == 1:
-                    self._begin(engine, request.arrival)
-        self._end_until(float("inf"))
+        keys_of_each = self.engines[0].cache.keys_of_each
+        arrivals = Arrivals(requests, keys_of_each, self.settings.concurrency)
+        try:
+            while self._ends or isfinite(arrivals.time):
+                if self._ends and self._ends[0][0] <= arrivals.time:
+                    self._end(arrivals)
+                else:
+                    self._arrive(arrivals.pop())
+        finally:
+            if arrivals.depend_on_ends:
+                self.results.waits_without_tiers = Times()
         return self.results
+
+    def _arrive(self, arrived: Arrived) -> None:
+        """Queue a request at the engine that the route chooses."""
+        number = self._route(arrived.request, self._queues) if len(self.engines) > 1 else 0
+        engine = self.engines[number]
+        engine.queue.append(arrived)
+        self._queues[number] += 1
+        if len(engine.queue) == 1:
+            self._begin(engine, arrived.request.arrival)
 
     def _admit(self, engine: SimulatedEngine, arrived: Arrived) -> Running:
         running = engine.admit(arrived)
@@ -283,29 +298,35 @@ class Simulation:
     def _begin(self, engine: SimulatedEngine, now: float) -> None:
         """Admit the first request of an engine's queue, and schedule the end of its prefill."""
         request, running = engine.queue[0].request, self._admit(engine, engine.queue[0])
-        rate, hit = self.settings.prefill_tokens_per_second, running.hit
+        seconds = self._prefill_seconds(engine, request, running.hit, now)
+        heappush(self._ends, (now + seconds, self._seen, engine, running))
+
+    def _prefill_seconds(self, engine: SimulatedEngine, request: TraceRequest, hit: Hit, now: float) -> float:
+        """Return the time from the admission of a request to its first token, and count its waits."""
+        if not (rate := self.settings.prefill_tokens_per_second):
+            return 0.0
         # Tiers are read at the same time, and a part of the prompt is computed only after all loads.
         speeds = (tier.bytes_per_second for tier in self.settings.tiers)
         loading = max(size / speed for size, speed in zip(hit.tier_bytes, speeds, strict=True))
         seconds = loading + max(request.prompt_tokens - hit.found, 1) / rate
-        end = now + seconds
-        heappush(self._ends, (end, self._seen, engine, running))
         # The same engine without tiers. Also for requests that are not counted: the next ones wait for them.
         begin = max(engine.free_without_tiers, request.arrival)
         free = begin + max(request.prompt_tokens - hit.local_tokens, 1) / rate
         engine.free_without_tiers = free
         if self._seen > self.settings.skip:
-            self.results.waits.add(end - request.arrival)
+            self.results.waits.add(now + seconds - request.arrival)
             self.results.waits_without_tiers.add(free - request.arrival)
+        return seconds
 
-    def _end_until(self, now: float) -> None:
-        """Finish the requests whose prefill ends by a time, and begin those that wait for their engines."""
-        while self._ends and self._ends[0][0] <= now:
-            at, _, engine, running = heappop(self._ends)
-            engine.finish(running)
-            engine.queue.popleft()
-            if engine.queue:
-                self._begin(engine, at)
+    def _end(self, arrivals: Arrivals) -> None:
+        """End the prefill that ends next, and begin what waits for it."""
+        now, _, engine, running = heappop(self._ends)
+        engine.finish(running)
+        engine.queue.popleft()
+        self._queues[engine.number] -= 1
+        arrivals.ended(running.arrived, now)
+        if engine.queue:
+            self._begin(engine, now)
 
     def _engine(self, number: int) -> SimulatedEngine:
         host, *slow = self.settings.tiers
@@ -313,7 +334,7 @@ class Simulation:
         self.tiers[0].append(memory)
         tiers = SimulatedTiers(memory, [self._slow_tier(at, one) for at, one in enumerate(slow, 1)])
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
-        return SimulatedEngine(self.model, tiers, cache)
+        return SimulatedEngine(number, self.model, tiers, cache)
 
     def _host(self, number: int, setting: TierSetting) -> SimulatedTier:
         sizes, policy = self._chunk_bytes, EVICTION_POLICIES[self.settings.policy]

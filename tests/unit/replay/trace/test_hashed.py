@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -174,3 +175,42 @@ def test_a_wrong_number_of_ids_tells_which_units_would_fit(trace):
         list(trace({"hash_ids": list(range(14)), "input_length": 6758}, unit_tokens=16))
     with pytest.raises(ConfigError, match=r"; correct this line$"):
         list(trace(BLOCKS | {"hash_ids": list(range(14)), "input_length": 6758}))
+
+
+LOOK_UPS = Path(__file__).parent / "samples" / "lmcache.jsonl"
+"""Look-ups of three prompts, written by LMCache 0.5.6 (`TokenHasher` and `LookupHashLoggingSubscriber`).
+
+The first two share 600 tokens, and the third begins with all 1,030 tokens of the first.
+"""
+
+
+def test_look_ups_of_lmcache_have_seconds_and_a_chunk_per_hash():
+    found = HashedTrace(TraceFile(LOOK_UPS), None)
+    first, second, third = found
+    assert (found.format, found.unit_tokens, found.notes()) == ("lmcache", 256, [])
+    assert [each.arrival for each in (first, second, third)] == [0.0, 1.25, 3.75]
+    assert [each.prompt_tokens for each in (first, second, third)] == [1030, 800, 1330]
+    assert {each.output_tokens for each in (first, second, third)} == {0}
+    assert second.prefix_ids[:2].tolist() == first.prefix_ids[:2].tolist()
+    assert not set(second.prefix_ids[2:]) & set(first.prefix_ids)
+    assert third.prefix_ids[:4].tolist() == first.prefix_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"model_name": "Qwen3-8B"},
+            "line 2: model_name is Qwen3-8B after Llama-3.1-8B; replay the requests of each",
+        ),
+        (
+            {"chunk_hashes": ["0x1"]},
+            "line 2: 1 hash_ids for 1,030 prompt tokens; expected 5 of 256 tokens each",
+        ),
+        ({"chunk_size": 128}, "line 2: block_size is 128 after 256"),
+    ],
+)
+def test_look_ups_that_cannot_be_used_are_refused(trace, change, problem):
+    look_up = json.loads(LOOK_UPS.read_text().splitlines()[0])
+    with pytest.raises(ConfigError, match=problem):
+        list(trace(look_up, look_up | change))

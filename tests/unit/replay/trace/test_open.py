@@ -21,7 +21,32 @@ RECORDED = (
     b'{"kvferry_trace":1,"unit_tokens":16}\n{"arrival":1.5,"end":2,"prompt_tokens":16,"output_tokens":2,'
     b'"keys":"AAAAAAAAAAE=","prompt_key":"AAAAAAAAAAE=","session":"","local_tokens":0,"loaded":{}}\n'
 )
-FORMATS = {"mooncake": MOONCAKE, "bailian": BAILIAN, "blocks": BLOCKS, "csv": CSV, "recorded": RECORDED}
+AIPERF = b'{"session_id": "a", "input_length": 17, "output_length": 3, "hash_ids": [1], "timestamp": 0}\n'
+LMCACHE = (
+    b'{"timestamp": 1.5, "request_id": "a", "model_name": "m", "chunk_size": 256, "seq_len": 300, '
+    b'"dtypes": [], "shapes": [], "chunk_hashes": ["0xab"]}\n'
+)
+WEKA = (
+    b'{"id": "a", "block_size": 64, "requests": [{"t": 0, "type": "s", "in": 70, "out": 3, '
+    b'"hash_ids": [1]}]}\n'
+)
+SPANS = (
+    b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"a","startTimeUnixNano":"1","attributes":[{"key":'
+    b'"gen_ai.usage.input_tokens","value":{"intValue":"17"}}]}]}]}]}\n'
+)
+CONVERSATIONS = b'[\n  {"id": "a", "messages": [{"role": "user", "content": "Good day to you all"}]}\n]\n'
+FORMATS = {
+    "mooncake": MOONCAKE,
+    "bailian": BAILIAN,
+    "blocks": BLOCKS,
+    "csv": CSV,
+    "recorded": RECORDED,
+    "aiperf": AIPERF,
+    "lmcache": LMCACHE,
+    "weka": WEKA,
+    "spans": SPANS,
+    "conversations": CONVERSATIONS,
+}
 
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "byte-order mark"])
@@ -62,15 +87,25 @@ def test_a_file_in_no_known_format_is_refused_with_its_first_line_and_the_format
     message = str(caught.value)
     assert message.isprintable()
     assert "it begins with \\x1b[31m" in message
-    assert len(message) < 400
-    for known in ("hash_ids", "Mooncake", "CSV", "prompt_tokens", "recorded by kvferry"):
+    assert len(message) < 600
+    for known in (
+        "hash_ids",
+        "Mooncake",
+        "AIPerf",
+        "LMCache",
+        "Weka",
+        "OpenTelemetry",
+        "vLLM",
+        "CSV",
+        "recorded",
+    ):
         assert known in message
 
 
 KEYS = st.sampled_from(
     [
         *("hash_ids", "input_length", "timestamp", "output_length", "block_size", "block_tokens", "chat_id"),
-        *("kvferry_trace", "unit_tokens"),
+        *("kvferry_trace", "unit_tokens", "session_id", "delay", "chunk_hashes", "requests", "resourceSpans"),
     ]
 )
 VALUES = st.recursive(
@@ -103,7 +138,7 @@ WORDS = st.sampled_from(
 
 def outcome(path):
     try:
-        return list(open_trace(path))
+        return [turn for first in open_trace(path) for turn in (first, *first.later)]
     except ConfigError as error:
         return str(error)
 
@@ -133,10 +168,10 @@ def test_any_file_is_read_or_refused(tmp_path_factory, start, middle, length, en
     assert isinstance(found, list) or found.isprintable()
 
 
-@examples(60)
-@given(st.dictionaries(KEYS, VALUES, max_size=2))
-def test_any_object_is_read_or_refused(tmp_path_factory, change):
+@examples(100)
+@given(st.sampled_from([BLOCKS, AIPERF, LMCACHE, WEKA, SPANS]), st.dictionaries(KEYS, VALUES, max_size=2))
+def test_any_object_is_read_or_refused(tmp_path_factory, start, change):
     path = tmp_path_factory.getbasetemp() / "any object"
-    path.write_text(json.dumps(json.loads(BLOCKS) | change))
+    path.write_text(json.dumps(json.loads(start) | change))
     found = outcome(path)
     assert isinstance(found, list) or found.isprintable()

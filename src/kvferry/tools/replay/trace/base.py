@@ -12,12 +12,12 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, BinaryIO, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ GOLDEN, FIRST, SECOND = (
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 # A file without line breaks must not fill the memory.
-_MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 _BUFFER_BYTES = 256 << 10
 _GZIP = b"\x1f\x8b"
 
@@ -54,13 +54,18 @@ UnitTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
 _MAX_LATE_SECONDS = 60.0
 # A larger number of seconds is a time in another unit.
-_MAX_SECONDS = 1e11
+MAX_SECONDS = 1e11
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 BATCH_REQUESTS = 512
 _BATCH_UNITS = 1 << 16
 _SHOWN_CHARACTERS = 100
 _Item = TypeVar("_Item")
 
+UNTIMED_SESSIONS = (
+    "the trace does not say when its sessions begin; they begin one second apart, or as many at once as "
+    "--concurrency says"
+)
 ONLY_LENGTHS = (
     "has only lengths, so it cannot tell which prompts share a prefix; give a trace with hash_ids, or a "
     "table with a column session"
@@ -75,11 +80,24 @@ class RecordedHits:
     loaded_tokens: Mapping[str, int]
 
 
+_NO_TURNS: Iterator[TraceRequest] = iter(())
+
+
+class Branch(NamedTuple):
+    """Turns that begin when a turn has ended, such as those of a sub-agent. Each waits for the one before."""
+
+    turns: Iterator[TraceRequest]
+    is_awaited: bool  # True if the session goes on only when the branch has ended
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceRequest:
     """A request of a trace. Its content is divided into units of equal length."""
 
-    arrival: float  # seconds from the start of the trace to the arrival of the request
+    # Seconds from the start of the trace to the arrival of the request. Unknown in a later turn of a session,
+    # which arrives `delay` seconds after all that it waits for has ended.
+    arrival: float = 0.0
+    delay: float = 0.0
     prompt_tokens: int
     output_tokens: int
     unit_tokens: int
@@ -89,6 +107,9 @@ class TraceRequest:
     prompt_id: int  # identity of the whole prompt. Used only if the prompt ends inside a unit.
     session: str = ""
     recorded: RecordedHits | None = None
+    # Turns that follow the first one of a session. They can be iterated once.
+    later: Iterator[TraceRequest] = _NO_TURNS
+    branches: Sequence[Branch] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 0 or self.unit_tokens < 1:
@@ -246,11 +267,11 @@ class TraceFile:
 
     def _split(self, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         number = 1
-        while line := stream.readline(_MAX_LINE_BYTES):
-            if len(line) == _MAX_LINE_BYTES:
+        while line := stream.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
                 raise self.refusal(
                     number,
-                    f"the line has {_MAX_LINE_BYTES >> 20} MiB or more; a request has one shorter line",
+                    f"the line has {MAX_LINE_BYTES >> 20} MiB or more; a request has one shorter line",
                     "give a file of requests, one on each line",
                 )
             yield number, line
@@ -274,7 +295,9 @@ class _CountingReader(io.RawIOBase):
 
 
 class Trace(ABC):
-    """Requests in order of arrival. Each iteration begins with the first one.
+    """The first turns of sessions, or requests with times, in order of arrival.
+
+    Each iteration begins with the first one.
 
     Attributes:
         tells_prefixes: False if only lengths are known, so that no prompts are known to share a prefix.
@@ -355,10 +378,10 @@ class ArrivalTimes:
         Raises:
             ConfigError: the time is out of bounds, or more than 60 s before the latest one so far.
         """
-        if not -_MAX_SECONDS <= seconds <= _MAX_SECONDS:
+        if not -MAX_SECONDS <= seconds <= MAX_SECONDS:
             raise self._file.refusal(
                 number,
-                f"the request arrives at {seconds:g} s; at most {_MAX_SECONDS:g} s are expected",
+                f"the request arrives at {seconds:g} s; at most {MAX_SECONDS:g} s are expected",
                 "convert the times of this trace to the unit of its format",
             )
         if self._first is None:

@@ -33,7 +33,7 @@ from kvferry.tools.replay.trace.base import (
 from kvferry.tools.replay.trace.workload import Outline, Passage, write_out
 
 # Smaller units make the replay slower.
-_DEFAULT_UNIT_TOKENS = 256
+DEFAULT_UNIT_TOKENS = 256
 
 _ARRIVAL, _PROMPT, _OUTPUT, _SESSION = "arrival", "prompt_tokens", "output_tokens", "session"
 _NAMES = {
@@ -73,13 +73,13 @@ class CsvTrace(FileTrace):
                 "add the column, or rename it",
             )
         self.tells_prefixes = _SESSION in self._columns
-        super().__init__(file, "csv", unit_tokens or _DEFAULT_UNIT_TOKENS)
+        super().__init__(file, "csv", unit_tokens or DEFAULT_UNIT_TOKENS)
 
     def _requests(self, arrivals: ArrivalTimes) -> Iterator[TraceRequest]:
         return write_out(self._outlines(arrivals), self.unit_tokens)
 
     def _outlines(self, arrivals: ArrivalTimes) -> Iterator[Outline]:
-        conversations = _Conversations()
+        conversations = Conversations()
         at_arrival, at_prompt, at_output = (self._columns[role] for role in (_ARRIVAL, _PROMPT, _OUTPUT))
         at_session = self._columns.get(_SESSION)
         to_seconds: Callable[[str], float] | None = None
@@ -112,7 +112,9 @@ class CsvTrace(FileTrace):
             raise self._file.refusal(rows.line_num, f"this is no CSV: {error}") from error
 
 
-class _Conversations:
+class Conversations:
+    """The sessions of a trace that has only lengths: what their prompts contain."""
+
     # Names are kept as digests, so a session takes about 160 bytes. It takes more if one of its prompts was
     # shorter than the conversation before.
     def __init__(self) -> None:

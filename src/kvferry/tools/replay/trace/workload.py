@@ -19,6 +19,7 @@ from kvferry.common.units import parse_count
 from kvferry.tools.replay.trace.base import (
     BATCH_REQUESTS,
     MAX_TOKENS,
+    Ids,
     Trace,
     TraceRequest,
     batches,
@@ -66,6 +67,24 @@ class Outline(NamedTuple):
     session: str = ""
 
 
+def text_units(seed: int, first_unit: int, last_unit: int) -> Ids:
+    """Return identities of the prefixes of a text that end at its units from the first to before the last."""
+    start = mixed(np.array([seed], np.uint64))
+    found: Ids = mixed(start + np.arange(first_unit, last_unit, dtype=np.uint64))
+    return found
+
+
+def text_prompt(seed: int, tokens: int) -> int:
+    """Return the identity of a prompt of so many tokens of a text, which may end inside a unit."""
+    return int(_prompts([seed], [tokens])[0])
+
+
+def _prompts(seeds: Sequence[int], tokens: Sequence[int]) -> Ids:
+    # Mixed once more than units, so that a number of tokens and a number of units never agree.
+    found: Ids = mixed(mixed(mixed(np.array(seeds, np.uint64))) + np.array(tokens, np.uint64))
+    return found
+
+
 def write_out(
     outlines: Iterable[Outline], unit_tokens: int, batch_requests: int = BATCH_REQUESTS
 ) -> Iterator[TraceRequest]:
@@ -106,9 +125,7 @@ def _written(batch: Sequence[Outline], unit_tokens: int) -> Iterator[TraceReques
     repeats = np.array(counts)
     starts = mixed(np.array(seeds, np.uint64)) + np.array(first_units, np.uint64)
     prefixes = mixed(np.repeat(starts, repeats) + places_within(repeats).astype(np.uint64))
-    lengths = np.array([outline.prompt_tokens for outline in batch], np.uint64)
-    # Mixed once more than those of prefixes, so that a number of tokens and a number of units never agree.
-    prompts = mixed(mixed(mixed(np.array(last_seeds, np.uint64))) + lengths).tolist()
+    prompts = _prompts(last_seeds, [outline.prompt_tokens for outline in batch]).tolist()
     for outline, prompt_id, end, total in zip(batch, prompts, accumulate(totals), totals, strict=True):
         yield TraceRequest(
             arrival=outline.arrival,
