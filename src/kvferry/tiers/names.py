@@ -68,6 +68,7 @@ class GetOutcome(StrEnum):
     OTHER_SHAPE = "other shape"  # a good chunk, but not of the requested group
     IO_ERROR = "I/O error"
     BUSY = "busy"  # the tier has it, but refuses to send more for a moment
+    LATE = "late"  # it did not arrive in time, and may still arrive
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.common.errors import TransferError
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable, TierKeys, tags_of
@@ -37,6 +38,12 @@ class StoreUsage:
     refused: int = 0
     # Address at which other engines read this engine's host memory; empty if they do not.
     address: str = ""
+
+
+class LateFetch(TransferError):
+    """A fetch has not ended in time. It may write to its memory until `over` is True."""
+
+    over = False
 
 
 class KeySearch(Protocol):
@@ -125,6 +132,8 @@ class StorageTier(Protocol):
 
         Raises:
             ChunkError: the length of `into` is not that of the chunk's body; nothing was read.
+            LateFetch: the chunk has not arrived in time. The caller must keep `into` until it is `over`. Only
+                the fleet tier raises it.
         """
         ...
 

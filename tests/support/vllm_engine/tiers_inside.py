@@ -244,15 +244,12 @@ def spoil_host_memory(engine: Any) -> None:
 
 def spoil_reads(engine: Any, *, spoiled: bool) -> None:
     """Change a byte of each READ of another engine's host memory."""
-    tier, cache = fleet_tier(engine), parts.cache(engine)
-    reader = tier._reader
+    reader = fleet_tier(engine)._reader
     read = type(reader).read.__get__(reader)
 
-    def spoil(incarnation: int, offset: int, into: int, size: int) -> None:
-        read(incarnation, offset, into, size)
-        arena = cache._memory_at(0, 1)
-        start = np.frombuffer(arena, np.uint8).ctypes.data
-        cache._memory_at(into - start + 64, 1)[0] ^= 1
+    def spoil(incarnation: int, offset: int, into: memoryview) -> None:
+        read(incarnation, offset, into)
+        into[64] ^= 1
 
     reader.read = spoil if spoiled else read
 
@@ -262,7 +259,7 @@ def slow_reads(engine: Any, seconds: float, incarnation: int, begun: str) -> Non
     engine.failed_reads, reader = [], fleet_tier(engine)._reader
     read = type(reader).read.__get__(reader)
 
-    def slower(of: int, *where: int) -> None:
+    def slower(of: int, *where: Any) -> None:
         if of != incarnation:
             return read(of, *where)
         Path(begun).touch()

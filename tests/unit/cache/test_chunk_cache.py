@@ -20,19 +20,27 @@ from kvferry.geometry.canonical import canonical_form_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tiers.storage_tier import LateFetch
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
 from support.clock import Clock
 from support.examples import examples
 from support.models import attention, model, state
-from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table_of
+from support.slow_tiers import answer, end_late, fake_tiers, jobs_of, queue_by_hand, table_of
 
 PAGE, CHUNK = 4096, 64
 KV = attention(k=8, v=8)
 MODEL = model(KV, KV, LayerCache(GroupKind.SLIDING, 24, KV.fields), state())
 GROUPS = canonical_form_of(lay_out(MODEL, EngineShape(1, (4,), 16, "LBHNC", 9)), CHUNK).groups
 KEYS = [b"%031d" % n + bytes((n % len(GROUPS),)) for n in range(9)]
-MISSES = [GetOutcome.ABSENT, GetOutcome.CORRUPT, GetOutcome.OTHER_SHAPE, GetOutcome.IO_ERROR, OSError]
+MISSES = [
+    GetOutcome.ABSENT,
+    GetOutcome.CORRUPT,
+    GetOutcome.OTHER_SHAPE,
+    GetOutcome.IO_ERROR,
+    OSError,
+    LateFetch,
+]
 MOSTLY = st.sampled_from([True, True, True, False])
 DROPS = [PutOutcome.NO_SPACE, PutOutcome.BUSY, PutOutcome.IO_ERROR, OSError]
 
@@ -260,6 +268,17 @@ class Living(RuleBasedStateMachine):
         if what == "write" and key in self.made.tiers[number].kept:
             assert self.made.tiers[number].kept[key] == content(key), "what is written is what was stored"
 
+    @precondition(lambda self: any(tier.late for tier in self.made.tiers))
+    @rule(data=st.data())
+    def late_read_ends(self, data):
+        end_late(data.draw(st.sampled_from([tier for tier in self.made.tiers if tier.late])))
+
+    def end_all_late(self):
+        for tier in self.made.tiers:
+            while tier.late:
+                end_late(tier)
+        self.cache.poll()
+
     @precondition(lambda self: self.queues)
     @rule(data=st.data(), key=st.sampled_from(KEYS), there=st.booleans(), heard=st.booleans())
     def others_store_or_evict(self, data, key, there, heard):
@@ -334,6 +353,10 @@ class Living(RuleBasedStateMachine):
                 at = np.frombuffer(memory, np.uint8).ctypes.data - self.made.base
                 assert memory.nbytes == size_of(key)
                 uses.append((at, memory.nbytes, what == "read"))
+        for tier in self.made.tiers:
+            for _, memory in tier.late:
+                at = np.frombuffer(memory, np.uint8).ctypes.data - self.made.base
+                uses.append((at, memory.nbytes, True))
         uses.sort()
         for (at, size, writes), (other, _, other_writes) in itertools.pairwise(uses):
             assert at + size <= other or at == other
@@ -366,7 +389,8 @@ class Living(RuleBasedStateMachine):
         if hasattr(self, "made"):
             unheard = sum(q.reads.count + q.writes.count - len(jobs_of(q)) for q in self.queues)
             jobs = sum(len(jobs_of(queue)) for queue in self.queues)
-            assert self.made.host.holds == len(self.fills) + len(self.held()) + jobs + unheard
+            held = len(self.fills) + len(self.held()) + len(self.cache._late)
+            assert self.made.host.holds == held + jobs + unheard
 
     def teardown(self):
         if not hasattr(self, "made"):
@@ -383,6 +407,7 @@ class Living(RuleBasedStateMachine):
                 for what, key, _ in jobs_of(queue):
                     self.end(number, what, key, GetOutcome.HIT if what == "read" else PutOutcome.STORED)
             self.cache.poll()
+        self.end_all_late()
         owed = [set(writing.queued) for writing in self.cache.slow_tiers]
         here = [{key for key in keys if self.host.contains([key])[0]} for keys in owed]
         for tier in self.made.tiers:
@@ -471,6 +496,36 @@ def test_failed_tiers_of_a_load_are_those_with_io_errors(what, struck):
     fetch = made.fetch(FULL)
     made.answer(0, "read", FULL, what)
     assert fetch.failed == struck
+
+
+def test_chunk_whose_read_is_late_is_read_into_another_slot_and_the_first_is_kept_until_the_read_ends():
+    made = cache([FULL])
+    fetch = made.fetch(FULL)
+    ((_, _, first),) = jobs_of(made.queues[0])
+    made.answer(0, "read", FULL, LateFetch)
+    ((_, _, second),) = jobs_of(made.queues[0])
+    assert not fetch.over
+    made.answer(0, "read", FULL, GetOutcome.HIT)
+    assert names_of(fetch) == [FULL]
+    assert not made.cache.busy, "an engine without requests waits for nothing"
+    used = made.host.used_bytes
+    end_late(made.tiers[0])
+    assert bytes(second) == content(FULL)
+    made.cache.poll()
+    assert made.host.used_bytes == used - len(first)
+
+
+def test_late_read_of_a_chunk_that_no_other_engine_has_fails_the_load():
+    made = cache([FULL])
+    fetch = made.fetch(FULL)
+    made.tiers[0].keys.discard(FULL)
+    made.answer(0, "read", FULL, LateFetch)
+    assert (fetch.over, fetch.failure, fetch.miss) == (
+        True,
+        "a chunk of the file tier: late",
+        GetOutcome.LATE,
+    )
+    assert made.host.holds == 1
 
 
 def test_chunk_evicted_between_offer_and_load_fails_the_load():

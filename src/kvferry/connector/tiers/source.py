@@ -42,6 +42,7 @@ _SEARCH = "other engines"
 
 _MISSES = {
     GetOutcome.BUSY: MissReason.BUSY,
+    GetOutcome.LATE: MissReason.DEADLINE,
     GetOutcome.ABSENT: MissReason.EVICTED,
     GetOutcome.CORRUPT: MissReason.CHECKSUM,
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,

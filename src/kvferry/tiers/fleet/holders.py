@@ -23,6 +23,7 @@ from kvferry.transport.handshake import Address
 
 MAX_CHUNKS = 1 << 18  # maximum number of chunks whose holders are remembered
 FRESH_SECONDS = 20.0
+STRUCK_OUT_SECONDS = 10.0  # less than an engine that has ended stays in the directory
 MAX_HOLDERS = 4  # maximum number of holders of a chunk that are remembered
 
 
@@ -69,6 +70,7 @@ class KnownHolders:
     ) -> None:
         self.keys = keys
         self._clock, self._max_chunks, self._lock = clock, max_chunks, threading.Lock()
+        self._struck_out: dict[Address, float] = {}  # until when, by engine
         # Holders of each chunk, and when the newest of them was found; the oldest chunk first.
         self._found: OrderedDict[bytes, tuple[float, tuple[Address, ...]]] = OrderedDict()
 
@@ -83,6 +85,8 @@ class KnownHolders:
     def add(self, keys: Iterable[bytes], holder: Address) -> None:
         now = self._clock()
         with self._lock:
+            if self._struck_out.get(holder, now) > now:
+                return
             for key in keys:
                 _, before = self._found.pop(key, (0.0, ()))
                 others = [one for one in before if one != holder][-MAX_HOLDERS + 1 :]
@@ -96,16 +100,25 @@ class KnownHolders:
         with self._lock:
             self._remove(key, holder)
 
-    def remove_engine(self, holder: Address) -> None:
-        """Forget all chunks of an engine, which does not answer."""
+    def strike_out(self, holder: Address) -> None:
+        """Forget all chunks of an engine that cannot be read, and for a while what others say of it."""
         with self._lock:
+            self._struck_out[holder] = self._clock() + STRUCK_OUT_SECONDS
             for key in [key for key, (_, holders) in self._found.items() if holder in holders]:
                 self._remove(key, holder)
 
-    def expire(self) -> None:
-        """Forget what was found long ago."""
-        oldest = self._clock() - FRESH_SECONDS
+    def readmit(self, holder: Address) -> None:
+        """End a strike-out, because the engine has answered."""
         with self._lock:
+            self._struck_out.pop(holder, None)
+
+    def expire(self) -> None:
+        """Forget what was found long ago, and strike-outs that are over."""
+        now = self._clock()
+        oldest = now - FRESH_SECONDS
+        with self._lock:
+            for holder in [one for one, until in self._struck_out.items() if until <= now]:
+                del self._struck_out[holder]
             late = list(takewhile(lambda key: self._found[key][0] < oldest, self._found))
             for key in late:
                 del self._found[key]

@@ -52,7 +52,7 @@ from kvferry.tiers.host.arena import Arena
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.storage_tier import StorageTier, StoreUsage
+from kvferry.tiers.storage_tier import LateFetch, StorageTier, StoreUsage
 from kvferry.transport.addresses import AllowedPeers, PortRange, engine_text
 from kvferry.transport.agent import Agent, restrict_ucx_to
 from kvferry.transport.handshake import Address
@@ -73,12 +73,16 @@ _FIRST_SECONDS = 6 * TRY_SECONDS
 # hangs for longer, the oldest are lost: then the directory is stale until all is published again.
 _MOST_CHANGES = 1 << 18
 
+_UNREACHED = "see whether that engine runs, and whether this machine reaches it"
 _ADVICE = {
     GetOutcome.CORRUPT: "the bytes that arrived differ from those of the engine that has the chunk: check "
     "the network, and report this to kvferry's authors",
     GetOutcome.OTHER_SHAPE: "the namespace is the same, the size is not: report this to kvferry's authors",
-    GetOutcome.IO_ERROR: "see whether that engine runs, and whether this machine reaches it",
+    GetOutcome.IO_ERROR: _UNREACHED,
+    GetOutcome.LATE: _UNREACHED,
 }
+# Divisor of the arena that gives how many bytes late READs may hold. Beyond that, the tier pauses.
+_LATE_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +135,15 @@ class FleetTier(StorageTier):
     def stats(self) -> TierStats:
         return self._counter.stats()
 
+    @property
+    def paused(self) -> bool:
+        return (
+            self._reader is not None
+            and self._reader.late_bytes * _LATE_SHARE > self._place.arena.region.length
+        )
+
     def find(self, keys: Sequence[bytes], hints: Sequence[Address] = ()) -> LookUp | None:
-        if self._reader is None or not keys:
+        if self._reader is None or not keys or self.paused:
             return None
         asked = [*dict.fromkeys((*hints, *self._settings.addresses))]
         if self._own in asked:
@@ -157,18 +168,24 @@ class FleetTier(StorageTier):
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
         outcome, why = GetOutcome.ABSENT, ""
+        late: LateFetch | None = None
         for holder in self._holders.of(key):
             try:
                 outcome = self._get_from(holder, key, group, into)
             except TransferError as error:
                 outcome, why = GetOutcome.IO_ERROR, f"engine {holder[0]}:{holder[1]}: {error}"
-                self._holders.remove_engine(holder)
+                self._holders.strike_out(holder)
+                if isinstance(error, LateFetch):
+                    outcome, late = GetOutcome.LATE, error
+                    break
             if outcome is GetOutcome.HIT:
                 break
             if outcome is not GetOutcome.BUSY:
                 self._holders.remove(key, holder)
         if self._counter.count_get(outcome) and (advice := _ADVICE.get(outcome)):
             logger.warning("fleet tier: %s of chunk %s (%s); %s", outcome, key.hex(), why or "fetch", advice)
+        if late is not None:
+            raise late
         return outcome
 
     def usage(self) -> StoreUsage:
@@ -184,6 +201,8 @@ class FleetTier(StorageTier):
 
     def refresh(self) -> int:
         self._holders.expire()
+        if self._reader is not None:
+            self._reader.poll_late()
         return 0
 
     def close(self) -> None:
@@ -211,7 +230,6 @@ class FleetTier(StorageTier):
         with ExitStack() as started:
             with restrict_ucx_to(place.host, place.ports):
                 agent = Agent(f"kvferry-fleet/{words.incarnation:x}/{new_incarnation():x}")
-            started.callback(agent.close)
             agent.register([arena, Region(words.address, words.array.nbytes)])
             validator = MetadataValidator(partial(MetadataSandbox, place.host, place.ports))
             started.callback(validator.close)
@@ -256,7 +274,8 @@ class FleetTier(StorageTier):
             self._silent.discard(holder)
             if self.server is not None and answer.incarnation == self.server.incarnation:
                 self._own = holder
-            else:
+            elif self._reader is not None and not self._reader.is_late(answer.incarnation):
+                self._holders.readmit(holder)
                 mask = answer.mask(len(keys))
                 self._holders.add([keys[at] for at in np.flatnonzero(mask)], holder)
         if look_up is not None:
@@ -278,8 +297,7 @@ class FleetTier(StorageTier):
         reader = self._reader
         if reader is None:
             raise TransferError("the tier is not started")
-        address = np.frombuffer(into, np.uint8).ctypes.data
-        reader.read(place.incarnation, place.offset, address, place.bytes)
+        reader.read(place.incarnation, place.offset, into)
         try:
             if content_digest(self._namespace, key, group, into) == place.digest:
                 return GetOutcome.HIT

@@ -10,7 +10,7 @@ A slot has these states:
     FREE ─reserve→ FILLING ─commit→ READY ─evict→ FREE
                       │               └─evict during a read→ EVICTED ─last close→ FREE
                       ├─abort→ FREE
-                      └─clear→ EVICTED ─commit or abort→ FREE
+                      └─abandon, clear→ EVICTED ─commit or abort→ FREE
 
 Only a READY chunk can be opened by its key. A `Slot` is a *hold*, which keeps the memory from being reused:
 the fill has one, and so has each read. The caller releases it when all ranks have finished and no copy or I/O
@@ -202,6 +202,16 @@ class HostTier:
         if chunk is not None:
             self._free_if_unused(chunk)
             self.counters.dropped[HostDropReason.FAILED] += 1
+
+    def abandon(self, slot: Slot) -> bool:
+        """Let the chunk be filled in another slot. This one is not reused before `abort`.
+
+        Return False if `clear` has dropped it since `reserve`.
+        """
+        if self._filling.get(slot.key) is not self._fills[slot.serial]:
+            return False
+        del self._filling[slot.key]
+        return True
 
     def open(self, key: bytes) -> Slot | None:
         """Hold a chunk for reading until `close`, and count a use; or count a miss and return None."""

@@ -125,6 +125,15 @@ class Serving(RuleBasedStateMachine):
             del self.wanted[slot.key]
             self.expected.dropped[HostDropReason.FAILED] += 1
 
+    @precondition(lambda self: self.fills)
+    @rule(data=st.data())
+    def abandon(self, data):
+        slot = self.drawn(data, self.fills)
+        wanted = self.wanted.get(slot.key) == slot
+        assert self.host.abandon(slot) == wanted
+        if wanted:
+            del self.wanted[slot.key]
+
     @rule(data=st.data())
     def open(self, data):
         key = self.drawn_key(data)
