@@ -184,6 +184,7 @@ class AskingScheduler:
             clock=time.monotonic,
         )
         events = EventStream(MetricsListener(), TraceBuffer(100))
+        speeds = _measured_speeds()
         tiers = TierSource(
             self.cache,
             self._prompts,
@@ -192,7 +193,7 @@ class AskingScheduler:
             events,
             workers=1,
             most_loads=config.tier_loads,
-            bid_per_tier=policy == "cost",
+            speeds=speeds if policy == "cost" else None,
         )
         card = RankCard(ranks[0], b"", 4096, 64, _INCARNATION)
         theirs, ours = (Facts(name, _INCARNATION, "kvferry bench", {}) for name in ("peer", "engine"))
@@ -212,7 +213,6 @@ class AskingScheduler:
             idle=lambda: False,
         )
         self.sources: tuple[Source, ...] = self._peers, tiers
-        speeds = _measured_speeds()
         self.admission = Admission(
             groups,
             loads=loads,

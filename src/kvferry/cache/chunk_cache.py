@@ -128,8 +128,8 @@ class ChunkCache:
         arrived: set after each read of a slow tier; tests pass one.
 
     Attributes:
-        tiers: names of host memory and of the slow tiers, by tier number.
-        bits: their bits in the key table, by tier number.
+        tiers: names of host memory and of the slow tiers, in the order of the configuration.
+        bits: their bits in the key table, in the same order.
         incoming: chunks that are being read, by key.
         events: counter that increases whenever `counts`, or the seconds of transfers here and in the slow
             tiers, may have changed, or what others count of chunks that were not stored.
@@ -164,7 +164,9 @@ class ChunkCache:
         # are few.
         self._formats = [chunk_group(group, 0) for group in groups]
         self._descriptions: dict[tuple[int, int], ChunkGroup] = {}
-        self._fastest_tier_tables: dict[tuple[bool, ...], TierNumbers] = {}
+        # Indices of the slow tiers, the fastest first. The first one is tier number 1.
+        self._order = tuple(range(len(self.slow_tiers)))
+        self._fastest_tier_tables: dict[tuple[tuple[int, ...], tuple[bool, ...]], TierNumbers] = {}
         self.incoming: dict[bytes, _Incoming] = {}
         self.fetches: list[Fetch] = []
         # Slots to which late reads may still write. They are freed in some later step.
@@ -191,12 +193,26 @@ class ChunkCache:
         ended = [one.ended for slow in self.slow_tiers for one in (slow.reads, slow.writes)]
         return self.fetches, self._to_write, *ended
 
+    def rank(self, seconds: Callable[[str], float]) -> None:
+        """Number the slow tiers by the expected seconds of a load, given their names.
+
+        Tiers with equal times keep their order.
+        """
+        if len(self.slow_tiers) > 1:
+            slow = self.slow_tiers
+            self._order = tuple(sorted(range(len(slow)), key=lambda at: seconds(slow[at].name)))
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        """Names of the tiers by tier number, the fastest first."""
+        return (HOST, *(self.slow_tiers[at].name for at in self._order))
+
     def tier_numbers(self, tags: Tags, without: Iterable[str] = ()) -> TierNumbers:
         """Return the number of the tier from which each chunk would be read now: int64 of shape (len(tags),).
 
-        It is 0 for host memory, n for the n-th slow tier, and `NO_TIER` for none. If the chunk is already
-        being read for another load, it is that of the slow tier from which it is being read, or `NO_TIER` if
-        that tier hangs or is named in `without`.
+        It is an index of `ranked`, and `NO_TIER` for no tier. If the chunk is already being read for another
+        load, it is that of the slow tier from which it is being read, or `NO_TIER` if that tier hangs or is
+        named in `without`.
         """
         names = frozenset(without)
         # No read should start if earlier ones hang, or the tier pauses after failures.
@@ -216,7 +232,8 @@ class ChunkCache:
         """Begin to search for chunks in tiers (`StorageTier.find`), each for those that no faster one has."""
         found = []
         numbers = self.tier_numbers(tags_of(keys)) if keys else ()
-        for number, slow in enumerate(self.slow_tiers, 1):
+        for number, at in enumerate(self._order, 1):
+            slow = self.slow_tiers[at]
             if not slow.tier.find_seconds:
                 continue
             lacking = [key for key, fastest in zip(keys, numbers, strict=True) if fastest > number]
@@ -227,9 +244,9 @@ class ChunkCache:
     @property
     def searched(self) -> tuple[Sequence[str], float] | None:
         """Tiers that are faster than all that search, and the longest time of a search; None if none does."""
-        times = [slow.tier.find_seconds for slow in self.slow_tiers]
+        times = [self.slow_tiers[at].tier.find_seconds for at in self._order]
         first = next((number for number, seconds in enumerate(times, 1) if seconds), None)
-        return None if first is None else (self.tiers[:first], max(times))
+        return None if first is None else (self.ranked[:first], max(times))
 
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)
@@ -320,7 +337,7 @@ class ChunkCache:
     def origin(self, fetch: Fetch) -> str:
         """Return the name of the slowest tier from which chunks of a fetch have been or are being read."""
         names = self.awaited_tiers(fetch) | fetch.tiers
-        return next((name for name in reversed(self.tiers) if name in names), HOST)
+        return next((name for name in reversed(self.ranked) if name in names), HOST)
 
     def await_reads(self) -> None:
         """Wait a moment for reads to end, unless a load can go on. For a step that computes nothing."""
@@ -408,15 +425,17 @@ class ChunkCache:
     def _fastest_tier_table(self, allowed: tuple[bool, ...]) -> TierNumbers:
         """Return a table that maps `KeyTable.tier_bits` to the number of the fastest allowed tier among them.
 
-        It is int64 of shape (1 << MAX_TIERS,), with `NO_TIER` for none. `allowed` is by tier number.
+        It is int64 of shape (1 << MAX_TIERS,), with `NO_TIER` for none. `allowed` is in the order of `tiers`.
         """
-        if allowed not in self._fastest_tier_tables:
+        case = self._order, allowed
+        if case not in self._fastest_tier_tables:
             marks = np.arange(1 << MAX_TIERS)
-            found = self._fastest_tier_tables[allowed] = np.full(len(marks), NO_TIER)
-            for number in reversed(range(len(self.bits))):
-                if allowed[number]:
-                    found[(marks & self.bits[number]) != 0] = number
-        return self._fastest_tier_tables[allowed]
+            found = self._fastest_tier_tables[case] = np.full(len(marks), NO_TIER)
+            order = (0, *(at + 1 for at in self._order))
+            for number, at in reversed([*enumerate(order)]):
+                if allowed[at]:
+                    found[(marks & self.bits[at]) != 0] = number
+        return self._fastest_tier_tables[case]
 
     def _incoming_tiers(self, tags: Tags, without: frozenset[str]) -> TierNumbers:
         """Return the number of the slow tier from which each chunk is being read; 0 if it is not.
@@ -424,8 +443,8 @@ class ChunkCache:
         `NO_TIER` stands for a tier that hangs or is excluded. `incoming` must not be empty.
         """
         reads = [
-            NO_TIER if slow.name in without or slow.reads.stuck else number
-            for number, slow in enumerate(self.slow_tiers, 1)
+            NO_TIER if slow.name in without or slow.reads.stuck else self._order.index(at) + 1
+            for at, slow in enumerate(self.slow_tiers)
         ]
         coming = tags_of(list(self.incoming))
         tier_numbers = np.array([reads[one.source] for one in self.incoming.values()], np.int64)
@@ -448,9 +467,9 @@ class ChunkCache:
         elif (slot := self.host.hold(want.key)) is not None:
             self._add_ready(fetch, want, slot, HOST)
         elif sources := [
-            number
-            for number, slow in enumerate(self.slow_tiers)
-            if slow.name not in fetch.without and slow.known([want.key])[0]
+            at
+            for at in self._order
+            if self.slow_tiers[at].name not in fetch.without and self.slow_tiers[at].known([want.key])[0]
         ]:
             # Not counted as dropped, because the fetch tries again in the next step.
             slot = self.reserve(want.key, want.group, counted=False)

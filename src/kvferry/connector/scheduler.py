@@ -148,6 +148,7 @@ class SchedulerHalf:
                 parts=self.parts,
                 adapters=adapters,
                 events=events,
+                speeds=speeds,
                 namespace=namespace,
                 keys=keys,
                 describe_blocks=describe_blocks,

@@ -16,7 +16,7 @@ from kvferry.cache.chunk_cache import ChunkCache, Fetch
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
-from kvferry.connector.bids import Bid, PlaceTokens
+from kvferry.connector.bids import Bid, PlaceTokens, Speeds
 from kvferry.connector.content import Prompts
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
@@ -182,18 +182,19 @@ class TierSource:
         *,
         workers: int,
         most_loads: int,
-        bid_per_tier: bool = False,
+        speeds: Speeds | None = None,
     ) -> None:
         """Create the source. It has no requests yet.
 
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
             most_loads: maximum number of concurrent loads.
-            bid_per_tier: True to bid also for shorter prefixes that need no chunk of the slowest tiers, so
-                that the source policy can choose a shorter but faster load.
+            speeds: measured speeds of the tiers, if the source policy estimates times. A chunk is then read
+                from the tier that is expected to be the fastest, and there are also bids for shorter prefixes
+                that need no chunk of the slowest tiers. None to read in the order of the configuration.
         """
         self._cache, self._prompts, self._groups, self._events = cache, prompts, groups, events
-        self._workers, self._most_loads, self._bid_per_tier = workers, most_loads, bid_per_tier
+        self._workers, self._most_loads, self._speeds = workers, most_loads, speeds
         self._labels, self._widest_group = canonical.labels, widest_group(canonical.groups)
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
@@ -228,6 +229,9 @@ class TierSource:
         state.coverage = found = None
         searching = False
         if chunks is not None:
+            if self._speeds is not None:
+                missing = request.num_tokens - local_tokens
+                self._cache.rank(partial(self._speeds.load_seconds, tokens=missing))
             if state.searches is None:
                 state.searches = ()
                 if self._cache.searched is not None:
@@ -274,7 +278,7 @@ class TierSource:
             ends, slowest = found.longest(slowest)
             if ends > local_tokens:
                 bids.append(self._bid(found, local_tokens, ends))
-            if not self._bid_per_tier:
+            if self._speeds is None:
                 break
         return bids
 
@@ -302,7 +306,7 @@ class TierSource:
         """Return a bid that says how many tokens of the range ``[first, last)`` each tier provides."""
         # The group that needs the most chunks stands for all.
         sums = found.tokens_by_tier(self._widest_group, first, last)
-        names = self._cache.tiers
+        names = self._cache.ranked
         return Bid(TIERS, tuple([PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums)]))
 
     def _why_none(

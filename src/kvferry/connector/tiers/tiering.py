@@ -15,6 +15,7 @@ from kvferry.cache.pinned import PinnedChunks
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
+from kvferry.connector.bids import Speeds
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.config import ConnectorConfig, Tiers, check_snapshot_tokens
 from kvferry.connector.content import Adapters, Prompts
@@ -132,6 +133,7 @@ class Tiering:
         parts: PartBlocks,
         adapters: Adapters,
         events: EventStream,
+        speeds: Speeds,
         namespace: NamespaceOf,
         keys: Keys | None = None,
         describe_blocks: DescribeBlocks | None = None,
@@ -210,8 +212,7 @@ class Tiering:
             events,
             workers=len(ranks),
             most_loads=config.tier_loads,
-            # Only a policy that estimates times can prefer a shorter prefix from faster tiers.
-            bid_per_tier=config.source_policy == "cost",
+            speeds=speeds if config.source_policy == "cost" else None,
         )
         self._stores = StoreOrders(self._cache, pool, len(ranks), canonical.labels, events)
         chunk_tokens = canonical.chunk_tokens

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.bids import Speeds
 from kvferry.connector.blocks import PartBlocks
 from kvferry.connector.config import ConnectorConfig, Tiers
 from kvferry.connector.content import Adapters
@@ -50,6 +51,7 @@ def start(rank: RankGeometry, wake: threading.Event) -> Tiering:
         parts=PartBlocks(rank.groups, pool),
         adapters=Adapters(),
         events=EventStream(),
+        speeds=Speeds(),
         namespace=lambda _: pytest.fail("no tier in storage"),
         wake=wake.set,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.tier_queue import STUCK_SECONDS
-from kvferry.connector.bids import PlaceTokens
+from kvferry.connector.bids import PlaceTokens, Speeds
 from kvferry.connector.content import Prompts
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
@@ -27,7 +27,7 @@ from support.fake_engine import FakeEngine, PartialHalf
 from support.loads import made_up_load
 from support.lora import adapter, slow_files
 from support.models import attention, model
-from support.slow_tiers import answer, fake_tiers, queue_by_hand, table_of
+from support.slow_tiers import answer, fake_tiers, jobs_of, queue_by_hand, table_of
 
 CHUNK, PROMPT = 8, 28
 RANKS = lay_out(model(attention()), EngineShape(1, (1,), 4, "LBHNC", 99))
@@ -400,7 +400,7 @@ def test_the_tail_of_a_prefix_is_loaded_if_its_head_is_gone():
 
 
 def test_bids_with_fewer_tiers_are_made_if_configured():
-    engine = with_tiers([0, 1], [0, 1, 2, 3], most_loads=1, bid_per_tier=True)
+    engine = with_tiers([0, 1], [0, 1, 2, 3], most_loads=1, speeds=Speeds())
     assert parts(engine.source.ask(engine.one, 0).bids) == [{"file": 16, "object": 12}, {"file": 16}]
     store(engine, 0)
     assert parts(engine.source.ask(engine.one, 0).bids) == [
@@ -410,6 +410,29 @@ def test_bids_with_fewer_tiers_are_made_if_configured():
     ]
     store(engine, 1, 2, 3)
     assert parts(engine.source.ask(engine.one, 0).bids) == [{"host": 28}], "slower tiers bring nothing"
+
+
+def test_a_chunk_in_two_tiers_is_read_from_the_one_that_is_expected_to_be_faster():
+    speeds, everything = Speeds(), [0, 1, 2, 3]
+    engine = with_tiers(everything, everything, speeds=speeds)
+    for place, seconds in (("file", 2.0), ("object", 1.0)):
+        speeds.record_load([PlaceTokens(place, PROMPT)], seconds)
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"object": PROMPT}]
+    speeds.record_load([PlaceTokens("object", PROMPT)], 9.0)
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"file": PROMPT}]
+    speeds.record_load([PlaceTokens("file", PROMPT)], 90.0)
+    assert parts(engine.source.ask(engine.one, 0).bids) == [{"object": PROMPT}]
+    begin(engine)
+    assert [len(jobs_of(queue)) for queue in engine.queues] == [0, 4]
+    read(engine, 1, GetOutcome.ABSENT, tier=1)
+    engine.cache.poll()
+    assert [len(jobs_of(queue)) for queue in engine.queues] == [1, 3], "the slower one is asked after all"
+
+
+def test_without_measured_speeds_the_order_of_the_configuration_decides():
+    everything = [0, 1, 2, 3]
+    assert parts([bid(with_tiers(everything, everything))]) == [{"file": PROMPT}]
+    assert parts([bid(with_tiers(everything, everything, speeds=Speeds()))]) == [{"file": PROMPT}]
 
 
 def lack(engine, local_tokens=0):
