@@ -34,6 +34,8 @@ def publishing(fake, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         class Publishing(fake):
             address = ""
             tokenized: list[dict[str, Any]]
+            rendered: list[tuple[str, dict[str, Any]]]
+            renders = True
             tokens: Any = TOKENS
 
             def app(self) -> Starlette:
@@ -41,6 +43,7 @@ def publishing(fake, tmp_path: Path) -> Iterator[Callable[..., Any]]:
                     Route("/kv_event_sources", self.sources),
                     Route("/metrics", self.page),
                     Route("/tokenize", self.tokenize, methods=["POST"]),
+                    Route("/v1/{of}/render", self.render, methods=["POST"]),
                 ]
                 return Starlette(routes=[*routes, *super().app().routes])
 
@@ -60,12 +63,16 @@ def publishing(fake, tmp_path: Path) -> Iterator[Callable[..., Any]]:
                     else JSONResponse({"tokens": self.tokens})
                 )
 
+            async def render(self, request: Request) -> Response:
+                self.rendered.append((request.path_params["of"], await request.json()))
+                return JSONResponse({"token_ids": self.tokens}) if self.renders else Response(status_code=404)
+
             def publish(self, tokens: list[int], **more: Any) -> None:
                 self.publisher.publish(KVEventBatch(ts=0.0, events=[stored(tokens, BLOCK, **more)]))
 
         def make(address: str = "", tokens: int = 0, **more: Any) -> Publishing:
             engine = Publishing(**more)
-            engine.address, engine.tokenized = address, []
+            engine.address, engine.tokenized, engine.rendered = address, [], []
             engine.endpoint = f"ipc://{tmp_path}/{id(engine)}"
             engine.publisher = ZmqEventPublisher(
                 0, endpoint=engine.endpoint, replay_endpoint=f"{engine.endpoint}-replay"
@@ -153,11 +160,54 @@ def test_an_engine_tokenises_texts_and_chats(publishing, ready):
         ("/v1/completions", {"prompt": "short"}),
         ("/v1/completions", {"prompt": [LONG, LONG]}),
         ("/v1/completions", {"prompt": LONG, "prompt_logprobs": 1}),
-        ("/v1/messages", {"messages": chat["messages"]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image, LONG]}]}),
     ):
         assert hint(asked(scene, other, session, path, **body)) is None
     assert not other.tokenized
+
+
+@pytest.fixture
+def told(publishing, ready) -> tuple[Any, Callable[..., Any]]:
+    """An engine beside the one that has a prompt, and a function: the hint that it gets with a request."""
+    holder, other = publishing(FIRST, 640), publishing()
+    scene = ready(holder, other, blocks=40)
+    session = session_of(scene, other)
+    return other, lambda path, **body: hint(asked(scene, other, session, path, **body))
+
+
+MESSAGES = {"system": "Be brief.", "messages": [{"role": "user", "content": LONG}]}
+RESPONSE = {"instructions": "Be brief.", "input": LONG}
+
+
+def test_an_engine_renders_messages_and_responses_as_it_does_to_serve_them(told):
+    other, hinted = told
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": LONG}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "7"},
+    ]
+    assert hinted("/v1/messages", **MESSAGES) == [FIRST]
+    assert hinted("/v1/responses", **RESPONSE) == [FIRST]
+    assert hinted("/v1/responses", input=items) == [FIRST]
+    assert [of for of, _ in other.rendered] == ["messages", "responses", "responses"]
+    for (_, body), sent in zip(other.rendered, (MESSAGES, RESPONSE, {"input": items}), strict=True):
+        assert sent.items() <= body.items()
+    other.rendered.clear()
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
+    assert hinted("/v1/responses", input=[*items, image]) is None
+    assert hinted("/v1/responses", input="short") is None
+    assert hinted("/v1/embeddings", input=LONG) is None
+    assert not other.rendered
+    assert not other.tokenized
+
+
+def test_an_engine_that_does_not_render_is_asked_once(told):
+    other, hinted = told
+    other.renders = False
+    for _ in range(2):
+        assert hinted("/v1/messages", **MESSAGES) is None
+    assert hinted("/v1/responses", **RESPONSE) is None
+    assert [of for of, _ in other.rendered] == ["messages", "responses"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from kvferry.tools.serving.router.metrics import AloneReason
 from kvferry.tools.serving.router.prefilling import Prefilling
 from kvferry.tools.serving.router.prefixes import LEAST_TOKENS, Prefixes, PrefixHolders
 from kvferry.tools.serving.router.prompts import estimated_tokens, has_media
+from kvferry.tools.serving.router.replies import RESPONSES
 from kvferry.tools.serving.router.settings import RouterSettings
 from kvferry.tools.serving.router.upstream import EngineClient
 
@@ -100,8 +101,10 @@ class CompletionFlow:
         """Find the engines that have a prefix of the prompt, if the engine that gets it may lack it."""
         path, body, session = completion.call.path, completion.body, completion.session
         # Trusted bodies are relayed unchanged. Engines do not read what a hint names for requests that
-        # decode alone for reasons of their own.
-        if self._settings.trust_kv_params or decodes_alone(path, body) or has_media(body):
+        # decode alone for reasons of their own. A response may, because a decode engine computes it alone.
+        if self._settings.trust_kv_params or has_media(body) or completion.keeper is not None:
+            return PrefixHolders()
+        if decodes_alone(path, body) and path != RESPONSES:
             return PrefixHolders()
         if estimated_tokens(body) < LEAST_TOKENS:
             return PrefixHolders()

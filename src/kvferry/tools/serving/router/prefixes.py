@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from kvferry.tools.serving.router.block_index import BlockIndex, HostBlocks
 from kvferry.tools.serving.router.bodies import withdrawal_headers
 from kvferry.tools.serving.router.kv_events import EventFollower, Publisher
 from kvferry.tools.serving.router.metrics import FollowedRank
-from kvferry.tools.serving.router.prompts import prompt_tokens, tokenize_body
+from kvferry.tools.serving.router.prompts import TOKENIZE, prompt_tokens, tokenize_request
 from kvferry.tools.serving.router.replies import Headers
 from kvferry.tools.serving.router.upstream import BROKEN, EngineClient, read_whole
 from kvferry.transport import MAX_REMOTE_CACHES
@@ -38,7 +39,6 @@ _log = logging.getLogger("kvferry.router")
 LEAST_TOKENS = 256
 """Engines read whole chunks of each other, by default of so many tokens. Fewer are not worth a question."""
 
-TOKENIZE = "/tokenize"
 # Longer than an engine takes for a prompt of a million tokens. Then the request goes on without the answer.
 _TOKENIZE_SECONDS = 1.0
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
@@ -106,6 +106,8 @@ class Prefixes:
         self.index = BlockIndex()
         self._engines, self._seconds = engines, seconds
         self._followed: dict[Backend, _FollowedEngine] = {}
+        # Endpoints that runs of engines lack: (engine, `Backend.losses`, path).
+        self._missing: set[tuple[Backend, int, str]] = set()
         self._client: EngineClient
 
     async def run(self, client: EngineClient) -> None:
@@ -141,8 +143,8 @@ class Prefixes:
         if not len(self.index):
             return PrefixHolders()
         tokens = prompt_tokens(body)
-        if tokens is None and tokenizer is not None and (asked := tokenize_body(path, body)) is not None:
-            tokens = await self._tokenized(tokenizer, asked, headers)
+        if tokens is None and tokenizer is not None and (asked := tokenize_request(path, body)) is not None:
+            tokens = await self._tokenized(tokenizer, *asked, headers)
         if not tokens:
             return PrefixHolders()
         model, salt = body.get("model"), body.get("cache_salt")
@@ -158,13 +160,21 @@ class Prefixes:
             )
         )
 
-    async def _tokenized(self, backend: Backend, body: bytes, headers: Headers) -> list[int] | None:
+    async def _tokenized(
+        self, backend: Backend, path: str, body: bytes, headers: Headers
+    ) -> list[int] | None:
         """Have an engine tokenise a prompt. Return None if it cannot, or takes too long."""
+        missing = backend, backend.losses, path
+        if missing in self._missing:
+            return None
         with suppress(*BROKEN, TimeoutError, ValueError, RecursionError, KeyError, TypeError):
             async with asyncio.timeout(_TOKENIZE_SECONDS):
-                asked = self._client.opened("POST", backend, TOKENIZE, withdrawal_headers(headers), body)
+                asked = self._client.opened("POST", backend, path, withdrawal_headers(headers), body)
                 async with asked as response:
-                    tokens = json.loads((await read_whole(response)).body)["tokens"]
+                    reply = await read_whole(response)
+            if reply.status == HTTPStatus.NOT_FOUND:
+                self._missing.add(missing)
+            tokens = json.loads(reply.body)["tokens" if path == TOKENIZE else "token_ids"]
             return prompt_tokens({"prompt": tokens})
         return None
 

@@ -11,13 +11,15 @@ import xxhash
 
 from kvferry.tools.serving.router.backends import Backend
 from kvferry.tools.serving.router.bodies import CHAT, COMPLETIONS, api_of, encoded
+from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES
 
 # About what tokenizers need for English text. It decides where to compute, never what.
 _BYTES_PER_TOKEN = 4
 _MAX_SESSIONS = 10_000
-_BESIDE_MESSAGES = ("system", "tools", "documents")
+_BESIDE_MESSAGES = ("system", "instructions", "tools", "documents")
 # Fields that change the tokens of a prompt or the blocks that it may share.
 _CONTEXT = ("model", "cache_salt", "chat_template", "chat_template_kwargs", *_BESIDE_MESSAGES)
+TOKENIZE = "/tokenize"
 # Fields that vLLM's ``/tokenize`` takes of a completion, beside its prompt, and of a chat.
 _PLAIN = ("model", "add_special_tokens")
 _TOKENIZED = (
@@ -30,7 +32,8 @@ _TOKENIZED = (
     "continue_final_message",
 )
 _TEXT_PARTS = (
-    "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"
+    "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use",
+    "tool_result", "function_call", "function_call_output", "reasoning",
 )  # fmt: skip
 
 
@@ -67,21 +70,24 @@ def prompt_tokens(body: Mapping[str, Any]) -> list[int] | None:
     return prompt if all(type(one) is int and 0 <= one < 1 << 32 for one in prompt) else None
 
 
-def tokenize_body(path: str, body: Mapping[str, Any]) -> bytes | None:
-    """Return the body of the request that makes an engine tokenise a prompt; None if none would be exact."""
+def tokenize_request(path: str, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
+    """Return the path and body with which an engine tokenises a prompt; None if neither would be exact."""
     api, prompt = api_of(path, body), _prompt(body)
+    if api in (MESSAGES, RESPONSES):
+        # vLLM converts these to its own chats, in ways that change from release to release.
+        return f"{api}/render", encoded(body)
     if api == CHAT:
         asked = {key: body[key] for key in _TOKENIZED if body.get(key) is not None}
     elif api == COMPLETIONS and isinstance(prompt, str):
         asked = {"prompt": prompt, **{key: body[key] for key in _PLAIN if body.get(key) is not None}}
     else:
         return None
-    return encoded(asked)
+    return TOKENIZE, encoded(asked)
 
 
 def has_media(body: dict[str, Any]) -> bool:
     """Return whether the messages have parts other than text, whose number of tokens is unknown."""
-    pending = [body.get("messages")]
+    pending = [body.get("messages"), body.get("input")]
     while pending:
         one = pending.pop()
         if isinstance(one, list):
@@ -142,7 +148,7 @@ class Turns:
 
 
 def _prompt(body: Mapping[str, Any]) -> Any:
-    prompt = body.get("prompt", body.get("messages"))
+    prompt = next((body[field] for field in ("prompt", "messages", "input") if field in body), None)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         return prompt[0]
     return prompt
