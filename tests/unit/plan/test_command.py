@@ -89,9 +89,9 @@ JSON_KEYS = {
     "model", "tokens", "source", "destination", "kv_bytes_per_token", "state_bytes", "page_bytes",
     "to_page_bytes", "pages", "descriptors", "bytes", "full_attention_bytes", "run_bytes", "block_run_bytes",
     "strategy", "read_descriptors", "read_bytes", "seconds", "groups", "refused", "notes", "tiers",
-    "curve",
+    "fleet", "curve",
 }  # fmt: skip
-OF_THE_WHOLE = {"model", "source", "destination", "groups", "refused", "notes", "tiers", "curve"}
+OF_THE_WHOLE = {"model", "source", "destination", "groups", "refused", "notes", "tiers", "fleet", "curve"}
 GROUP_KEYS = JSON_KEYS - OF_THE_WHOLE | {
     "kind", "attention_span", "fields", "layers", "block_tables", "moves_as",
 }  # fmt: skip

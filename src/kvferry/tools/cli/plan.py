@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvferry.tools.models import ModelReading
+    from kvferry.tools.plan.fleet import FleetForecast
     from kvferry.tools.plan.forecast import Forecast
     from kvferry.tools.plan.kept import KeptSettings, TierForecast
     from kvferry.tools.plan.side import EngineSide
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # The defaults of `KeptSettings`, which would load numpy here, and `--help` has to stay fast.
 _STEP_TOKENS, _PROMPT_TOKENS = 8192, 128 << 10
+_HOST_MEMORY = "64GiB"
 DTYPE_HELP = "Element type of the KV cache: auto, float32, bfloat16, fp8, ..."
 FIRST_SNAPSHOT_HELP = (
     "First position of a snapshot for shared prefixes, 0 for none; by default the connector's."
@@ -120,6 +122,10 @@ class PlanOptions:
     )
     first_snapshot_tokens: int | None = count(None, FIRST_SNAPSHOT_HELP)
     kept_tokens: int = count(_PROMPT_TOKENS, "For the tiers: tokens of the prompt to store.")
+    engines: int | None = count(None, "Engines of a fleet that read each other's host memory.")
+    host_memory: str | None = option(
+        None, "SIZE", "For --engines: host memory of each engine; by default 64GiB."
+    )
     trace: str | None = option(
         None, "TRACE", "Trace as for `kvferry replay`: adds the hit rate by host memory to --html and --json."
     )
@@ -194,16 +200,23 @@ def plan(options: PlanOptions) -> None:
     )
     # Also for a refused transfer: tiers do not need the other engine.
     kept = forecast_tiers(reading, source, settings)
+    fleet = None
+    if options.engines is not None:
+        from kvferry.tools.plan.fleet import forecast_fleet
+
+        fleet = forecast_fleet(kept, options.engines, options.host_memory or _HOST_MEMORY, pricing.costs)
     curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options.kv_cache_memory)
     if options.html is not None and not transfer.refused:
         from kvferry.tools.plan.page import picture
 
-        write_file(options.html, picture(transfer, reading, separate=separate, more=_sections(kept, curve)))
+        write_file(
+            options.html, picture(transfer, reading, separate=separate, more=_sections(kept, fleet, curve))
+        )
     # Output comes before the exit codes below, also after Ctrl-C: all but the curve is known by then.
     if options.as_json:
-        _print_json(transfer, kept, curve)
+        _print_json(transfer, kept, fleet, curve)
     else:
-        _print(transfer, kept, options.html)
+        _print(transfer, kept, fleet, options.html)
     if not curve.complete:
         raise SystemExit(INTERRUPTED)
     if transfer.refused:
@@ -232,6 +245,8 @@ def _check_options(options: PlanOptions) -> None:
     for name, value in of_trace.items():
         if value is not None and options.trace is None:
             raise ConfigError(f"{name} is for the curve of a trace; add --trace FILE, or leave it out")
+    if options.host_memory is not None and options.engines is None:
+        raise ConfigError("--host-memory is for a fleet; add --engines COUNT, or leave it out")
 
 
 class _Curve(NamedTuple):
@@ -265,12 +280,14 @@ def _curve(
     return _Curve(points, about)
 
 
-def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
+def _sections(kept: TierForecast, fleet: FleetForecast | None, curve: _Curve) -> Iterator[str]:
     from kvferry.tools.plan.page.document import text_block
-    from kvferry.tools.plan.show import show_kept
+    from kvferry.tools.plan.show import show_fleet, show_kept
 
     yield "<section><h2>Storage in the tiers</h2>"
     yield text_block(partial(show_kept, kept))
+    if fleet is not None:
+        yield text_block(partial(show_fleet, fleet))
     yield "</section>"
     if curve.points:
         from kvferry.tools.replay.page import curve_section
@@ -278,23 +295,26 @@ def _sections(kept: TierForecast, curve: _Curve) -> Iterator[str]:
         yield from curve_section(curve.points, curve.about)
 
 
-def _print(transfer: Forecast, kept: TierForecast, html: Path | None) -> None:
-    from kvferry.tools.plan.show import show, show_kept
+def _print(transfer: Forecast, kept: TierForecast, fleet: FleetForecast | None, html: Path | None) -> None:
+    from kvferry.tools.plan.show import show, show_fleet, show_kept
 
     report = Report.to_stdout()
     show(transfer, report)
     show_kept(kept, report)
+    if fleet is not None:
+        show_fleet(fleet, report)
     if not transfer.refused:
         report.text()
         report.note(f"The picture is in {html}." if html else "Next: --html FILE draws this transfer.")
 
 
-def _print_json(transfer: Forecast, kept: TierForecast, curve: _Curve) -> None:
-    from kvferry.tools.plan.show import as_json, kept_as_json
+def _print_json(transfer: Forecast, kept: TierForecast, fleet: FleetForecast | None, curve: _Curve) -> None:
+    from kvferry.tools.plan.show import as_json, fleet_as_json, kept_as_json
 
     points: list[dict[str, float]] = []
     if curve.points:  # without a trace, no simulation is imported
         from kvferry.tools.replay.curve import curve_as_json
 
         points = curve_as_json(curve.points)
-    print(json.dumps({**as_json(transfer), "tiers": kept_as_json(kept), "curve": points}))
+    more = {"tiers": kept_as_json(kept), "fleet": fleet and fleet_as_json(fleet), "curve": points}
+    print(json.dumps({**as_json(transfer), **more}))

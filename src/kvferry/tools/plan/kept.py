@@ -163,6 +163,7 @@ class StorageChoice:
     steps: SnapshotSteps
     snapshot_tokens: int
     snapshots: int
+    chunks: int  # of all groups, with the snapshots
     bytes: int
     # Largest distance in tokens between the ends of two successive loadable prefixes, with the start and the
     # end of the prompt. Of a prefix shared with another prompt, the engine recomputes at most this many
@@ -260,6 +261,7 @@ def _choice(form: StoredForm, prompt: int) -> StorageChoice:
         steps=form.steps,
         snapshot_tokens=form.snapshot_tokens,
         snapshots=sum(count for count, group in each if group.is_state),
+        chunks=sum(count + tail for count in counts),
         bytes=sum((count + tail) * group.file_bytes for count, group in each),
         gap_tokens=max(high - low for low, high in pairwise(ends)),
     )

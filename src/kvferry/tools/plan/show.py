@@ -11,6 +11,7 @@ from kvferry.geometry import GroupKind, GroupPattern
 from kvferry.tools.models import read_model
 from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.find import entries
+from kvferry.tools.plan.fleet import FleetForecast
 from kvferry.tools.plan.forecast import Forecast, LayerForecast, TransferEstimate
 from kvferry.tools.plan.kept import KeptGroup, TierForecast
 from kvferry.tools.plan.side import EngineSide
@@ -44,6 +45,12 @@ _GROUP_COLUMNS = (
     Column("chunk or snapshot", rank=1),
     Column("file size"),
     Column(f"files of {PER_TOKENS:,} tokens", rank=2),
+)
+_FLEET_COLUMNS = (
+    Column("prefix in another engine"),
+    Column("read"),
+    Column("time"),
+    Column("computing is as fast at", rank=1),
 )
 _SHARED_COLUMNS = (
     Column("shared"),
@@ -167,6 +174,28 @@ def show_kept(kept: TierForecast, report: Report) -> None:
         report.text(f"No prefix can be loaded: {kept.why_not}.")
 
 
+def show_fleet(fleet: FleetForecast, report: Report) -> None:
+    """Print the forecast of a fleet: what its host memory keeps, and reads by the length of the prefix."""
+    report.text()
+    memory = f"{format_bytes(fleet.host_bytes)} of host memory each"
+    report.heading(f"Fleet: {counted(fleet.engines, 'engine')} with {memory}")
+    report.text(f"an engine keeps {counted(fleet.tokens, 'token')}")
+    report.text(f"it finds up to {fleet.engines * fleet.tokens:,}, if no two engines keep the same")
+    directory = format_bytes(fleet.directory_bytes)
+    report.text(f"a directory of {counted(fleet.chunks, 'chunk')} takes {directory}")
+    report.text()
+    rows = [
+        [
+            f"{read.tokens:,}",
+            format_bytes(read.bytes),
+            format_seconds(read.seconds),
+            f"{format_count(round(read.tokens_per_second))} tokens/s",
+        ]
+        for read in fleet.reads
+    ]
+    report.table(_FLEET_COLUMNS, rows)
+
+
 def _kept_group(one: KeptGroup, chunk_tokens: int) -> Iterator[str]:
     yield f"{one.layers} {_named(one.group, _NAMES[one.group.kind])}"
     yield format_bytes(one.group.chunk_bytes)
@@ -246,6 +275,20 @@ def kept_as_json(kept: TierForecast) -> dict[str, Any]:
             for one in kept.shared
         ],
         "why_not": kept.why_not,
+    }
+
+
+def fleet_as_json(fleet: FleetForecast) -> dict[str, Any]:
+    """Return the forecast of a fleet as values that can be written as JSON."""
+    return {
+        "engines": fleet.engines,
+        "host_bytes": fleet.host_bytes,
+        "tokens": fleet.tokens,
+        "chunks": fleet.chunks,
+        "directory_bytes": fleet.directory_bytes,
+        "reads": [
+            {"tokens": read.tokens, "bytes": read.bytes, "seconds": read.seconds} for read in fleet.reads
+        ],
     }
 
 
