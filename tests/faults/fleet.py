@@ -27,10 +27,15 @@ async def _noticed(stage: Stage, name: str, misses: dict[str, int]) -> str:
     )
 
 
-async def _held(stage: Stage, trial: Trial, text: list[int], salt: str) -> None:
-    """Have the prefill engine answer a prompt, and keep its chunks in host memory."""
+async def _share_names(stage: Stage) -> None:
+    """Let both engines find each other's chunks. Other faults may have reset their caches."""
     for engine in (stage.prefill, stage.decode):
         await engine.do("share_names")
+
+
+async def _held(stage: Stage, trial: Trial, text: list[int], salt: str) -> None:
+    """Have the prefill engine answer a prompt, and keep its chunks in host memory."""
+    await _share_names(stage)
     await stage.asked(stage.prefill, trial, text, None, salt)
     await stage.prefill.until("tiers_are_idle")
 
@@ -150,6 +155,7 @@ async def lies(stage: Stage, trial: Trial, draw: random.Random) -> None:
         met.append(1)
         writer.close()
 
+    await _share_names(stage)
     adapter, stranger = stage.references.adapter_of(text), await asyncio.start_server(meet, STRANGER, 0)
     async with stage.fleet_directory() as server:
         run, chunks = await stage.prefill.do("directory_entries", text, salt, adapter)
