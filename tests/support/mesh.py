@@ -54,7 +54,7 @@ class Network:
         self.words: dict[int, Counter[int]] = {}
         self.opened = 0  # sealed grants
 
-    def server(self, host: str, port: Any, card: PeerInfo, *_: Any) -> NearServer:
+    def server(self, host: str, port: Any, card: PeerInfo, *_: Any, **__: Any) -> NearServer:
         one = NearServer(len(self.servers) + 1, card)
         self.servers[one.port] = one
         return one

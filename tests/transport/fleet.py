@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256, shake_128
 from multiprocessing import get_context
 
-from kvferry.cache.chunk_cache import ChunkCache, WantedChunk
+from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import canonical_form_of
@@ -150,7 +150,7 @@ class Reader(Engine):
     def begin(self, *names):
         """Fetch chunks. Return how many are known."""
         known = sum(self.find(*names))
-        self.fetch = self.cache.fetch([WantedChunk(name[-1], 0, name, 64) for name in names])
+        self.fetch = self.cache.fetch([PromptChunk(name[-1], 0, name, 64) for name in names])
         return known
 
     def end(self, seconds):

@@ -152,7 +152,7 @@ def row(draw: Any, chunks: int) -> list[int]:
 class Chunks:
     """A cache that says where chunks are, and notes what is fetched."""
 
-    tiers, searched = ("host", "file", "object"), None
+    ranked, searched = ("host", "file", "object"), None
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.wanted_chunks = rows, []

@@ -194,7 +194,7 @@ def test_a_refused_transfer_has_reasons_and_no_price(
     flags = ("Llama-3.1-8B", "--backend", UNPROVED, "--to-tp", "2")
     said = json.loads(refused(capsys, *flags, "--json"))
     assert said.keys() == {
-        "model", "tokens", "source", "destination", "refused", "notes", "tiers", "curve"
+        "model", "tokens", "source", "destination", "refused", "notes", "tiers", "fleet", "curve"
     }  # fmt: skip
     (reason,) = said["refused"]
     assert reason.startswith("layer 'layers.0' and 31 more: the peer's pages hold opaque ROCM_ATTN")

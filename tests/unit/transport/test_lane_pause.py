@@ -23,8 +23,8 @@ def sockets():
 
 
 def lane(awaited, *, in_flight: bool) -> SimpleNamespace:
-    packed = SimpleNamespace(awaited=None, in_flight=in_flight)
-    plan = SimpleNamespace(packed=[packed], verifications=[SimpleNamespace(awaited=awaited)])
+    segmented = SimpleNamespace(awaited=None, in_flight=in_flight)
+    plan = SimpleNamespace(segmented=[segmented], verifications=[SimpleNamespace(awaited=awaited)])
     return SimpleNamespace(_reads=[SimpleNamespace(plan=plan, handles=[])])
 
 

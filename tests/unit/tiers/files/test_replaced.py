@@ -154,10 +154,12 @@ def test_the_ledger_is_what_is_specified(store, cache):
 def test_the_directory_of_a_newer_release_in_its_place_is_left_alone(
     store, cache, newer: Callable[[Path], None]
 ):
+    number = cache.stat().st_ino
     shutil.rmtree(cache)
-    # Not the number of the one that is gone.
-    cache.with_name("hole").mkdir()
     cache.mkdir()
+    while cache.stat().st_ino == number:  # the one that is gone had the same
+        cache.rename(cache.with_name("other"))
+        cache.mkdir()
     newer(cache)
     before = {one.name: one.read_bytes() for one in cache.iterdir()}
     assert keep(store, 9) is PutOutcome.IO_ERROR
