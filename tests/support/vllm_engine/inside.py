@@ -615,10 +615,10 @@ def _grants(book: Any) -> dict[str, list[list[int]]]:
         found[ticket.hex()] = [ids.tolist() for ids in grant.block_ids]
         publish(ticket, lease, tokens, content, grant, **ready)
 
-    def more(lease: str, grant: Any, ready: int) -> None:
+    def more(lease: str, grant: Any) -> None:
         if (ticket := book._tickets.get(lease)) is not None:  # its readers may have left
             found[ticket.hex()] = [ids.tolist() for ids in grant.block_ids]
-        advance(lease, grant, ready)
+        advance(lease, grant)
 
     book.publish, book.advance = noted, more
     return found
