@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
 
 import psutil
 
@@ -22,6 +25,9 @@ _GPU_SHARE = 0.9
 _CPU_SHARE = 0.5
 # As uvicorn's: clients that connect at once must not be refused.
 _BACKLOG = 2048
+# Ports of well-known servers are below.
+_LEAST_PORT = 10_240
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
 
 
@@ -117,14 +123,26 @@ class ListenError(KVFerryError):
 
 def free_ports(count: int) -> list[int]:
     """Return `count` distinct free ports. Another process may take them before the caller uses them."""
-    sockets = [socket.socket() for _ in range(count)]
+    # An engine uses its ports a minute later. The system gives ports of its own range to others meanwhile.
+    below = _ports_below_ephemeral()
+    candidates = chain(random.sample(below, len(below)), repeat(0))
+    with ExitStack() as sockets:
+        found = list[int]()
+        while len(found) < count:
+            sock = sockets.enter_context(socket.socket())
+            with suppress(OSError):  # the port is taken
+                sock.bind(("127.0.0.1", next(candidates)))
+                found.append(sock.getsockname()[1])
+        return found
+
+
+def _ports_below_ephemeral() -> range:
+    """Return the ports below those that the system gives to whoever asks for any port."""
     try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except OSError:
+        first = 0
+    return range(_LEAST_PORT, first)
 
 
 def listen(host: str, port: int) -> socket.socket:
