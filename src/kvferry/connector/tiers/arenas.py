@@ -72,7 +72,6 @@ class Arenas:
             region.memory == "VRAM" for ranks in machines for rank in ranks for region in rank.regions
         )
         self._far: dict[int, FarArena] = {}
-        self._missing = len(found) - 1  # number of machines whose arenas are still to be created
         self._failure = ""
         self.exchange: ShareExchange | None = None
         # Without storage, no chunk leaves the arenas.
@@ -116,7 +115,6 @@ class Arenas:
                 self._fail(f"{self._card.machines[number].name} has no host memory for tiers: {found}")
             else:
                 self._far[number] = found
-                self._missing -= 1
         if not reports.arenas or self._missing or self.lost:
             return
         if self.exchange is not None:
@@ -134,6 +132,11 @@ class Arenas:
         if self.exchange is not None:
             self.exchange.close()
         self.own.close()
+
+    @property
+    def _missing(self) -> int:
+        """Number of machines whose arenas are still to be created."""
+        return len(self._card.machines) - 1 - len(self._far)
 
     def _fail(self, why: str) -> None:
         self._failure = self._failure or why
