@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.clients import engine_client
 from support.command_line import run_kvferry
 from support.ended import end
 from support.vllm_engine import copied
@@ -56,7 +57,7 @@ class Server:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.client = httpx.Client(timeout=60, trust_env=False)
+        self.client = engine_client(60)
 
     def wait(self) -> None:
         def healthy() -> bool:

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvferry.tools.serving.demo.pair import family_model
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.clients import engine_client
 from support.vllm_engine import copied, experts
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
@@ -50,7 +50,7 @@ class Served:
         found = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)
         assert found, self._errors.read_text()
         self.router = found[1]
-        self._client = httpx.Client(timeout=120, trust_env=False)
+        self._client = engine_client(120)
         self.health = self._client.get(f"{self.router}/health").json()
         self.prefill, self.decode = self.health["prefill"][0]["url"], self.health["decode"][0]["url"]
 

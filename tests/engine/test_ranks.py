@@ -23,6 +23,7 @@ from kvferry.tools.serving.demo.report import Transfer, read_transfer
 from kvferry.tools.serving.launch import Fleet, fleet_specs
 from kvferry.tools.serving.router.bodies import ASK_FOR_KV
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.clients import engine_client
 from support.vllm_engine import any_layout, copied, no_amx, standstill
 from support.vllm_engine.pair import prompt
 from support.vllm_engine.plugins import with_plugins
@@ -114,7 +115,7 @@ class Served:
     def __init__(self, ranks: Ranks, fleet: Fleet, url: str, model: str, log: Path) -> None:
         self.ranks, self._model, self._log = ranks, model, log
         self._url, (self.prefill,), (self.decode,) = url, fleet.prefill_urls, fleet.decode_urls
-        self._client = httpx.Client(timeout=300, trust_env=False)
+        self._client = engine_client(300)
 
     def through(self, text: list[int]) -> tuple[StreamedAnswer, Transfer | None]:
         """An answer of the pair, and what moved for it."""

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.clients import engine_client
 from support.token_engine import session_for
 from support.waiting import wait_for
 
@@ -41,7 +41,7 @@ class Fleet:
 
     def __init__(self, model: str, url: str) -> None:
         self.model, self.url = model, url
-        self.client = httpx.Client(timeout=120, trust_env=False)
+        self.client = engine_client(120)
         self.engines = [one["url"] for one in self.client.get(f"{url}/health").json()["decode"]]
         wait_for(self._known)
 

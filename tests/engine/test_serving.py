@@ -29,7 +29,8 @@ from kvferry.observe.metrics import COMMON, CONNECTOR, EXPOSED
 from kvferry.tools.serving.router.backends import StreamSource, new_ticket
 from kvferry.tools.serving.router.bodies import prefill_body, withdrawal_body
 from kvferry.tools.serving.tiny import tiny_checkpoint
-from support.cut import Cutter
+from support.clients import engine_client
+from support.cut import Cutter, in_event
 from support.explain import explain
 from support.odd_requests import FAILS_IN_VLLM, odd_requests
 from support.otlp import Collector, attributes
@@ -101,7 +102,7 @@ class Served:
         found = re.fullmatch(r"kvferry: serving on (http://127\.0\.0\.1:\d+)/v1\n", line)
         assert found, self.errors.read_text()
         self.url = found[1]
-        self.client = httpx.Client(timeout=120, trust_env=False)
+        self.client = engine_client(120)
         health = self.client.get(f"{self.url}/health").json()
         self.prefill, self.decode = health["prefill"][0]["url"], health["decode"][0]["url"]
 
@@ -783,14 +784,13 @@ def test_a_stream_that_is_cut_anywhere_goes_on_at_the_other_engine(served, route
     assert alone[1] == ["length"]
     assert alone[2]["completion"] == LONG
     assert len(set(alone[0].split())) > LONG // 4, "hardly a word is repeated"
-    length, points, before = router.cutter.passed, random.Random(path), router.continued()
-    first = length // 4  # after the token ids of the prompt
+    points, before = random.Random(path), router.continued()
     for number in range(1, 6):
         router.use(f"both {served.prefill}", f"decode {router.cutter.url}")
-        # A busy machine has several tokens in an event, and so fewer bytes.
-        router.cutter.after = points.randrange(first, length // 2)
+        # The first event has the token ids of the prompt, without which another engine begins anew.
+        router.cutter.place = in_event(points.randrange(1, LONG), points.random())
         assert whole([*router.stream(path, **body)]) == alone
-        assert router.cutter.after is None, "it was cut"
+        assert router.cutter.place is None, "it was cut"
         wait_for(lambda: router.continued() == before + number)  # noqa: B023 - it is called at once
     # The rest of another prompt's answer is another text.
     assert whole([*router.stream(path, **asked(path, words, "Other"))])[0] != alone[0]
@@ -938,7 +938,7 @@ def test_engine_served_alone_has_tiers(running, model, tmp_path):
 def test_a_model_that_does_not_fit_is_one_sentence(running, model, tmp_path):
     running.close()
     command = [*KVFERRY, "serve", str(model), "--port", "0", "--log-dir", str(tmp_path)]
-    arguments = ["--enforce-eager", "--max-model-len=99999999"]
+    arguments = ["--enforce-eager", "--dtype=float32", "--max-model-len=99999999"]
     done = subprocess.run(
         [*command, "--", *arguments], capture_output=True, text=True, timeout=300, check=False
     )

@@ -29,6 +29,7 @@ from faults.soak_values import Answered, Soak, problems
 from faults.traffic import Ask, NoAnswer, answer, conversations, is_right, single_asks
 from kvferry.tools.serving.processes import StopRequested, StopSignals
 from kvferry.tools.serving.tiny import tiny_checkpoint
+from support.clients import LIMITS
 
 TOGETHER = 6
 """Conversations and requests under way at the same time."""
@@ -44,7 +45,7 @@ _T = TypeVar("_T")
 async def reference(url: str, model: str, seed: int) -> Soak:
     """Draw the traffic, and ask a single engine for everything in it."""
     draw = random.Random(seed)
-    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=LIMITS) as client:
         scripts = await conversations(client, url, draw, model, 8, 3)
         for number, ask in enumerate(single_asks(draw, model)):
             said = await answer(client, url, replace(ask, leaves=None), f"alone {number}")
@@ -63,7 +64,7 @@ class Traffic:
     async def serve(self, seconds: float) -> None:
         """Ask for scripts drawn at random, several at once, for so long; none is left unfinished."""
         until = time.monotonic() + seconds
-        limits = httpx.Limits(max_connections=4 * TOGETHER)
+        limits = httpx.Limits(max_connections=4 * TOGETHER, keepalive_expiry=LIMITS.keepalive_expiry)
         async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as client:
 
             async def one_after_the_other() -> None:

@@ -194,4 +194,7 @@ def _prompts(count: int, max_prompt_tokens: int) -> Sequence[str]:
 
 def _client() -> httpx.Client:
     # trust_env: ignore a proxy set in the environment, because the engines are on this machine.
-    return httpx.Client(timeout=_REQUEST_SECONDS, trust_env=False)
+    # keepalive_expiry: vLLM's server closes an idle connection after 5 seconds, and a request sent just
+    # then fails.
+    limits = httpx.Limits(keepalive_expiry=2)
+    return httpx.Client(timeout=_REQUEST_SECONDS, trust_env=False, limits=limits)
