@@ -35,6 +35,8 @@ NEAR = 1e-4
 STUCK_SECONDS = 60.0
 """A request that has not ended by then is stuck: its load, and what finds it, end after 10 s and 2 s."""
 LATE_SECONDS = 0.5
+FOLDER_SECONDS = 2.5
+"""An engine looks every two seconds for what others have written."""
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"block_size": 64},
@@ -91,10 +93,14 @@ class ThreeEngines:
     """Engines on hosts of their own, and a directory on one more.
 
     All publish in the directory and look there. The last one also asks the others.
+
+    Attributes:
+        shared: a folder that they share in place of their host memory; None if they share that.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, checkpoints: Path) -> None:
         *self.hosts, self._last = hosts
+        self.shared: Path | None = None
         self._folder, self._model = folder, str(checkpoint_of("gemma3", checkpoints))
         self._secret = folder / "secret"
         self._secret.write_text("what all hosts know and no one else")
@@ -129,6 +135,7 @@ class ThreeEngines:
         """Begin to start engines."""
         for number in numbers:
             host = self.hosts[number]
+            files = {"type": "file", "path": str(self.shared), "capacity": "1GiB"}
             fleet = {
                 "type": "fleet",
                 "port": PORT,
@@ -141,7 +148,7 @@ class ThreeEngines:
                 "secret_file": str(self._secret),
                 "chunk_tokens": CHUNK,
                 "load_timeout_seconds": 10.0,
-                "tiers": [{"type": "host", "capacity": "64MiB"}, fleet],
+                "tiers": [{"type": "host", "capacity": "64MiB"}, files if self.shared else fleet],
             }
             network = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": host.device, "VLLM_HOST_IP": host.address}
             self._starts += 1
@@ -158,7 +165,8 @@ class ThreeEngines:
         for number in numbers:
             engine = self._started[number]
             engine.ready()
-            engine.call("fleet_server")
+            if not self.shared:
+                engine.call("fleet_server")
             engine.call("wait_for_tiers")
             self.engines[number], self._counted[number] = engine, 0
 
@@ -191,9 +199,10 @@ class ThreeEngines:
                 assert all(answer for _, answer in self._answers(resent, found)), "an engine has died"
             for engine in self.engines.values():
                 engine.call("settle_tiers")
-            time.sleep(LATE_SECONDS)  # users read answers, and engines publish what is new
+            # Users read answers, and engines publish what is new, or look into the folder.
+            time.sleep(FOLDER_SECONDS if self.shared else LATE_SECONDS)
         for number, engine in self.engines.items():
-            fetched = int(engine.call("tier_counts")["fetched"].get("fleet", 0))
+            fetched = int(engine.call("tier_counts")["fetched"].get("file" if self.shared else "fleet", 0))
             found.hits[number] += fetched - self._counted[number]
             self._counted[number] = fetched
         return found
@@ -241,11 +250,25 @@ class ThreeEngines:
             client.close()
         return len(runs & of_chunks) >= len(self.engines)
 
-    def close(self) -> None:
+    def start_anew(self, shared: Path | None) -> None:
+        """Start all engines again, with nothing in their caches, and with the first turns.
+
+        Args:
+            shared: see `shared`.
+        """
+        self.stop()
+        self.shared, self._asked, self._last_of = shared, 0, {}
+        self.start(*range(len(OPTIONS)))
+        self.ready(*range(len(OPTIONS)))
+
+    def stop(self) -> None:
         for engine in self._started.values():
             engine.part()
         for engine in self._started.values():
             engine.close()
+
+    def close(self) -> None:
+        self.stop()
         self.directory.terminate()
 
 
@@ -318,7 +341,7 @@ def test_conversations_go_on_while_an_engine_and_the_directory_are_killed_and_co
 
 
 def test_answers_change_if_what_the_other_engines_have_is_spoiled(fleet: ThreeEngines) -> None:
-    """The last test: what the engines keep is wrong after it."""
+    """What the engines keep is wrong after it."""
     reader, *others = fleet.engines
     for number in others:
         fleet.engines[number].call("spoil_host_memory")
@@ -327,6 +350,19 @@ def test_answers_change_if_what_the_other_engines_have_is_spoiled(fleet: ThreeEn
     found = fleet.play(on=[reader])
     assert found.hits[reader] > 0
     assert len(found.wrong) == SESSIONS
+
+
+def test_hits_in_host_memory_of_others_are_those_in_a_folder_that_all_share(
+    fleet: ThreeEngines, tmp_path: Path
+) -> None:
+    hits = []
+    for shared in (None, tmp_path):
+        fleet.start_anew(shared)
+        found = fleet.play(3)
+        assert (found.wrong, found.answers) == ([], 3 * SESSIONS)
+        hits.append(found.hits)
+    assert hits[0] == hits[1]
+    assert all(hits[0][number] > 0 for number in range(len(OPTIONS)))
 
 
 def until(done: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -58,6 +58,7 @@ class Engine:
 
     def __init__(self, *, engines=(), weights="0123", keys=SECRET, host="127.0.0.1", **settings):
         self.address = host, 0
+        settings.setdefault("find_seconds", 2.0)  # a busy machine answers late
         with ExitStack() as made:
             self.arena = Arena.create(CAPACITY)
             made.callback(self.arena.close)
