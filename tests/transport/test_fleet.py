@@ -252,7 +252,7 @@ def test_no_request_waits_twice_for_an_engine_that_does_not_answer():
             assert reader.find(key(1)) == [False]
             assert reader.tier.find([key(1)], ()) is None
             time.sleep(0.4)
-        until(lambda: reader.find(key(1)) == [True])
+        until(lambda: reader.find(key(1)) == [True], 60)
         assert reader.tier.find([key(2)], ()) is not None
 
 
