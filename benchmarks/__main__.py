@@ -8,6 +8,7 @@ from benchmarks.accuracy.command import accuracy
 from benchmarks.attention.command import attention
 from benchmarks.choice.command import choice
 from benchmarks.copies.command import copies
+from benchmarks.eviction.command import eviction
 from benchmarks.fleet.command import fleet
 from benchmarks.gpu_check.command import gpu_check
 from benchmarks.handover.command import handover
@@ -52,6 +53,7 @@ for _command in (
     storage,
     fleet,
     choice,
+    eviction,
     router,
     safety,
     shared,

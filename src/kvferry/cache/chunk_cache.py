@@ -291,9 +291,12 @@ class ChunkCache:
             for slow in self.slow_tiers:
                 self._enqueue(slow, slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
 
-    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
-        self.host.mark_used(keys, cold)
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = (), tokens: int = 0) -> None:
+        """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first.
+
+        `tokens` is the length of the prefix that ends with the last of `keys`.
+        """
+        self.host.mark_used(keys, cold, tokens)
         for slow in self.slow_tiers:
             slow.mark_used(keys)
 

@@ -100,22 +100,29 @@ class PromptChunks:
         """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
         return [key for _, _, key in self._each(prompt)]
 
-    def keys_by_need(self, prompt: int, ends: Iterable[int]) -> tuple[list[bytes], list[bytes]]:
+    def keys_by_need(
+        self, prompt: int, ends: Iterable[int], snapshots: Collection[int] = ()
+    ) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of the chunks to mark as used when the request ends, and of those to make cold.
 
         Later prompts are likely to load prefixes of `ends` tokens. `used` are the chunks of `all_keys` that
-        these need. `cold` are the chunks of generated tokens that none of them needs. A chunk of the prompt
-        may be in neither: a prompt that needs it marks it as used.
+        these need, and the snapshots at `snapshots`. `cold` are the chunks of generated tokens that none of
+        them needs. A chunk may be in neither: a prompt that needs it marks it as used.
         """
-        needed = self.needed_chunks(ends)
-        whole = prompt // self.keys.chunk_tokens
+        size = self.keys.chunk_tokens
+        taken = frozenset(tokens // size - 1 for tokens in snapshots if tokens % size == 0)
+        of_state = [group.kind is GroupKind.STATE for group in self._groups]
+        needed = [
+            taken if state else some for state, some in zip(of_state, self.needed_chunks(ends), strict=True)
+        ]
+        whole = prompt // size
         used: list[bytes] = []
         cold: list[bytes] = []
         for number, group, key in self._each(prompt):
             some = needed[group]
             if some is None or number in some:
                 used.append(key)
-            elif number >= whole:
+            elif number >= whole and not of_state[group]:
                 cold.append(key)
         return used, cold
 

@@ -153,6 +153,13 @@ def test_windows_are_used_that_likely_prefixes_need_and_generated_ones_are_cold_
     assert cold == [chunks.key(1, n) for n in range(7, 13)]
 
 
+def test_snapshots_are_used_where_the_request_continued_and_took_some_itself():
+    chunks = PromptChunks([FULL, STATE], ChunkKeys(8, list(range(40))))
+    used, cold = chunks.keys_by_need(33, [16, 32], {0, 16, 30, 32})
+    assert used == [chunks.key(group, n) for n in range(5) for group in (0, 1) if not group or n in (1, 3)]
+    assert not cold
+
+
 def test_the_beginning_of_a_prefix_takes_chunks_of_what_sees_everything_alone():
     window = windowed(GroupKind.SLIDING, 6)
     tokens, groups = list(range(40)), [FULL, window, STATE]

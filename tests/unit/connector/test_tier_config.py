@@ -55,7 +55,7 @@ def test_chunks_pass_a_small_host_tier_without_a_configured_one():
         ([{**HOST, "url": "/"}],
          "tiers[0] (host) has no key 'url'; known are type, capacity, eviction_policy"),
         ([{**HOST, "eviction_policy": "mru"}],
-         "tiers[0] (host): eviction_policy is 'mru'; it must be one of lru, arc, s3fifo"),
+         "tiers[0] (host): eviction_policy is 'mru'; it must be one of lru, arc, s3fifo, density"),
         ([{**HOST, "capacity": 1.5}],
          "tiers[0] (host): capacity is 1.5; it must be a whole number, text or null"),
         ([{**FILE, "durable": "yes"}], "tiers[0] (file): durable is 'yes'; it must be true or false"),

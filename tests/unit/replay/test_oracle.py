@@ -79,8 +79,8 @@ def check(pair: Both, turns: list[Turn], engines: list[int] | None = None) -> No
 @examples(8)
 def test_replay_finds_and_stores_the_same_chunks_as_an_engine(name, data, steps, policy, slow, unit):
     model, rank = of_blocks(name, steps)
-    # A slow tier accepts only so many writes at a time. With arc and s3fifo, that decides which chunks are
-    # evicted if a request does not fit into host memory.
+    # A slow tier accepts only so many writes at a time. With other policies than lru, that decides which
+    # chunks are evicted if a request does not fit into host memory.
     least = 1 if policy == "lru" or not slow else (LONGEST // CHUNK + 2) * len(model.groups)
     host = data.draw(st.integers(least, least + 20 * len(model.groups))) * PAGE
     turns = data.draw(conversations(most_tokens=LONGEST, block_tokens=data.draw(st.sampled_from([0, BLOCK]))))
@@ -157,7 +157,7 @@ def test_a_chunk_that_a_found_prompt_ends_in_is_computed_anew():
 def test_engines_read_the_same_chunks_of_each_others_host_memory_in_both(
     name, turns, engines, steps, slow, room
 ):
-    # With arc and s3fifo, rare examples evict a different chunk. With lru, none was found.
+    # With other policies than lru, rare examples evict a different chunk. With lru, none was found.
     model, rank = of_blocks(name, steps)
     host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
     with both(model, rank, host_bytes=host, slow=slow, engines=3) as pair:

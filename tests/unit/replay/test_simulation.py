@@ -159,7 +159,7 @@ def test_the_outcome_fits_a_terminal_a_page_and_json() -> None:
     [
         (["file=1TiB"], {}, "begin with one --tier host=SIZE"),
         (["host=1GiB", "host=2GiB"], {}, "begin with one --tier host=SIZE"),
-        (["host=1GiB"], {"policy": "fifo"}, "choose one of lru, arc, s3fifo"),
+        (["host=1GiB"], {"policy": "fifo"}, "choose one of lru, arc, s3fifo, density"),
         (["host=1GiB"], {"route": "round"}, "choose one of prefix, session, least-busy, random"),
         (["host=1GiB"], {"engines": 0}, "--engines is 0; it must be at least 1"),
         (["disk=1GiB"], {}, "is not a tier"),

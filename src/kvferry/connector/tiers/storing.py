@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import lcm
 from operator import attrgetter
@@ -75,7 +75,7 @@ class StoreOrders:
         self._stores = TransferBook[_Store](workers, pool)
         self._orders: list[StoreOrder] = []
         self._under_way: Counter[str] = Counter()  # stores under way, by request
-        self._ended: dict[str, tuple[list[bytes], list[bytes]]] = {}
+        self._ended: dict[str, tuple[list[bytes], list[bytes], int]] = {}
         self._numbers = count()
         self._log = LimitedLog(logger)
 
@@ -167,14 +167,15 @@ class StoreOrders:
                 )
             )
 
-    def ended(self, request_id: str, used: list[bytes], cold: list[bytes]) -> None:
+    def ended(self, request_id: str, used: list[bytes], cold: list[bytes], tokens: int) -> None:
         """Mark the chunks of an ended request for the eviction policy, when all its stores have ended.
 
         Args:
             used: keys of chunks to mark as used, the first chunk of the request first.
             cold: keys of chunks that host memory evicts before all others.
+            tokens: length of the prefix that ends with the last of `used`.
         """
-        self._ended[request_id] = used, cold
+        self._ended[request_id] = used, cold, tokens
         self._mark_chunks_used(request_id)
 
     def start_anew(self) -> None:
@@ -206,6 +207,7 @@ class Progress:
     # True if `take` has returned the shorter last chunk of the prompt, or there is none to store.
     tail: bool = False
     ends: tuple[int, int] = (0, 0)  # result of `last_prefix_ends` for its prompt
+    snapshots: set[int] = field(default_factory=set)  # positions of its snapshots that are worth storing
     due: int = 0  # number of computed tokens at which the next chunk is complete
     # Result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     needed: tuple[Collection[int] | None, ...] = ()
@@ -354,8 +356,11 @@ class Storing:
             # The next turn of a conversation begins with this prompt and its answer, so a prefix may end with
             # the last chunk.
             ends = (*progress.ends, progress.found, progress.chunks * self._chunk)
-            used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends)
-            self._orders.ended(request.request_id, used, cold)
+            # A request passes over the snapshots between the one that it continued from and its own.
+            snapshots = {progress.found, *progress.snapshots}
+            used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends, snapshots)
+            tokens = max(request.num_prompt_tokens, progress.chunks * self._chunk)
+            self._orders.ended(request.request_id, used, cold, tokens)
 
     def start_anew(self) -> None:
         """Store no more chunks of the running requests, because the cache was reset."""
@@ -515,6 +520,7 @@ class Storing:
         for group, block, tokens in snapshots:
             if keeps_snapshot(tokens, self._chunk, self._every, progress.ends):
                 at.setdefault(tokens, {})[group] = block
+        progress.snapshots.update(at)
         for tokens, blocks in at.items():
             # A chunk of state holds all layers with state. A request cannot continue from some of them.
             if chunks is None or len(chunks.keys) < tokens or blocks.keys() != set(state.parts):

@@ -5,13 +5,13 @@ the policy chooses the key to evict. Some policies remember an evicted key as a 
 
 Pin a key while its bytes are read, because the caller may reuse the bytes of an evicted key at once. `evict`
 never returns a pinned key. Pins are not counted: a caller with several readers pins the key for the first and
-unpins it after the last. `unpin` ranks the key as the latest used.
+unpins it after the last. `unpin` ranks the key as the latest used, if the policy ranks by queues.
 
 A policy is not thread-safe, and keeps references to keys only. The sum of admitted bytes must stay within the
 capacity, so evict before you admit.
 
 All limits are in bytes, because chunks differ in size. A ghost counts with the bytes of its former chunk,
-which limits the number of ghosts. Methods take constant time; in S3-FIFO, `evict` does on average.
+which limits the number of ghosts. Methods take constant time, in some policies on average.
 
 The caller may say that the chunk of a key is probably useless. All policies evict such *cold* keys first, and
 keep no ghosts of them. A use makes a key warm again: `touch` and `make_newest` place it as a new key.
@@ -58,6 +58,24 @@ class ByteQueue:
         """Add a key as the newest. It must not be in the queue yet."""
         self._unpinned[key] = size
         self.total += size
+
+    def known(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of the keys that are in the queue."""
+        unpinned, pinned = self._unpinned, self._pinned
+        return [key for key in keys if key in unpinned or key in pinned]
+
+    def sizes(self, keys: Iterable[bytes], *, with_pinned: bool = True) -> list[int]:
+        """Return the bytes of each key's chunk; 0 for a pinned key unless `with_pinned`."""
+        if not self._pinned:
+            return list(map(self._unpinned.__getitem__, keys))
+        unpinned, pinned = self._unpinned, self._pinned
+        return [unpinned[key] if key in unpinned else pinned[key] * with_pinned for key in keys]
+
+    def take(self, key: bytes) -> int | None:
+        """Remove a key that is not pinned, and return its size; None if there is no such key."""
+        if (size := self._unpinned.pop(key, None)) is not None:
+            self.total -= size
+        return size
 
     def push_all(self, keys: Iterable[bytes], size: int) -> None:
         """Add keys of chunks of `size` bytes each, the last as the newest. None may be in the queue yet."""
@@ -223,6 +241,16 @@ class EvictionPolicy(ABC):
         self._make_warm(keys)
         for queue in self._warm:
             queue.make_newest_of(keys)
+
+    def mark_used(self, keys: Sequence[bytes], tokens: int = 0) -> None:
+        """Rank the chunks of a request that has ended as the latest used, its first one as the very latest.
+
+        Args:
+            keys: keys of the prefix, in its order. Those that are not admitted are skipped.
+            tokens: length of the prefix.
+        """
+        del tokens
+        self.make_newest(keys[::-1])
 
     def make_cold(self, keys: Iterable[bytes]) -> None:
         """Make admitted keys cold, the last evicted last. Keys that are cold already keep their places."""

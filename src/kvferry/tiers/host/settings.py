@@ -24,7 +24,8 @@ class HostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         capacity: size of the shared memory: a number of bytes, or a text such as ``4GiB``; None for a tenth
             of the available memory.
-        eviction_policy: name of the policy that chooses the chunk to evict: ``lru``, ``arc`` or ``s3fifo``.
+        eviction_policy: name of the policy that chooses the chunk to evict: ``lru``, ``arc``, ``s3fifo``
+            or ``density``.
         load_weight: factor by which the source policy ``weight`` multiplies the number of tokens that this
             tier offers, to compare the sources of KV. Other source policies ignore it.
     """

@@ -23,7 +23,7 @@ The eviction policy hears of a chunk:
     commit      admit: it is the newest, or cold
     open, hold  pin, with the first read; `open` also counts a use (touch)
     close       unpin, after the last read: it is the newest again, unless it is cold
-    mark_used   make_newest for the chunks that later prompts need, make_cold for those that none needs
+    mark_used   mark_used for the chunks that later prompts need, make_cold for those that none needs
 
 So a stored chunk is admitted when the ranks have copied it, pinned while a slow tier writes it, and takes its
 final rank when its request has ended and nothing of the request is copied any more. The later chunks of a
@@ -242,10 +242,12 @@ class HostTier:
         else:
             self._free_if_unused(chunk)
 
-    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first."""
-        # The last chunk of the prompt gets the lowest rank, so it is evicted first.
-        self._policy.make_newest(keys[::-1])
+    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = (), tokens: int = 0) -> None:
+        """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first.
+
+        `tokens` is the length of the prefix that ends with the last of `keys`.
+        """
+        self._policy.mark_used(keys, tokens)
         self._policy.make_cold(cold)
 
     def evict(self, key: bytes) -> int:

@@ -61,7 +61,7 @@ class ReplayOptions:
     kv_cache_memory: str | None = option(
         None, "SIZE", "Memory of a rank for KV cache; by default as in the recorded engine, else 40GiB."
     )
-    policy: str = option("lru", "NAME", "Eviction policy of host memory: lru, arc or s3fifo.")
+    policy: str = option("lru", "NAME", "Eviction policy of host memory: lru, arc, s3fifo or density.")
     prefill_tokens_per_second: float = option(
         0.0, "COUNT", "Tokens that an engine computes per second; 0 to leave time out."
     )

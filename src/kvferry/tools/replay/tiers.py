@@ -153,11 +153,10 @@ class SimulatedTiers:
             for first in range(0, len(new), MAX_CHUNKS_PER_ORDER):
                 yield run.group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
-    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = ()) -> None:
-        """Rank the chunks of a prompt as the latest used in every tier, the first one as the very latest."""
-        last_first = keys[::-1]
+    def mark_used(self, keys: Sequence[bytes], tokens: int, cold: Sequence[bytes] = ()) -> None:
+        """Rank the chunks of a request's first tokens as the latest used in every tier."""
         for tier in self._storing.values():
-            tier.policy.make_newest(last_first)
+            tier.policy.mark_used(keys, tokens)
         if cold:
             self._host.policy.make_cold(cold)
 
@@ -202,6 +201,11 @@ def store_chunks(
     used = keys.in_order(prompt.tokens if state is None else 0)
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
+    if state is not None:
+        # A request passes over the snapshots between the one that it continued from and its own.
+        ends_used = [at // size - 1 for at in {*kept, prompt.found} if at and at % size == 0]
+        passed = set(keys.whole[state]).difference(map(keys.whole[state].__getitem__, ends_used))
+        used = [key for key in used if key not in passed]
     storable = [
         () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
         for group, one in enumerate(model.groups)
@@ -226,6 +230,7 @@ def store_chunks(
             tiers.store(runs_of(begin, end), cold)
     tiers.mark_used(
         [key for key in used if key not in unneeded] if unneeded else used,
+        max(keys.computed_tokens, prompt.tokens),
         cold=[key for key, number in unneeded.items() if number >= generated],
     )
 

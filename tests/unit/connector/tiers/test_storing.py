@@ -73,9 +73,9 @@ class RecordedCache(ChunkCache):
         self.tokens[slot.offset] = tokens
         super().filled(slot, tokens, failure, cold=cold)
 
-    def mark_used(self, keys, cold=()):
+    def mark_used(self, keys, cold=(), tokens=0):
         self.used.append(keys)
-        super().mark_used(keys, cold)
+        super().mark_used(keys, cold, tokens)
 
 
 def storing(shape=PLAIN, blocks=64, pages=4096, every=CHUNK, slow=()) -> FakeEngine:
@@ -682,6 +682,22 @@ def test_snapshots_at_the_ends_of_chunks_are_stored_and_there_are_no_tails():
     assert {(group, len(ends)) for group, ends in engine.stored} == {
         (group, tokens) for group in range(3) for tokens in (8, 16)
     }
+    end_all(engine)
+
+
+def test_a_request_uses_its_own_snapshots_and_the_one_that_it_continued_from():
+    engine = storing(HYBRID)
+    chunks = Prompts(engine.canonical, Adapters()).add(request("other", range(28)))
+    for name, found, end in (("a", 0, 20), ("b", 16, 28)):
+        one = arrived(engine, range(end), name=name)
+        if found:
+            load(engine, one, found)
+        for at in range(found + CHUNK, end, CHUNK):
+            step(engine, (one, CHUNK), snapshots=[(one, at)])
+            all_stored(engine)
+        finish(engine, one)
+    used = [[key for key in keys if key[-1] == STATE_GROUP] for keys in engine.cache.used]
+    assert used == [[chunks.key(STATE_GROUP, n) for n in numbers] for numbers in ((0, 1), (1, 2))]
     end_all(engine)
 
 

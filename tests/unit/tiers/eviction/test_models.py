@@ -343,7 +343,7 @@ class Comparison(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVICTION_POLICIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     machine = type(f"Comparison_{name}", (Comparison,), {"name": name})
     machine.TestCase.settings = examples(60, stateful_step_count=60)
@@ -351,7 +351,7 @@ def test_a_policy_evicts_what_a_plain_model_of_it_evicts(name):
     case.runTest()
 
 
-@pytest.mark.parametrize("name", EVICTION_POLICIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_long_random_run_evicts_what_the_model_evicts(name):
     chance = random.Random(name)
     for capacity in (20, 50, 100):

@@ -334,6 +334,20 @@ def test_reused_chunk_survives_many_that_are_never_read(policy):
     assert host.contains([b"popular chunk"])[0]
 
 
+def test_chunk_that_requests_use_again_and_again_survives_many_that_none_does():
+    popular, kept = b"popular chunk", {}
+    for policy in ("lru", "density"):
+        host, kept[policy] = tier(pages=20, policy=policy, chunks=(PAGE,)), 0
+        for number in range(900):
+            name = b"%012d" % number if number % 30 else popular
+            kept[policy] += name == popular and bool(host.contains([popular])[0])
+            if not host.contains([name])[0]:
+                stored(host, name)
+            host.mark_used([name])
+    assert kept["lru"] == 0
+    assert kept["density"] > 20
+
+
 def test_store_evicts_a_bounded_amount():
     """Slabs of the other size are full of holes, each held by one read: no slab can be emptied."""
     host = tier(pages=48 * 40, chunks=(3 * PAGE, 48 * PAGE))
