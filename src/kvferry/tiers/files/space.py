@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.common.machine import fcntl
+from kvferry.common.units import format_bytes
 from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
@@ -37,6 +38,7 @@ from kvferry.tiers.paths import (
     temporary_path,
     walk,
 )
+from kvferry.tiers.write_budget import WriteBudget
 
 # Minimum age of another machine's temporary file before it is removed. A shared mount may hide its lock.
 _FOREIGN_LEFTOVER_SECONDS = 900.0
@@ -64,6 +66,13 @@ class DirectoryFull(Exception):
     def __init__(self, size: int, held_ledger: HeldLedger) -> None:
         super().__init__(f"{size} bytes do not fit; {held_ledger.used} of {held_ledger.capacity} are in use")
         self.too_large = size > held_ledger.capacity
+
+
+class OverBudget(Exception):
+    """Raised if nothing more may be written to the directory for a while."""
+
+    def __init__(self, budget: WriteBudget) -> None:
+        super().__init__(f"{format_bytes(budget.bytes_per_day)} may be written per day")
 
 
 class _WalkResult(NamedTuple):
@@ -108,27 +117,30 @@ class DirectorySpace:
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file of `size` bytes, charge them, and create it empty under a temporary name.
 
-        Return the descriptor of this file, open for writing and locked with flock, and its path.
+        Return the descriptor of this file, open for writing and locked with flock, and its path. Raise
+        OverBudget, and evict nothing, if the write budget is used up.
         """
         with self._ledger.held() as held_ledger:
             if size > held_ledger.capacity:
                 raise DirectoryFull(size, held_ledger)
+            if held_ledger.budget is not None and not held_ledger.budget.left(self._clock()):
+                raise OverBudget(held_ledger.budget)
             if self._evict_to(held_ledger, held_ledger.capacity - size):
-                return self.create(held_ledger, final, size)
+                return self._create_chunk(held_ledger, final, size)
         # One thread walks. The others wait, and then find that there is room, or files to evict.
         with self._walking:
             with self._ledger.held() as held_ledger:
                 if self._evict_to(held_ledger, held_ledger.capacity - size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
             found = self._walk()
             with self._ledger.held() as held_ledger:
                 self._apply_walk(found, held_ledger)
                 if self.make_room(held_ledger, size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
                 # Count again before giving up: killed writers may have charged bytes without creating a file.
                 self.settle(held_ledger)
                 if self.make_room(held_ledger, size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
                 raise DirectoryFull(size, held_ledger)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
@@ -244,6 +256,11 @@ class DirectorySpace:
             held_ledger.release(size)
             raise
         return fd, path
+
+    def _create_chunk(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
+        created = self.create(held_ledger, final, size)
+        held_ledger.charge_write(size, self._clock())
+        return created
 
     def _evict_to(self, held_ledger: HeldLedger, goal: int) -> bool:
         """Evict listed files until at most `goal` bytes are in use; return whether they are."""
