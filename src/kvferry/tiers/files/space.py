@@ -4,9 +4,10 @@ To make room, the least recently used files are evicted: chunks of any namespace
 walk of the directory lists them in order of use, usually without the ledger's lock. Each file is checked
 again before it is evicted, because other processes use, evict and write files too.
 
-The capacity counts bytes. The file system may run out of something else first: inodes, a quota, entries in a
-folder, or bytes, because other programs use them. It then refuses a new file, and the least recently used
-files are evicted for the new one.
+The capacity counts bytes. If a file system has few inodes, a twentieth of them stays free for other programs.
+The file system may also run out of something else: a quota, entries in a folder, or bytes and inodes, because
+other programs use them. It then refuses a new file, and the least recently used files are evicted for the new
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from kvferry.common.machine import fcntl
 from kvferry.common.units import format_bytes
 from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
-from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.names import OutcomeCounter
 from kvferry.tiers.paths import (
@@ -209,6 +210,21 @@ class DirectorySpace:
                 return True
         self._paused_at = self._clock()
         return False
+
+    def spare_files(self) -> None:
+        """Evict files if few inodes of the file system are free. Call this before a file is created."""
+        room = DiskRoom.of(self.root)
+        if not room.lacks_files:
+            return
+        # A new file and its folder take two, and the number of free inodes is to grow.
+        evicted = [self.evict(1) for _ in range(3)]
+        if any(evicted) and self._logged.acquire(blocking=False):
+            _log.warning(
+                "file tier %s: its file system runs out of inodes before the capacity is used up: %s of %s "
+                "are free. The least recently used chunks are evicted for new ones; use a file system with "
+                "more inodes, or raise chunk_tokens",
+                *(self.root, f"{room.free_files:,}", f"{room.files:,}"),
+            )
 
     def evict(self, size: int, folder: str = "") -> bool:
         """Evict `size` bytes, or all that there are, although the capacity has room; return if any was.

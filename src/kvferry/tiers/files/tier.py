@@ -205,6 +205,7 @@ class FileTier(StorageTier):
             check_folders(self._root, final)
         if is_regular(final):
             return PutOutcome.PRESENT
+        self._space.spare_files()
         tries = 0
         while True:
             try:
