@@ -52,4 +52,4 @@ from kvferry.tiers.paths import (
 from kvferry.tiers.registry import TIER_KINDS as TIER_KINDS
 from kvferry.tiers.storage_tier import StorageSettings as StorageSettings, StorageTier as StorageTier
 from kvferry.tiers.write_budget import WriteBudget as WriteBudget
-from kvferry.tiers.write_filter import DeclineReason as DeclineReason, WriteFilter as WriteFilter
+from kvferry.tiers.write_filter import WriteFilter as WriteFilter
