@@ -124,8 +124,7 @@ class DirectorySpace:
         with self._ledger.held() as held_ledger:
             if size > held_ledger.capacity:
                 raise DirectoryFull(size, held_ledger)
-            if held_ledger.budget is not None and not held_ledger.budget.left(self._clock()):
-                raise OverBudget(held_ledger.budget)
+            self._check_budget(held_ledger)
             if self._evict_to(held_ledger, held_ledger.capacity - size):
                 return self._create_chunk(held_ledger, final, size)
         # One thread walks. The others wait, and then find that there is room, or files to evict.
@@ -212,10 +211,15 @@ class DirectorySpace:
         return False
 
     def spare_files(self) -> None:
-        """Evict files if few inodes of the file system are free. Call this before a file is created."""
+        """Evict files if few inodes of the file system are free. Call this before a chunk is stored.
+
+        Raise OverBudget, and evict nothing, if the write budget is used up.
+        """
         room = DiskRoom.of(self.root)
         if not room.lacks_files:
             return
+        with self._ledger.held() as held_ledger:
+            self._check_budget(held_ledger)
         # A new file and its folder take two, and the number of free inodes is to grow.
         evicted = [self.evict(1) for _ in range(3)]
         if any(evicted) and self._logged.acquire(blocking=False):
@@ -272,6 +276,10 @@ class DirectorySpace:
             held_ledger.release(size)
             raise
         return fd, path
+
+    def _check_budget(self, held_ledger: HeldLedger) -> None:
+        if held_ledger.budget is not None and not held_ledger.budget.left(self._clock()):
+            raise OverBudget(held_ledger.budget)
 
     def _create_chunk(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
         created = self.create(held_ledger, final, size)

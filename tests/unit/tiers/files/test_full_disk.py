@@ -97,6 +97,18 @@ def test_inodes_that_others_take_later_are_made_up_for(few_inodes, clock):
     assert chunks(few_inodes) >= set(range(70, 80))
 
 
+def test_chunks_beyond_the_write_budget_evict_nothing_where_inodes_are_few(few_inodes, clock):
+    store = open_store(few_inodes, capacity=CAPACITY, clock=clock)
+    for number in range(60):
+        clock.now += 60
+        keep(store, number, SMALL)
+    before = chunks(few_inodes)
+    limited = open_store(few_inodes, clock=clock, write_per_day=1)
+    done = [keep(limited, number, SMALL) for number in range(60, 70)]
+    assert done == [PutOutcome.STORED] + [PutOutcome.OVER_BUDGET] * 9
+    assert len(before - chunks(few_inodes)) <= 3
+
+
 def test_disks_whose_inodes_others_hold_keep_the_newest_chunk(few_inodes, clock):
     for number in range(100):
         (few_inodes / f"foreign{number}").touch()
