@@ -21,7 +21,14 @@ from kvferry.tools.plan.kept import StoredForm
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
 from kvferry.tools.replay.lookup import SimulatedTier
-from kvferry.tools.replay.settings import BlockGroup, ReplaySettings, ServedModel, TierSetting
+from kvferry.tools.replay.settings import (
+    ADMIT_ALL,
+    AdmissionSetting,
+    BlockGroup,
+    ReplaySettings,
+    ServedModel,
+    TierSetting,
+)
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 from support.models import model
@@ -155,6 +162,7 @@ def both(
     host_bytes: int,
     policy: str = "lru",
     slow: Mapping[str, int],
+    admission: AdmissionSetting = ADMIT_ALL,
     unit_tokens: int = 1,
     engines: int = 1,
 ) -> Iterator[Both]:
@@ -164,11 +172,19 @@ def both(
         TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
         for kind, capacity in capacities.items()
     ]
-    settings = ReplaySettings(tiers=tuple(tiers), policy=policy, engines=engines)
+    settings = ReplaySettings(tiers=tuple(tiers), policy=policy, engines=engines, admission=admission)
     simulation, served = Simulation(model, settings, unit_tokens), list[ServedEngine]()
     with ExitStack() as started:
         for _ in range(engines):
-            one = served_engine(model, rank, host_bytes=host_bytes, policy=policy, slow=slow, fleet=served)
+            one = served_engine(
+                model,
+                rank,
+                host_bytes=host_bytes,
+                policy=policy,
+                slow=slow,
+                admission=admission,
+                fleet=served,
+            )
             served.append(started.enter_context(one))
         yield Both(served, simulation, model, unit_tokens)
 

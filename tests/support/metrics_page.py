@@ -126,8 +126,12 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
         counted.sample("tier_fetch_seconds", tier, of=[0.003] * 30 * observations)
         counted.sample("tier_store_seconds", tier, of=[0.004] * 20 * observations)
     counted.set("tier_owed_chunks", "file", to=7)
-    counted.count("tier_dropped_chunks", "file", "no space on the device", by=2 * times)
-    counted.count("tier_missed_chunks", "file", "corrupt", by=times)
+    for what, why, number in (
+        ("dropped", "no space on the device", 2),
+        ("declined", "too few uses", 8),
+        ("missed", "corrupt", 1),
+    ):
+        counted.count(f"tier_{what}_chunks", "file", why, by=number * times)
     counted.count("recomputed_tokens", "peer", by=40 * times)
     counted.set("late_blocks", to=3)
     counted.set("leases", to=4)

@@ -21,8 +21,9 @@ from kvferry.tiers.eviction.policies import LRU
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import FLEET, GetOutcome, PutOutcome
+from kvferry.tiers.write_filter import WriteFilter
 from kvferry.tools.replay.engine import NO_PREFIX
-from kvferry.tools.replay.settings import ServedModel
+from kvferry.tools.replay.settings import ADMIT_ALL, AdmissionSetting, ServedModel
 from kvferry.transport.messages import Facts
 from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import Block, BlockPool
@@ -182,6 +183,10 @@ class ServedEngine:
         )
 
     @property
+    def queues(self) -> Sequence[TierQueue]:
+        return self.half._tiering._cache.slow_tiers
+
+    @property
     def host(self) -> set[bytes]:
         """Keys of the chunks in host memory."""
         tier = self.half._tiering._cache.host
@@ -304,6 +309,7 @@ def served_engine(
     host_bytes: int,
     policy: str = "lru",
     slow: Mapping[str, int],
+    admission: AdmissionSetting = ADMIT_ALL,
     fleet: Sequence[ServedEngine] = (),
     events: EventStream | None = None,
     describe_blocks: DescribeBlocks | None = None,
@@ -320,7 +326,16 @@ def served_engine(
             OthersMemory(fleet, table) if name == FLEET else LRUTier(name, capacity, sizes, table)
             for name, capacity in slow.items()
         )
-        queues = [_Queue(tier, tier.name, refresh_seconds=None, start_threads=_AtOnce) for tier in tiers]
+        queues = [
+            _Queue(
+                tier,
+                tier.name,
+                write_filter=WriteFilter(admission.min_uses, admission.min_prompt_tokens),
+                refresh_seconds=None,
+                start_threads=_AtOnce,
+            )
+            for tier in tiers
+        ]
         return [(queue, 1.0) for queue in queues]
 
     config = parse_config(

@@ -54,6 +54,8 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     FleetSettings: {
         "write": "back",
         "load_weight": 0.5,
+        "min_uses": 2,
+        "min_prompt_tokens": 1024,
         "port": 5700,
         "engines": ["10.0.0.1:5700", "10.0.0.2:5700"],
         "directory": "valkey://10.0.0.9:6379",
@@ -66,8 +68,11 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "capacity": "500GiB",
         "durable": True,
         "page_cache": "20GiB",
+        "write_per_day": "2TiB",
         "write": "back",
         "load_weight": 0.7,
+        "min_uses": 2,
+        "min_prompt_tokens": 1024,
     },
     ObjectSettings: {
         "url": "s3://kv/prod",
@@ -75,5 +80,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "timeout_seconds": 5,
         "write": "back",
         "load_weight": 0.5,
+        "min_uses": 2,
+        "min_prompt_tokens": 1024,
     },
 }

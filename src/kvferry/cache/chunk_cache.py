@@ -26,7 +26,7 @@ from threading import Event
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.cache.tier_queue import TierQueue
+from kvferry.cache.tier_queue import Ended, TierQueue
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -248,6 +248,14 @@ class ChunkCache:
         first = next((number for number, seconds in enumerate(times, 1) if seconds), None)
         return None if first is None else (self.ranked[:first], max(times))
 
+    @property
+    def declined(self) -> Counter[tuple[str, str]]:
+        """Number of chunks that admission filters declined, by tier and reason."""
+        each = (
+            (slow.name, reason, n) for slow in self.slow_tiers for reason, n in slow.filter.declined.items()
+        )
+        return Counter({(name, str(reason)): n for name, reason, n in each})
+
     def miss_reason(self, key: bytes) -> HostMissReason:
         why = self.host.miss_reason(key)
         if why is HostMissReason.ABSENT:
@@ -277,10 +285,19 @@ class ChunkCache:
             self._to_write[slow.name] = slow
         return slot
 
-    def filled(self, slot: Slot, tokens: int, failure: str | None, *, cold: bool = False) -> None:
-        """Make a chunk available for loads, and queue it for every slow tier, once no rank uses its slot.
+    def filled(
+        self,
+        slot: Slot,
+        tokens: int,
+        failure: str | None,
+        *,
+        cold: bool = False,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        """Make a chunk available for loads, and queue it for the slow tiers, once no rank uses its slot.
 
-        `tokens` are those in the chunk, 0 for a snapshot. After a `failure` of the ranks, the slot is freed.
+        `tokens` are those in the chunk, 0 for a snapshot. `prompt_tokens` is the length of its prompt. After
+        a `failure` of the ranks, the slot is freed.
         """
         self.events += 1
         if failure is not None:
@@ -289,9 +306,17 @@ class ChunkCache:
         elif self.host.commit(slot, cold=cold):
             self.counts.stored += 1
             for slow in self.slow_tiers:
-                self._enqueue(slow, slot.key, self._describe_chunk(slot.group, tokens), cold=cold)
+                group = self._describe_chunk(slot.group, tokens)
+                slow.enqueue(slot.key, group, cold=cold, prompt_tokens=prompt_tokens)
+                self._to_write[slow.name] = slow
 
-    def mark_used(self, keys: Sequence[bytes], cold: Sequence[bytes] = (), tokens: int = 0) -> None:
+    def mark_used(
+        self,
+        keys: Sequence[bytes],
+        cold: Sequence[bytes] = (),
+        tokens: int = 0,
+        prompt_tokens: int = 0,
+    ) -> None:
         """Rank chunks, in the order of their prompt, as used last, and `cold` ones to be evicted first.
 
         `tokens` is the length of the prefix that ends with the last of `keys`.
@@ -299,6 +324,8 @@ class ChunkCache:
         self.host.mark_used(keys, cold, tokens)
         for slow in self.slow_tiers:
             slow.mark_used(keys)
+            if slow.enqueue_used(keys, prompt_tokens, self._is_in_host_memory):
+                self._to_write[slow.name] = slow
 
     def fetch(self, wanted_chunks: Iterable[PromptChunk], without: Iterable[str] = ()) -> Fetch:
         """Start to read chunks into host memory for a load, in their order. `poll` continues it.
@@ -366,10 +393,7 @@ class ChunkCache:
                         slow.read_seconds.append(done.seconds)
                     self._on_read_ended(done.key, done.what, done.late)
                 else:
-                    if done.what is PutOutcome.STORED:
-                        slow.write_seconds.append(done.seconds)
-                    self.host.close(slow.held.pop(done.key))
-                    self._to_write[slow.name] = slow
+                    self._on_write_ended(slow, done)
         self._free_late_slots()
         # After all results: freed slots make room for more chunks of waiting loads.
         if self.fetches:
@@ -388,6 +412,7 @@ class ChunkCache:
         self.host.clear()
         for slow in self.slow_tiers:
             slow.queued.clear()
+            slow.filter.forget()
 
     def shutdown(self, patience_seconds: float) -> None:
         """Write all queued chunks to the slow tiers, and end their threads.
@@ -407,9 +432,8 @@ class ChunkCache:
             self._descriptions[group, tokens] = replace(self._formats[group], tokens=tokens)
         return self._descriptions[group, tokens]
 
-    def _enqueue(self, slow: TierQueue, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
-        slow.enqueue(key, group, cold=cold)
-        self._to_write[slow.name] = slow
+    def _is_in_host_memory(self, key: bytes) -> bool:
+        return bool(self.host.contains([key])[0])
 
     def _may_write(self, slow: TierQueue) -> bool:
         return not slow.write_back or self.host.used_bytes > WRITE_BACK_SHARE * self.host.capacity_bytes
@@ -529,11 +553,20 @@ class ChunkCache:
             return
         # Promotion: the next load finds the chunk in a faster tier, also after host memory has evicted it.
         for slow in self.slow_tiers[: incoming.source]:
-            self._enqueue(slow, key, incoming.group)
+            slow.enqueue(key, incoming.group)
+            self._to_write[slow.name] = slow
         for fetch in incoming.waiting:
             want = fetch.reading.pop(key, None)
             if want is not None and (slot := self.host.hold(key)) is not None:
                 self._add_ready(fetch, want, slot, self.slow_tiers[incoming.source].name)
+
+    def _on_write_ended(self, slow: TierQueue, done: Ended) -> None:
+        if done.what is PutOutcome.STORED:
+            slow.write_seconds.append(done.seconds)
+        elif done.what is PutOutcome.OVER_BUDGET and done.group is not None:
+            slow.filter.put_back(done.key, done.group)
+        self.host.close(slow.held.pop(done.key))
+        self._to_write[slow.name] = slow
 
     def _move(self, incoming: _Incoming) -> bool:
         """Give a chunk that is being read another slot. Return False after a reset, or without room."""

@@ -25,6 +25,7 @@ from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import LateFetch, StorageTier, StoreUsage
+from kvferry.tiers.write_filter import WriteFilter
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Ended:
     what: GetOutcome | PutOutcome  # of a read or a write
     seconds: float = field(default=0.0, compare=False)
     late: LateFetch | None = None
+    group: ChunkGroup | None = field(default=None, compare=False)  # description of the chunk
 
 
 class _Threads(Protocol):
@@ -123,7 +125,7 @@ class _Operations:
         self._after()
         # First: whoever takes the result may ask at once whether the tier is stuck.
         self._progress_at = self._clock()
-        self.ended.append(Ended(key, what, seconds, late))
+        self.ended.append(Ended(key, what, seconds, late, group))
         self.on_ended()
 
 
@@ -164,6 +166,7 @@ class TierQueue:
         name: name of the tier, unique within an engine.
         readers, writers: number of threads for reads, and for writes.
         write_back: True to write only while host memory is rather full (`chunk_cache.WRITE_BACK_SHARE`).
+        write_filter: decides which chunks are written; None to write all.
         refresh_seconds: time between two refreshes; None never to refresh the tier.
         start_threads: start a number of threads; None for daemon threads.
 
@@ -171,6 +174,7 @@ class TierQueue:
         usage: usage of the tier's storage, as a background thread last read it.
         queued: chunks still to be written, the oldest first: (description, cold) by key.
         held: slots of the chunks that are being written, by key.
+        filter: decides which chunks are written.
         lost: number of queued chunks that host memory evicted before their write started.
         read_seconds, write_seconds: seconds that each successful read and write took, since the last event
             about tiers, which clears these lists.
@@ -185,6 +189,7 @@ class TierQueue:
         clock: Callable[[], float] = time.monotonic,
         *,
         write_back: bool = False,
+        write_filter: WriteFilter[ChunkGroup] | None = None,
         refresh_seconds: float | None = REFRESH_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
         start_threads: Callable[[int, str], _Threads] | None = None,
@@ -192,6 +197,7 @@ class TierQueue:
         self.name, self.tier, self.usage, self.write_back = name, tier, StoreUsage(), write_back
         self.queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = OrderedDict()
         self.held: dict[bytes, Slot] = {}
+        self.filter = WriteFilter[ChunkGroup]() if write_filter is None else write_filter
         self.lost = 0
         self.read_seconds, self.write_seconds = list[float](), list[float]()
         self._clock, self._usage_lock, self._refresh_seconds = clock, threading.Lock(), refresh_seconds
@@ -228,10 +234,30 @@ class TierQueue:
         """Return the number of chunks that the tier is owed."""
         return len(self.queued) + len(self.held)
 
-    def enqueue(self, key: bytes, group: ChunkGroup, *, cold: bool = False) -> None:
-        """Queue a chunk in host memory for writing, unless the tier has it, writes it or stores nothing."""
-        if not self.tier.read_only and key not in self.held and not self.tier.contains([key])[0]:
-            self.queued[key] = group, cold
+    def enqueue(
+        self, key: bytes, group: ChunkGroup, *, cold: bool = False, prompt_tokens: int | None = None
+    ) -> None:
+        """Queue a chunk that is new in host memory for writing, unless the filter declines it.
+
+        A chunk that the tier has or writes is not queued. `prompt_tokens` is as in `WriteFilter.admit`.
+        """
+        if self._lacks(key):
+            for _ in self.filter.admit([(key, group)], prompt_tokens, self.usage.write_budget_left):
+                self.queued[key] = group, cold
+
+    def enqueue_used(self, keys: Sequence[bytes], prompt_tokens: int, held: Callable[[bytes], bool]) -> bool:
+        """Count a use of a prompt's chunks, and queue those in host memory that are declined no more.
+
+        `held` returns whether host memory has a chunk. Return whether any chunk was queued.
+        """
+        before = len(self.queued)
+        for key, group in self.filter.use(keys, prompt_tokens, self.usage.write_budget_left):
+            if self._lacks(key) and held(key):
+                self.queued[key] = group, False
+        return len(self.queued) > before
+
+    def _lacks(self, key: bytes) -> bool:
+        return not self.tier.read_only and key not in self.held and not self.tier.contains([key])[0]
 
     def known(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return a mask of the chunks that can be read from the tier now: all False while its reads hang."""

@@ -242,6 +242,8 @@ class StoreEnded(_OfRequest):
     failure: str  # empty if it succeeded
     size: int  # in bytes
     seconds: float  # of the slowest rank
+    # (tier, reason, number) of chunks that the tier's admission filter declined.
+    declined: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,8 @@ class TierChanged:
     evicted: int = 0
     missed: tuple[tuple[str, int], ...] = ()  # number of chunks that were not found, by reason
     dropped: tuple[tuple[str, int], ...] = ()  # number of chunks that were not stored, by reason
+    # Number of chunks that the admission filter did not let be written, by reason.
+    declined: tuple[tuple[str, int], ...] = ()
     fetch_seconds: tuple[float, ...] = ()  # of each read, or for host memory of each copy to KV blocks
     store_seconds: tuple[float, ...] = ()  # of each write
     served: int = 0  # number of chunks that other engines were told to read

@@ -76,6 +76,7 @@ _ALL = (
     _counter("tier_stored_chunks", "Chunks stored to a tier.", "tier"),
     _counter("tier_stored_bytes", "Bytes of chunks stored to a tier.", "tier"),
     _counter("tier_dropped_chunks", "Chunks that were not stored to a tier.", "tier", "reason"),
+    _counter("tier_declined_chunks", "Chunks that the admission filter kept from a tier.", "tier", "reason"),
     _counter("tier_evicted_chunks", "Chunks evicted from a tier to make room.", "tier"),
     _counter("tier_served_chunks", "Chunks that other engines were told to read here.", "tier"),
     _counter("tier_served_bytes", "Bytes of chunks that other engines were told to read here.", "tier"),

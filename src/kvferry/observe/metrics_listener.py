@@ -226,6 +226,8 @@ class MetricsListener:
             counted.count("tier_missed_chunks", tier, reason, by=n)
         for reason, n in event.dropped:
             counted.count("tier_dropped_chunks", tier, reason, by=n)
+        for reason, n in event.declined:
+            counted.count("tier_declined_chunks", tier, reason, by=n)
         counted.sample("tier_fetch_seconds", tier, of=event.fetch_seconds)
         counted.sample("tier_store_seconds", tier, of=event.store_seconds)
 

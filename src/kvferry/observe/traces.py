@@ -9,7 +9,7 @@ Long texts are cut.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -39,6 +39,8 @@ class StoredChunks:
     size: int = 0
     last: float = 0.0  # end of the last copy, in monotonic seconds; 0 if none has ended
     failure: str = ""  # reason of the latest failure; empty if no copy failed
+    # (tier, reason, number) of chunks that were not written to a tier.
+    declined: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,15 @@ def _ended(stored: StoredChunks, event: events.StoreEnded) -> StoredChunks:
     chunks = event.began.chunks
     if event.failure:
         return replace(stored, failed=stored.failed + chunks, last=event.at, failure=_short(event.failure))
-    return replace(stored, done=stored.done + chunks, size=stored.size + event.size, last=event.at)
+    declined = Counter({(tier, reason): n for tier, reason, n in stored.declined})
+    declined.update({(tier, reason): n for tier, reason, n in event.declined})
+    return replace(
+        stored,
+        done=stored.done + chunks,
+        size=stored.size + event.size,
+        last=event.at,
+        declined=tuple((*of, n) for of, n in declined.items()),
+    )
 
 
 def _cut(event: RequestEvent) -> RequestEvent:

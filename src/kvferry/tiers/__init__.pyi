@@ -51,3 +51,5 @@ from kvferry.tiers.paths import (
 )
 from kvferry.tiers.registry import TIER_KINDS as TIER_KINDS
 from kvferry.tiers.storage_tier import StorageSettings as StorageSettings, StorageTier as StorageTier
+from kvferry.tiers.write_budget import WriteBudget as WriteBudget
+from kvferry.tiers.write_filter import WriteFilter as WriteFilter

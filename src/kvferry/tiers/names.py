@@ -52,6 +52,7 @@ class PutOutcome(StrEnum):
     FULL = "nothing left to evict"
     NO_SPACE = "no space on the device"
     BUSY = "ledger held by others"
+    OVER_BUDGET = "write budget used up"
     IO_ERROR = "I/O error"
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ class StoreUsage:
     refused: int = 0
     # Address at which other engines read this engine's host memory; empty if they do not.
     address: str = ""
+    write_budget_left: float | None = None  # share that is left, 0 to 1; None without a write budget
 
 
 class LateFetch(TransferError):
@@ -200,6 +201,11 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             ``back`` writes it only when host memory fills up or the engine shuts down.
         load_weight: factor by which the source policy ``weight`` multiplies the number of tokens that this
             tier offers, to compare the offers of sources. Other source policies ignore it.
+        min_uses: number of prompts that must have had a chunk before the chunk is written to the tier; 1 to
+            write every chunk. With 2 or more, a disk wears less, and the tier has less of what is read once
+            more.
+        min_prompt_tokens: length in tokens below which the chunks of a prompt are not written to the tier,
+            because computing them again takes little.
     """
 
     kind: ClassVar[str]
@@ -207,6 +213,8 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     write: WriteMode = "through"
     load_weight: float = 1.0
+    min_uses: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
+    min_prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
 
     def check(self, where: str) -> None:
         """Raise ConfigError if a value is out of range. `where` names these settings: ``tiers[1]``.

@@ -16,9 +16,10 @@ from kvferry.tiers.files.tier import FileTier
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
+from kvferry.tiers.write_filter import DeclineReason, WriteFilter
 from kvferry.tools.models.layout import EngineShape, lay_out
 from support.models import attention, model
-from support.stores import NAMESPACE
+from support.stores import NAMESPACE, Clock
 from support.waiting import wait_for
 
 CHUNK, SLOTS = 64, 16
@@ -35,12 +36,14 @@ def content(key: bytes) -> bytes:
 class Cache:
     """Host memory before a directory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, min_uses: int = 1, **options) -> None:
         table = KeyTable()
         self.memory = np.zeros(SLOTS * SIZE, np.uint8)
         self.host = HostTier(SLOTS * SIZE, [SIZE], EVICTION_POLICIES["lru"], table)
-        self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table)
-        self.queue = TierQueue(self.store, "file", refresh_seconds=0.02)
+        self.store = FileTier(folder, NAMESPACE, capacity=1 << 24, table=table, **options)
+        self.queue = TierQueue(
+            self.store, "file", write_filter=WriteFilter(min_uses=min_uses), refresh_seconds=0.02
+        )
         self.cache = ChunkCache(self.host, self.bytes_at, GROUPS, [self.queue])
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
@@ -104,4 +107,59 @@ def test_a_directory_that_goes_and_is_replaced_costs_its_chunks_and_nothing_else
     made.step_until(lambda: made.queue.known(KEYS[:4]).all() and not made.queue.known(KEYS[4:]).any())
     assert made.load(*KEYS[:4])
     assert set(made.store.stats.gets) <= {GetOutcome.HIT, GetOutcome.ABSENT}
+    made.cache.shutdown(5.0)
+
+
+def in_directory(made: Cache) -> list[bool]:
+    return made.queue.known(KEYS).tolist()
+
+
+def test_a_chunk_is_written_with_its_second_use_and_then_outlasts_host_memory(tmp_path):
+    made = Cache(tmp_path, min_uses=2)
+    made.keep(*KEYS[:4])
+    made.cache.mark_used(KEYS[:4], prompt_tokens=4 * CHUNK)
+    made.step_until(lambda: not made.cache.busy)
+    assert in_directory(made) == [False] * 8
+    assert made.queue.filter.declined == {DeclineReason.FEW_USES: 4}
+    made.cache.mark_used(KEYS[:2], prompt_tokens=2 * CHUNK)
+    made.step_until(lambda: not made.cache.busy)
+    assert in_directory(made) == [True] * 2 + [False] * 6
+    made.forget()
+    assert made.load(*KEYS[:2])
+    assert not made.cache.available(KEYS[2:4]).any()
+    made.keep(KEYS[2])  # computed anew by a second prompt
+    assert in_directory(made)[2]
+    made.cache.shutdown(5.0)
+
+
+def test_a_declined_chunk_that_has_left_host_memory_is_not_queued(tmp_path):
+    made = Cache(tmp_path, min_uses=2)
+    made.keep(*KEYS[:2])
+    made.cache.mark_used(KEYS[:2], prompt_tokens=2 * CHUNK)
+    made.forget()
+    made.cache.mark_used(KEYS[:2], prompt_tokens=2 * CHUNK)
+    made.step_until(lambda: not made.cache.busy)
+    assert (in_directory(made), made.queue.lost) == ([False] * 8, 0)
+    made.cache.shutdown(5.0)
+
+
+def test_chunks_dropped_from_host_memory_at_once_are_forgotten_by_the_filter(tmp_path):
+    made = Cache(tmp_path, min_uses=2)
+    made.keep(*KEYS[:2])
+    made.cache.clear()
+    for _ in range(3):
+        assert made.queue.filter.use(KEYS[:2], 2 * CHUNK) == []
+    made.cache.shutdown(5.0)
+
+
+def test_a_chunk_beyond_the_write_budget_is_written_with_a_later_use(tmp_path):
+    clock = Clock()
+    made = Cache(tmp_path, write_per_day=24, clock=clock)  # less than a chunk, which takes a day's budget
+    made.keep(*KEYS[:2])
+    wait_for(lambda: made.queue.usage.write_budget_left == 0.0)
+    assert sum(in_directory(made)) == 1
+    clock.now += 2 * 86_400
+    wait_for(lambda: made.queue.usage.write_budget_left == 1.0)
+    made.cache.mark_used(KEYS[:2], prompt_tokens=2 * CHUNK)
+    made.step_until(lambda: sum(in_directory(made)) == 2)
     made.cache.shutdown(5.0)

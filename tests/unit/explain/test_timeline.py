@@ -253,6 +253,17 @@ def test_a_timeline_counts_failed_and_pending_stores() -> None:
     ]
 
 
+def test_a_timeline_says_which_chunks_the_admission_filter_declined() -> None:
+    declined = (("file", "too few uses", 2), ("object", "short prompt", 1))
+    stored = StoredChunks(
+        group="full", ordered=2, first=10.5, done=2, size=2048, last=10.75, declined=declined
+    )
+    assert told(stored=(stored,))[2:] == [
+        "Not written to file: 2 chunks of full (too few uses).",
+        "Not written to object: 1 chunk of full (short prompt).",
+    ]
+
+
 def test_a_timeline_says_how_many_events_are_missing() -> None:
     many = [Scheduled("a", 10.0 + n, 0, 10) for n in range(FIRST_EVENTS)]
     assert told(*many, left_out=7)[FIRST_EVENTS] == "... 7 events not remembered ..."

@@ -303,6 +303,7 @@ def test_tiers_and_leases_and_late_blocks() -> None:
             evicted=4,
             missed=(("corrupt", 1),),
             dropped=(("no room", 2),),
+            declined=(("too few uses", 5),),
         ),
         TierChanged(1.0, "file", used=20, capacity=200, owed=0),
         TierChanged(1.0, "fleet", served=3, served_bytes=30, refused=2, address="10.0.0.1:5700"),
@@ -325,7 +326,8 @@ def test_tiers_and_leases_and_late_blocks() -> None:
     assert {" ".join([name, *of]): n for (name, of), n in found.counters.items()} == {
         "tier_fetched_chunks file": 1, "tier_stored_chunks file": 2, "tier_stored_bytes file": 30,
         "tier_evicted_chunks file": 4, "tier_missed_chunks file corrupt": 1,
-        "tier_dropped_chunks file no room": 2, "tier_served_chunks fleet": 3, "tier_served_bytes fleet": 30,
+        "tier_dropped_chunks file no room": 2, "tier_declined_chunks file too few uses": 5,
+        "tier_served_chunks fleet": 3, "tier_served_bytes fleet": 30,
         "tier_refused_chunks fleet": 2, "leases_granted": 2, "leases_ended expired": 1,
     }  # fmt: skip
     assert dict(found.samples) == {

@@ -119,6 +119,18 @@ def test_chunks_that_were_stored_and_signs_of_life_are_summed_up() -> None:
     assert trace.heartbeats == 1000
 
 
+def test_declined_chunks_are_summed_up_by_tier_and_reason() -> None:
+    found = TraceBuffer(1)
+    found(arrived("a"))
+    for number in range(3):
+        found(began := StoreBegan("a", number, f"store#{number}", "full", 2))
+        declined = (("file", "too few uses", 2), ("object", "short prompt", number + 1))
+        ended = StoreEnded("a", number, began=began, failure="", size=8, seconds=0.1, declined=declined)
+        found(ended)
+    (trace,) = found.last()
+    assert trace.stored[0].declined == (("file", "too few uses", 6), ("object", "short prompt", 6))
+
+
 def test_stores_of_forgotten_requests_are_forgotten() -> None:
     found, began = TraceBuffer(1), StoreBegan("a", 0.0, "store#a", "full", 1)
     found(arrived("a"))

@@ -18,6 +18,8 @@ from support.configs import DENSE
 from support.terminal import Terminal
 
 TARGET = ("--target-hit", "0.5")
+FILE = ("--tier", "host=1MiB", "--tier", "file=unlimited")
+ONE_WRITE = ("--disk-writes-per-day", "1")
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
 """Bytes of a token of the model: K and V of 2 heads of 16 elements of 2 bytes, in 2 layers."""
 
@@ -308,8 +310,29 @@ def test_a_replay_takes_a_described_workload_in_place_of_a_trace(folder: Path) -
         (("replay", "turns=many", "--model", "config.json"), "turns is 'many'; give a number, such as 5"),
         (
             ("replay", "turns=2", "--model", "config.json", "--disk-writes-per-day", "1"),
-            "--disk-writes-per-day is about the disk of --target-hit",
+            "are about tiers in storage, and there is none",
         ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *FILE, "--min-uses", "0"),
+            "--min-uses is 0; it must be at least 1",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *FILE, "--write-per-day", "0"),
+            "--write-per-day is 0; give a size above 0",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *FILE, "--endurance", "1PB", *ONE_WRITE),
+            "--endurance and --disk-writes-per-day both say",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *FILE, *ONE_WRITE),
+            "--tier file=unlimited has no size; give the tier a size, or --endurance",
+        ),
+        (
+            ("replay", "turns=2", "--model", "config.json", *TARGET, "--min-uses", "2"),
+            "--endurance, --min-uses, --min-prompt-tokens, --write-per-day",
+        ),
+        (("replay", "-", "--model", "config.json", *FILE, "--min-uses", "2"), "needs several passes"),
         (
             ("replay", "turns=2", "--model", "config.json", *TARGET, "--disk-writes-per-day", "0"),
             "--disk-writes-per-day is 0.0",

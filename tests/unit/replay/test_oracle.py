@@ -12,6 +12,7 @@ from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import derive as length
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tools.models.store import LayerCache
+from kvferry.tools.replay.settings import AdmissionSetting
 from support.engine_pairs import Both, Turn, both, conversations, small_model
 from support.examples import examples
 from support.models import attention, state
@@ -126,6 +127,25 @@ def test_windows_that_no_likely_prefix_needs_leave_files_first_in_both(name, tur
     slow = {"file": file * 2 * PAGE}
     with both(model, rank, host_bytes=host * PAGE, policy="lru", slow=slow) as pair:
         check(pair, turns)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(
+    turns=conversations(most_tokens=LONGEST, block_tokens=BLOCK, requests=16),
+    steps=STEPS,
+    slow=st.sampled_from(SLOW[1:]),
+    room=st.integers(0, 20),
+    admission=st.builds(AdmissionSetting, st.integers(1, 3), st.sampled_from([0, 0, 20, 60])),
+)
+@examples(8)
+def test_the_same_chunks_are_admitted_to_slow_tiers_in_both(name, turns, steps, slow, room, admission):
+    model, rank = of_blocks(name, steps)
+    host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
+    with both(model, rank, host_bytes=host, slow=slow, admission=admission) as pair:
+        check(pair, turns)
+        for at, queue in enumerate(pair.served[0].queues, 1):
+            simulated = sum(counts.declined for counts in pair.simulation.tiers[at][0].counts)
+            assert simulated == queue.filter.declined.total()
 
 
 @given(turns=conversations(most_tokens=LONGEST), steps=STEPS, slow=st.sampled_from(SLOW[:4:3]))

@@ -255,6 +255,7 @@ def test_one_sample_is_printed_without_a_terminal(engine):
     assert "\x1b" not in done.stdout
     assert "prompts 0" in done.stdout
     assert "dropped   file: no space on the device 2" in done.stdout
+    assert "declined  file: too few uses 8" in done.stdout
 
 
 def test_once_prints_one_sample_in_a_terminal(engine):

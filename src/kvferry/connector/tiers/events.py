@@ -32,7 +32,7 @@ from kvferry.connector.engine import BlockRun, DescribeBlocks, Request
 from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, TierChanged, log_errors
 from kvferry.tiers.host.settings import HostDropReason
 from kvferry.tiers.index import KeyTable, tag_of
-from kvferry.tiers.names import HOST
+from kvferry.tiers.names import HOST, PutOutcome
 
 MOST_CHUNKS = 1 << 14
 """Maximum number of chunks whose blocks are remembered."""
@@ -80,6 +80,10 @@ class TierEvents:
         for slow in cache.slow_tiers:
             name, stats = slow.name, slow.tier.stats
             dropped = {str(put): n for put, n in stats.dropped.items()}
+            # The operator wants it so, and an alert watches dropped chunks.
+            declined = Counter({str(why): n for why, n in slow.filter.declined.items()})
+            over_budget = str(PutOutcome.OVER_BUDGET)
+            declined[over_budget] += (beyond := dropped.pop(over_budget, 0))
             self._emit_since_last(
                 TierChanged(
                     time.monotonic(),
@@ -88,10 +92,11 @@ class TierEvents:
                     capacity=slow.usage.capacity,
                     owed=len(slow),
                     fetched=counts.fetched[name],
-                    stored=sum(stats.puts.values()) - sum(dropped.values()),
+                    stored=sum(stats.puts.values()) - sum(dropped.values()) - beyond,
                     stored_bytes=stats.stored_bytes,
                     evicted=stats.evicted,
                     missed=tuple((str(miss), n) for (tier, miss), n in counts.missed.items() if tier == name),
+                    declined=tuple((why, n) for why, n in declined.items() if n),
                     dropped=(*dropped.items(), ("left host memory before its turn", slow.lost)),
                     fetch_seconds=tuple(slow.read_seconds),
                     store_seconds=tuple(slow.write_seconds),
@@ -120,6 +125,7 @@ class TierEvents:
                 refused=now.refused - last.refused,
                 missed=tuple((Counter(dict(now.missed)) - Counter(dict(last.missed))).items()),
                 dropped=tuple((Counter(dict(now.dropped)) - Counter(dict(last.dropped))).items()),
+                declined=tuple((Counter(dict(now.declined)) - Counter(dict(last.declined))).items()),
             )
         )
 

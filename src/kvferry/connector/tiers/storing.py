@@ -54,6 +54,7 @@ class _Store(Transfer):
     """A store under way, with the slot of each chunk in host memory."""
 
     request_id: str
+    prompt_tokens: int
     began: StoreBegan
     slots: list[tuple[Slot, PromptChunk]]
 
@@ -75,7 +76,7 @@ class StoreOrders:
         self._stores = TransferBook[_Store](workers, pool)
         self._orders: list[StoreOrder] = []
         self._under_way: Counter[str] = Counter()  # stores under way, by request
-        self._ended: dict[str, tuple[list[bytes], list[bytes], int]] = {}
+        self._ended: dict[str, tuple[list[bytes], list[bytes], int, int]] = {}
         self._numbers = count()
         self._log = LimitedLog(logger)
 
@@ -89,7 +90,7 @@ class StoreOrders:
 
     def order(
         self,
-        request_id: str,
+        request: Request,
         chunks: Sequence[PromptChunk],
         table_slices: Sequence[TableSlice | None],
         available: range,
@@ -120,10 +121,19 @@ class StoreOrders:
             return
         name = f"store#{next(self._numbers)}"
         label = self._labels[chunks[0].group]
+        request_id = request.request_id
         began = StoreBegan(short_id(request_id), time.monotonic(), name, label, len(pieces))
         blocks = [self._pool.blocks[block] for block in ids]
         self._stores.begin(
-            _Store(key=name, holder="stores", blocks=blocks, request_id=request_id, began=began, slots=slots)
+            _Store(
+                key=name,
+                holder="stores",
+                blocks=blocks,
+                request_id=request_id,
+                prompt_tokens=request.num_prompt_tokens,
+                began=began,
+                slots=slots,
+            )
         )
         self._under_way[request_id] += 1
         self._events.emit(began)
@@ -149,9 +159,12 @@ class StoreOrders:
         for store in ended:
             assert store.report is not None
             failure, figures = store.report.failure, store.report.figures
+            declined = self._cache.declined
             # In reverse order, so that the end of the prompt is evicted before its start.
             for slot, chunk in reversed(store.slots):
-                self._cache.filled(slot, chunk.tokens, failure, cold=chunk.cold)
+                self._cache.filled(
+                    slot, chunk.tokens, failure, cold=chunk.cold, prompt_tokens=store.prompt_tokens
+                )
             if failure is not None:
                 self._log.say(failure, f"tiers: ranks could not store chunks: {failure}")
             self._under_way[store.request_id] -= 1
@@ -164,10 +177,11 @@ class StoreOrders:
                     failure=failure or "",
                     size=sum(figures.bytes_by_group),
                     seconds=figures.transfer_seconds,
+                    declined=tuple((*of, n) for of, n in (self._cache.declined - declined).items()),
                 )
             )
 
-    def ended(self, request_id: str, used: list[bytes], cold: list[bytes], tokens: int) -> None:
+    def ended(self, request: Request, used: list[bytes], cold: list[bytes], tokens: int) -> None:
         """Mark the chunks of an ended request for the eviction policy, when all its stores have ended.
 
         Args:
@@ -175,8 +189,8 @@ class StoreOrders:
             cold: keys of chunks that host memory evicts before all others.
             tokens: length of the prefix that ends with the last of `used`.
         """
-        self._ended[request_id] = used, cold, tokens
-        self._mark_chunks_used(request_id)
+        self._ended[request.request_id] = used, cold, tokens, request.num_prompt_tokens
+        self._mark_chunks_used(request.request_id)
 
     def start_anew(self) -> None:
         """Forget the ended requests whose stores are still under way, because the cache was reset."""
@@ -360,7 +374,7 @@ class Storing:
             snapshots = {progress.found, *progress.snapshots}
             used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends, snapshots)
             tokens = max(request.num_prompt_tokens, progress.chunks * self._chunk)
-            self._orders.ended(request.request_id, used, cold, tokens)
+            self._orders.ended(request, used, cold, tokens)
 
     def start_anew(self) -> None:
         """Store no more chunks of the running requests, because the cache was reset."""
@@ -509,7 +523,7 @@ class Storing:
             )
             for number, key in keys.items()
         ]
-        self._orders.order(progress.request.request_id, chunks, table_slices, available)
+        self._orders.order(progress.request, chunks, table_slices, available)
 
     def _store_snapshots(self, progress: Progress, snapshots: Iterable[tuple[int, int, int]]) -> None:
         """Order the ranks to store snapshots at the ends of chunks (`Step.snapshots`)."""
@@ -536,4 +550,4 @@ class Storing:
             table_slices = [
                 TableSlice(0, (blocks[n],)) if n in blocks else None for n in range(len(self._block_tokens))
             ]
-            self._orders.order(request.request_id, [chunk], table_slices, range(tokens))
+            self._orders.order(request, [chunk], table_slices, range(tokens))

@@ -44,6 +44,7 @@ from kvferry.planning.shares import share_copies
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
+from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.settings import available_bytes
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.index import KeyTable, Tags
@@ -51,6 +52,7 @@ from kvferry.tiers.names import FLEET, HOST, tier_kind, tier_name
 from kvferry.tiers.shares.exchange import ShareExchange
 from kvferry.tiers.shares.tier import READERS, WRITERS, ShareTier
 from kvferry.tiers.storage_tier import StorageSettings, StorageTier
+from kvferry.tiers.write_filter import WriteFilter
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.security import Keys
 
@@ -102,11 +104,12 @@ def open_tiers(
             continue
         name = tier_name(settings.kind, kinds[settings.kind])
         write_back = settings.write == "back"
+        admission = WriteFilter[ChunkGroup](settings.min_uses, settings.min_prompt_tokens)
         if exchange is None:
-            queue = TierQueue(tier, name, write_back=write_back)
+            queue = TierQueue(tier, name, write_back=write_back, write_filter=admission)
         else:
             shares = ShareTier(tier, exchange)
-            queue = TierQueue(shares, name, readers=READERS, writers=WRITERS, write_back=write_back)
+            queue = TierQueue(shares, name, READERS, WRITERS, write_back=write_back, write_filter=admission)
         kinds[settings.kind] += 1
         found.append((queue, settings.load_weight))
     return found

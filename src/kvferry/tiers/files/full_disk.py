@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from kvferry.common.units import format_bytes
 
+# The share of a file system's inodes that stays free for other programs is one divided by this.
+_SPARE_FILES = 20
+
 # EMLINK: a folder has as many entries as it may have. Project quotas of XFS report ENOSPC.
 OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)
 
@@ -18,11 +21,18 @@ class DiskRoom:
 
     free: int
     free_files: int | None  # None if the file system does not count inodes
+    files: int | None = None  # free inodes and those in use, likewise
 
     @classmethod
     def of(cls, path: str) -> DiskRoom:
         found = os.statvfs(path)
-        return cls(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
+        free = found.f_bavail * found.f_frsize
+        return cls(free, found.f_favail, found.f_files) if found.f_files else cls(free, None)
+
+    @property
+    def lacks_files(self) -> bool:
+        """Whether so few inodes are free that other programs would soon have none."""
+        return self.free_files is not None and self.free_files * _SPARE_FILES < (self.files or 0)
 
 
 def shortage(path: str, error: OSError, size: int = 4096) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The ledger of a directory: its capacity and its bytes in use, shared by all processes that use it.
+"""The ledger of a directory: its capacity, bytes in use and write budget, shared by all its processes.
 
 The ledger is one small file. A process reads and writes it under an exclusive flock, which its threads hand
 to one another. The bytes in use are never less than the sum of all kvferry files: bytes are added (*charged*)
@@ -16,17 +16,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition
+from typing import NamedTuple
 
 from kvferry.common.machine import fcntl
 from kvferry.tiers.files.chunk_file import open_regular, read_regular
 from kvferry.tiers.format.chunk import header_digest
 from kvferry.tiers.paths import LEDGER, EntryKind, walk
+from kvferry.tiers.write_budget import WriteBudget
 
 LEDGER_BYTES = 64
 _MAGIC = b"KVFLEDGR"
 _VERSION = 1
 _MOST = (1 << 64) - 1
-_FIELDS = struct.Struct("<8s II QQ 16x")
+_FIELDS = struct.Struct("<8s II QQ QQ")
+_MICROSECONDS = 10**6
 _DIGEST_BYTES = LEDGER_BYTES - _FIELDS.size
 
 # Time after which a process leaves the lock to others.
@@ -41,45 +44,79 @@ class LockTimeout(Exception):
     """Raised if other threads or processes held a lock until the time limit."""
 
 
+class _Content(NamedTuple):
+    """What a ledger says: capacity and bytes in use, and the write budget; None for no limit."""
+
+    capacity: int
+    used: int
+    budget: WriteBudget | None
+
+
 class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
-    A new or damaged file gets `capacity`, and is `lost`: `used` was counted anew. `fd` is the locked file.
+    A new or damaged file gets `capacity` and `write_per_day`, and is `lost`: `used` was counted anew. `fd` is
+    the locked file.
     """
 
-    def __init__(self, fd: int, root: str, capacity: int) -> None:
+    def __init__(self, fd: int, root: str, capacity: int, write_per_day: int = 0) -> None:
         self.fd = fd
         self._root = root
         found = _parse(os.pread(fd, LEDGER_BYTES, 0))
         self.lost = found is None
-        self.capacity, self.used = found or (capacity, 0)
+        self._content = found or _Content(capacity, 0, _budget(write_per_day))
         if found is None:
             self.count()
 
+    @property
+    def capacity(self) -> int:
+        return self._content.capacity
+
+    @property
+    def used(self) -> int:
+        return self._content.used
+
+    @property
+    def budget(self) -> WriteBudget | None:
+        return self._content.budget
+
     def charge(self, size: int) -> None:
         """Add to the bytes in use. Call this before a file is created."""
-        self._set(self.capacity, self.used + size)
+        self._set(self._content._replace(used=self.used + size))
 
     def release(self, size: int) -> None:
         """Subtract from the bytes in use. Call this after a file was removed."""
-        self._set(self.capacity, max(0, self.used - size))
+        self._set(self._content._replace(used=max(0, self.used - size)))
 
     def limit(self, capacity: int) -> None:
         """Set the capacity, for all processes that use the directory."""
-        self._set(capacity, self.used)
+        self._set(self._content._replace(capacity=capacity))
+
+    def limit_writes(self, per_day: int) -> None:
+        """Set the bytes that may be written per day, for all processes; 0 for no limit."""
+        # What was written lately counts for the new limit too.
+        full_at = self.budget.full_at if self.budget else 0.0
+        self._set(self._content._replace(budget=_budget(per_day, full_at)))
+
+    def charge_write(self, size: int, now: float) -> None:
+        """Subtract a write of `size` bytes from the budget. `now` is in seconds since 1970."""
+        if self.budget is not None:
+            self._set(self._content._replace(budget=self.budget.after_write(size, now)))
 
     def count(self) -> None:
         """Walk the directory, and set the bytes in use to the sum of all kvferry files."""
         # Count the ledger with its full size, because its first write may be this one.
         others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
-        self._set(self.capacity, LEDGER_BYTES + others)
+        self._set(self._content._replace(used=LEDGER_BYTES + others))
 
-    def _set(self, capacity: int, used: int) -> None:
+    def _set(self, content: _Content) -> None:
         # The name of a temporary file may claim any number of reserved bytes.
-        used = min(used, _MOST)
-        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, capacity, used)
+        used = min(content.used, _MOST)
+        budget = content.budget or WriteBudget(0)
+        full_at = int(budget.full_at * _MICROSECONDS)
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, content.capacity, used, budget.bytes_per_day, full_at)
         os.pwrite(self.fd, fields + header_digest(fields)[:_DIGEST_BYTES], 0)
-        self.capacity, self.used = capacity, used
+        self._content = content._replace(used=used)
 
 
 @dataclass
@@ -105,6 +142,7 @@ class Ledger:
 
     Attributes:
         capacity: last known capacity in bytes, 0 if unknown. A new ledger file gets this value.
+        write_per_day: last known limit on the bytes written per day, 0 for none, likewise.
         after_loss: called with the held ledger after this object has replaced a missing or damaged file.
         after_swap: called when another directory has replaced the one at `root`. It raises OSError to refuse
             the new one.
@@ -117,7 +155,7 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.capacity = 0
+        self.capacity = self.write_per_day = 0
         self.after_loss: Callable[[HeldLedger], None] = lambda _: None
         self.after_swap: Callable[[], None] = lambda: None
         self._root, self._path, self._lock_seconds = root, f"{root}/{LEDGER}", lock_seconds
@@ -189,7 +227,8 @@ class Ledger:
         """Take the lock until a deadline in seconds of the clock, or raise `LockTimeout`."""
         fd = self._lock(deadline)
         try:
-            held_ledger = HeldLedger(fd, self._root, self.capacity)
+            held_ledger = HeldLedger(fd, self._root, self.capacity, self.write_per_day)
+            self.write_per_day = held_ledger.budget.bytes_per_day if held_ledger.budget else 0
             if held_ledger.capacity:
                 self.capacity = held_ledger.capacity
             elif self.capacity:
@@ -241,23 +280,38 @@ class Ledger:
 
 def read_ledger(root: str) -> tuple[int, int] | None:
     """Return capacity and bytes in use without locking; None if the ledger cannot be read."""
+    found = _read(root)
+    return None if found is None else (found.capacity, found.used)
+
+
+def read_write_budget(root: str) -> WriteBudget | None:
+    """Return the write budget without locking; None if there is none or the ledger cannot be read."""
+    found = _read(root)
+    return None if found is None else found.budget
+
+
+def _read(root: str) -> _Content | None:
     try:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
         return None
 
 
-def _parse(data: bytes) -> tuple[int, int] | None:
-    """Return capacity and bytes in use; None if damaged. Raise OSError for an unknown format version."""
+def _budget(per_day: int, full_at: float = 0.0) -> WriteBudget | None:
+    return WriteBudget(per_day, full_at) if per_day else None
+
+
+def _parse(data: bytes) -> _Content | None:
+    """Return what a ledger says; None if it is damaged. Raise OSError for an unknown format version."""
     fields = data[: _FIELDS.size]
     if len(data) != LEDGER_BYTES or data[_FIELDS.size :] != header_digest(fields)[:_DIGEST_BYTES]:
         return None
     # The digest is checked first, so a version is believed only in a ledger that was written completely.
-    magic, version, _, capacity, used = _FIELDS.unpack(fields)
+    magic, version, _, capacity, used, per_day, full_at = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         return None
     # Not damage: replacing a newer release's ledger would lose its capacity.
     if version != _VERSION:
         told = f"its ledger is of version {version}, this release knows version {_VERSION}"
         raise OSError(errno.ESTALE, told)
-    return capacity, used
+    return _Content(capacity, used, _budget(per_day, full_at / _MICROSECONDS))

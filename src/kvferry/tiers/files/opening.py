@@ -145,11 +145,17 @@ def unusable_directory(root: str, error: OSError) -> ConfigError:
 
 
 def open_directory(
-    root: str, ledger: Ledger, space: DirectorySpace, namespace: Namespace, capacity: int | None
+    root: str,
+    ledger: Ledger,
+    space: DirectorySpace,
+    namespace: Namespace,
+    capacity: int | None,
+    write_per_day: int | None = None,
 ) -> None:
     """Prepare a directory for a file tier: sweep, count, evict down to the capacity, write the notes.
 
-    `check_directory` has checked `root`. Mutates the ledger: capacity, `after_loss` and `after_swap`.
+    `check_directory` has checked `root`. Mutates the ledger: capacity, limit on writes, `after_loss` and
+    `after_swap`.
 
     Raises:
         ConfigError: the directory cannot be read or written, other processes held the lock for too long, or
@@ -179,6 +185,9 @@ def open_directory(
             # First, or a number that a killed process left would be taken as used and limit the capacity.
             space.settle(held_ledger)
             held_ledger.limit(_capacity(root, held_ledger, capacity))
+            if write_per_day is not None:
+                held_ledger.limit_writes(write_per_day)
+                ledger.write_per_day = write_per_day
             ledger.capacity = held_ledger.capacity
             space.make_room(held_ledger)
             _make_way_and_create(namespace, held_ledger, space)

@@ -4,9 +4,10 @@ To make room, the least recently used files are evicted: chunks of any namespace
 walk of the directory lists them in order of use, usually without the ledger's lock. Each file is checked
 again before it is evicted, because other processes use, evict and write files too.
 
-The capacity counts bytes. The file system may run out of something else first: inodes, a quota, entries in a
-folder, or bytes, because other programs use them. It then refuses a new file, and the least recently used
-files are evicted for the new one.
+The capacity counts bytes. If a file system has few inodes, a twentieth of them stays free for other programs.
+The file system may also run out of something else: a quota, entries in a folder, or bytes and inodes, because
+other programs use them. It then refuses a new file, and the least recently used files are evicted for the new
+one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.common.machine import fcntl
+from kvferry.common.units import format_bytes
 from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
-from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
+from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.names import OutcomeCounter
 from kvferry.tiers.paths import (
@@ -37,6 +39,7 @@ from kvferry.tiers.paths import (
     temporary_path,
     walk,
 )
+from kvferry.tiers.write_budget import WriteBudget
 
 # Minimum age of another machine's temporary file before it is removed. A shared mount may hide its lock.
 _FOREIGN_LEFTOVER_SECONDS = 900.0
@@ -64,6 +67,13 @@ class DirectoryFull(Exception):
     def __init__(self, size: int, held_ledger: HeldLedger) -> None:
         super().__init__(f"{size} bytes do not fit; {held_ledger.used} of {held_ledger.capacity} are in use")
         self.too_large = size > held_ledger.capacity
+
+
+class OverBudget(Exception):
+    """Raised if nothing more may be written to the directory for a while."""
+
+    def __init__(self, budget: WriteBudget) -> None:
+        super().__init__(f"{format_bytes(budget.bytes_per_day)} may be written per day")
 
 
 class _WalkResult(NamedTuple):
@@ -108,27 +118,29 @@ class DirectorySpace:
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file of `size` bytes, charge them, and create it empty under a temporary name.
 
-        Return the descriptor of this file, open for writing and locked with flock, and its path.
+        Return the descriptor of this file, open for writing and locked with flock, and its path. Raise
+        OverBudget, and evict nothing, if the write budget is used up.
         """
         with self._ledger.held() as held_ledger:
             if size > held_ledger.capacity:
                 raise DirectoryFull(size, held_ledger)
+            self._check_budget(held_ledger)
             if self._evict_to(held_ledger, held_ledger.capacity - size):
-                return self.create(held_ledger, final, size)
+                return self._create_chunk(held_ledger, final, size)
         # One thread walks. The others wait, and then find that there is room, or files to evict.
         with self._walking:
             with self._ledger.held() as held_ledger:
                 if self._evict_to(held_ledger, held_ledger.capacity - size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
             found = self._walk()
             with self._ledger.held() as held_ledger:
                 self._apply_walk(found, held_ledger)
                 if self.make_room(held_ledger, size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
                 # Count again before giving up: killed writers may have charged bytes without creating a file.
                 self.settle(held_ledger)
                 if self.make_room(held_ledger, size):
-                    return self.create(held_ledger, final, size)
+                    return self._create_chunk(held_ledger, final, size)
                 raise DirectoryFull(size, held_ledger)
 
     def commit(self, temporary: str, final: str, size: int) -> bool:
@@ -198,6 +210,26 @@ class DirectorySpace:
         self._paused_at = self._clock()
         return False
 
+    def spare_files(self) -> None:
+        """Evict files if few inodes of the file system are free. Call this before a chunk is stored.
+
+        Raise OverBudget, and evict nothing, if the write budget is used up.
+        """
+        room = DiskRoom.of(self.root)
+        if not room.lacks_files:
+            return
+        with self._ledger.held() as held_ledger:
+            self._check_budget(held_ledger)
+        # A new file and its folder take two, and the number of free inodes is to grow.
+        evicted = [self.evict(1) for _ in range(3)]
+        if any(evicted) and self._logged.acquire(blocking=False):
+            _log.warning(
+                "file tier %s: its file system runs out of inodes before the capacity is used up: %s of %s "
+                "are free. The least recently used chunks are evicted for new ones; use a file system with "
+                "more inodes, or raise chunk_tokens",
+                *(self.root, f"{room.free_files:,}", f"{room.files:,}"),
+            )
+
     def evict(self, size: int, folder: str = "") -> bool:
         """Evict `size` bytes, or all that there are, although the capacity has room; return if any was.
 
@@ -244,6 +276,15 @@ class DirectorySpace:
             held_ledger.release(size)
             raise
         return fd, path
+
+    def _check_budget(self, held_ledger: HeldLedger) -> None:
+        if held_ledger.budget is not None and not held_ledger.budget.left(self._clock()):
+            raise OverBudget(held_ledger.budget)
+
+    def _create_chunk(self, held_ledger: HeldLedger, final: str, size: int) -> tuple[int, str]:
+        created = self.create(held_ledger, final, size)
+        held_ledger.charge_write(size, self._clock())
+        return created
 
     def _evict_to(self, held_ledger: HeldLedger, goal: int) -> bool:
         """Evict listed files until at most `goal` bytes are in use; return whether they are."""

@@ -37,7 +37,7 @@ from kvferry.tiers.files.chunk_file import (
 )
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
-from kvferry.tiers.files.ledger import Ledger, LockTimeout, read_ledger
+from kvferry.tiers.files.ledger import Ledger, LockTimeout, read_ledger, read_write_budget
 from kvferry.tiers.files.opening import (
     check_directory,
     check_writable,
@@ -45,7 +45,13 @@ from kvferry.tiers.files.opening import (
     unusable_directory,
 )
 from kvferry.tiers.files.page_cache import CachedFiles
-from kvferry.tiers.files.space import MAX_LISTED, DirectoryFull, DirectorySpace, quarantine_file
+from kvferry.tiers.files.space import (
+    MAX_LISTED,
+    DirectoryFull,
+    DirectorySpace,
+    OverBudget,
+    quarantine_file,
+)
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
 from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
@@ -61,12 +67,16 @@ _EVICTED = (errno.ENOENT, errno.ESTALE)
 
 _MAX_NOTE_BYTES = 1 << 20
 
+# The ledger counts 64 bits.
+MAX_PER_DAY = 1 << 60
+
 # Number of times that a chunk's folder is created. Evictions remove folders while they are empty.
 _MOST_FOLDERS = 8
 
 _ADVICE = {
     PutOutcome.TOO_LARGE: "raise the capacity or store smaller chunks",
     PutOutcome.FULL: "raise the capacity",
+    PutOutcome.OVER_BUDGET: "raise write_per_day, or set min_uses so that it goes to what is used again",
     PutOutcome.NO_SPACE: "lower the capacity or free space",
     PutOutcome.BUSY: "find the process that holds it, or check whether the mount hangs",
     PutOutcome.IO_ERROR: "check the disk or mount",
@@ -80,7 +90,8 @@ class FileTier(StorageTier):
     """A storage tier with the chunks of one namespace in a directory, which others may use too.
 
     Args:
-        path, capacity, durable, page_cache: as in `FileSettings`, sizes in bytes. The directory must exist.
+        path, capacity, durable, page_cache, write_per_day: as in `FileSettings`, sizes in bytes. The
+            directory must exist.
         namespace: namespace of the chunks. Its note is written if it is missing.
         clock: seconds since 1970, for times of use.
         lock_seconds: maximum time for which `put` waits for the lock of the ledger. Then it stores nothing.
@@ -101,6 +112,7 @@ class FileTier(StorageTier):
         capacity: int | None = None,
         durable: bool = False,
         page_cache: int | None = None,
+        write_per_day: int | None = None,
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
         table: KeyTable | None = None,
@@ -122,10 +134,10 @@ class FileTier(StorageTier):
         self._space = DirectorySpace(
             self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
         )
-        open_directory(self._root, self._ledger, self._space, namespace, capacity)
+        open_directory(self._root, self._ledger, self._space, namespace, capacity, write_per_day)
         self._cached = CachedFiles(self._root, page_cache)
         self._index.refresh()
-        self._usage = UsageReader(self._root, namespace)
+        self._usage = UsageReader(self._root, namespace, clock)
 
     @property
     def stats(self) -> TierStats:
@@ -154,6 +166,8 @@ class FileTier(StorageTier):
             done = self._put(chunk, body, cold=cold)
         except LockTimeout as error:
             done, detail = PutOutcome.BUSY, str(error)
+        except OverBudget as error:
+            done, detail = PutOutcome.OVER_BUDGET, str(error)
         except DirectoryFull as error:
             done, detail = PutOutcome.TOO_LARGE if error.too_large else PutOutcome.FULL, str(error)
         except OSError as error:
@@ -191,6 +205,7 @@ class FileTier(StorageTier):
             check_folders(self._root, final)
         if is_regular(final):
             return PutOutcome.PRESENT
+        self._space.spare_files()
         tries = 0
         while True:
             try:
@@ -279,9 +294,13 @@ class FileTier(StorageTier):
 
 
 class UsageReader:
-    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks."""
+    """Reads the capacity and the bytes in use of a directory. Not thread-safe; every call blocks.
 
-    def __init__(self, root: str, namespace: Namespace) -> None:
+    `clock` is in seconds since 1970.
+    """
+
+    def __init__(self, root: str, namespace: Namespace, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._root, self._ours, self._name = root, namespace.digest.hex(), namespace.name
         self._names: dict[str, str] = {}
         self._last = StoreUsage()
@@ -293,7 +312,13 @@ class UsageReader:
         probably differ in a setting, which is why this one finds no chunks.
         """
         capacity, used = read_ledger(self._root) or (self._last.capacity, self._last.used)
-        self._last = StoreUsage(used, capacity, self._same_name_namespace() if empty else "")
+        budget = read_write_budget(self._root)
+        self._last = StoreUsage(
+            used,
+            capacity,
+            self._same_name_namespace() if empty else "",
+            write_budget_left=None if budget is None else budget.left(self._clock()),
+        )
         return self._last
 
     def _same_name_namespace(self) -> str:
@@ -333,6 +358,10 @@ class FileSettings(StorageSettings, frozen=True):
             engines of this machine read them as fast as memory: a number of bytes, or a text such as
             ``50GiB``. A file is brought there within seconds after it was stored, while this engine does not
             use the disk. If None, a tenth of the available memory. On a network mount, none are.
+        write_per_day: maximum number of bytes that all engines together write to the directory in 24 hours,
+            so that its disk lasts: a number of bytes, or a text such as ``2TiB``. An hour's share may be
+            written at once. If None, the current limit of the directory is kept, and a new directory has
+            none; 0 for no limit.
     """
 
     kind: ClassVar[str] = "file"
@@ -342,11 +371,17 @@ class FileSettings(StorageSettings, frozen=True):
     capacity: int | str | None = None
     durable: bool = False
     page_cache: int | str | None = None
+    write_per_day: int | str | None = None
 
     def check(self, where: str) -> None:
         check_capacity(where, self.capacity)
         if self.page_cache is not None:
             parse_size(self.page_cache)
+        if self.write_per_day is not None and parse_size(self.write_per_day) > MAX_PER_DAY:
+            raise ConfigError(
+                f"{where}: write_per_day is {self.write_per_day!r}, more than any disk writes; lower it, or "
+                "set it to 0 for no limit"
+            )
         if self.path is None:
             return
         try:
@@ -386,7 +421,13 @@ class FileSettings(StorageSettings, frozen=True):
         capacity = None if self.capacity is None else parse_size(self.capacity)
         page_cache = None if self.page_cache is None else parse_size(self.page_cache)
         return FileTier(
-            path, namespace, capacity=capacity, durable=self.durable, page_cache=page_cache, table=table
+            path,
+            namespace,
+            capacity=capacity,
+            durable=self.durable,
+            page_cache=page_cache,
+            write_per_day=None if self.write_per_day is None else parse_size(self.write_per_day),
+            table=table,
         )
 
 

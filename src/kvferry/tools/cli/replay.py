@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.units import parse_size
 from kvferry.tools.cli.options import (
     INTERRUPTED,
     argument,
@@ -29,9 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvferry.tools.replay.engine import Hit
-    from kvferry.tools.replay.settings import RecordedEngine, ReplaySettings, ServedModel, TierSetting
+    from kvferry.tools.replay.settings import (
+        AdmissionSetting,
+        RecordedEngine,
+        ReplaySettings,
+        ServedModel,
+        TierSetting,
+    )
     from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.trace.base import Trace, TraceRequest
+    from kvferry.tools.replay.wear import Endurance
 
 _STEP_TOKENS = 8192
 
@@ -60,6 +68,14 @@ class ReplayOptions:
     )
     kv_cache_memory: str | None = option(
         None, "SIZE", "Memory of a rank for KV cache; by default as in the recorded engine, else 40GiB."
+    )
+    min_uses: int = count(1, "Prompts that must have had a chunk before it is written to storage.")
+    min_prompt_tokens: int = count(0, "Length of prompts below which no chunk is written to storage.")
+    write_per_day: str | None = option(
+        None, "SIZE", "Bytes that may be written to each tier in storage per day, such as 2TiB."
+    )
+    endurance: str | None = option(
+        None, "SIZE", "Bytes that the disk of a file tier endures, such as 1.2PB, to say how long it lasts."
     )
     policy: str = option("lru", "NAME", "Eviction policy of host memory: lru, arc, s3fifo or density.")
     prefill_tokens_per_second: float = option(
@@ -97,7 +113,8 @@ class ReplayOptions:
     disk_writes_per_day: float | None = option(
         None,
         "COUNT",
-        "With --target-hit: full writes per day that the disk endures for five years; by default 1.",
+        "Instead of --endurance: full writes per day that the disk endures for five years; with "
+        "--target-hit by default 1.",
     )
     requests: Path | None = option(None, "FILE", "File to write, with what was found for each request.")
     as_json: bool = flag("--json", "Print JSON, in bytes, seconds and tokens.")
@@ -114,20 +131,29 @@ def replay(options: ReplayOptions) -> None:
     output-tokens=300 (means), hours=0.5, seed=0.
     """
     sizing = options.target_hit is not None
-    if not sizing and options.disk_writes_per_day is not None:
-        raise ConfigError(
-            "--disk-writes-per-day is about the disk of --target-hit; give both, or leave it out"
-        )
     from kvferry.tools.replay.page import page
-    from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier, recorded_engine
+    from kvferry.tools.replay.settings import (
+        ADMIT_ALL,
+        ReplaySettings,
+        block_pool,
+        parse_tier,
+        recorded_engine,
+    )
     from kvferry.tools.replay.show import as_json, show
     from kvferry.tools.replay.trace.open import open_trace
 
     check_folder(options.html)
+    admission = _admission(options)
+    several_passes = {
+        "--target-hit": sizing,
+        "--curve": options.curve,
+        "the comparison with all chunks": admission != ADMIT_ALL,
+    }
+    asked_by = next((name for name, asked in several_passes.items() if asked), None)
     trace = (
-        open_for_curve(options.trace, options.unit_tokens, "--target-hit" if sizing else "--curve")
-        if options.curve or sizing
-        else open_trace(options.trace, options.unit_tokens)
+        open_trace(options.trace, options.unit_tokens)
+        if asked_by is None
+        else open_for_curve(options.trace, options.unit_tokens, asked_by)
     )
     recorded = recorded_engine(trace.name, trace.header)
     served = _served_model(options, recorded)
@@ -137,6 +163,7 @@ def replay(options: ReplayOptions) -> None:
         engines=options.engines,
         pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
         policy=options.policy,
+        admission=admission,
         route=options.route,  # type: ignore[arg-type]  # checked by the class
         prefill_tokens_per_second=options.prefill_tokens_per_second,
         seed=options.seed,
@@ -158,13 +185,16 @@ def replay(options: ReplayOptions) -> None:
 def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> None:
     """Print the smallest tiers that reach ``--target-hit``. Raise ConfigError for an unused option."""
     from kvferry.tools.replay.page import size_page
+    from kvferry.tools.replay.settings import ADMIT_ALL
     from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size
 
-    if options.bandwidth or options.requests or settings.engines > 1 or len(settings.tiers) > 1:
+    others = options.bandwidth, options.requests, options.endurance, settings.admission != ADMIT_ALL
+    if any(others) or settings.engines > 1 or len(settings.tiers) > 1:
         raise ConfigError(
             "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
-            "--engines and any --tier but host=SIZE"
+            "--engines, --endurance, --min-uses, --min-prompt-tokens, --write-per-day and any --tier but "
+            "host=SIZE"
         )
     assert options.target_hit is not None  # noqa: S101 - the caller has checked it
     host = settings.tiers[0].capacity_bytes if options.tier else None
@@ -175,6 +205,25 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     if options.html is not None:
         write_file(options.html, size_page(found, trace.name))
     print_result(found, size_as_json, show_size, as_json=options.as_json)
+
+
+def _admission(options: ReplayOptions) -> AdmissionSetting:
+    """Return what decides whether a chunk is written to storage. Raise ConfigError for a wrong budget."""
+    from kvferry.tools.replay.settings import AdmissionSetting
+
+    per_day = None if options.write_per_day is None else parse_size(options.write_per_day)
+    if per_day == 0:
+        raise ConfigError("--write-per-day is 0; give a size above 0, or leave it out for no limit")
+    return AdmissionSetting(options.min_uses, options.min_prompt_tokens, per_day)
+
+
+def _endurance(options: ReplayOptions) -> Endurance:
+    from kvferry.tools.replay.wear import Endurance
+
+    if options.endurance is not None and options.disk_writes_per_day is not None:
+        raise ConfigError("--endurance and --disk-writes-per-day both say what a disk endures; leave one out")
+    total = None if options.endurance is None else parse_size(options.endurance)
+    return Endurance(total, options.disk_writes_per_day)
 
 
 def _served_model(options: ReplayOptions, recorded: RecordedEngine) -> ServedModel:
@@ -233,19 +282,40 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
 def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
     """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
     from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
+    from kvferry.tools.replay.settings import ADMIT_ALL
     from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.simulation import Simulation
+    from kvferry.tools.replay.wear import Endurance, wear_of
 
+    endurance = _endurance(options)
+    if (endurance != Endurance() or settings.admission != ADMIT_ALL) and len(settings.tiers) == 1:
+        raise ConfigError(
+            "--endurance, --disk-writes-per-day, --min-uses, --min-prompt-tokens and --write-per-day are "
+            "about tiers in storage, and there is none; add one, such as --tier file=2TiB"
+        )
+    wear = wear_of(Simulation(model, settings, trace.unit_tokens), endurance)  # refuses wrong options early
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
         complete, points = False, tuple[CurvePoint, ...]()
         try:
             simulation.run(progress(trace, "replay"))
+            wear = wear_of(simulation, endurance)
+            if settings.admission != ADMIT_ALL:
+                everything = Simulation(model, replace(settings, admission=ADMIT_ALL), trace.unit_tokens)
+                everything.run(progress(trace, "all chunks"))
+                wear = [*wear_of(everything, endurance), *wear]
             points = tuple(hit_rate_curve(partial(progress, trace), simulation)) if options.curve else ()
             complete = True
         except KeyboardInterrupt:  # a long replay says much before its end
             pass
-    return Outcome(simulation, trace.name, complete, points, trace.tells_prefixes)
+    return Outcome(
+        simulation,
+        trace.name,
+        complete,
+        points,
+        tuple(wear) if complete else (),
+        tells_prefixes=trace.tells_prefixes,
+    )
 
 
 @contextmanager

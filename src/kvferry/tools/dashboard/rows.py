@@ -282,10 +282,11 @@ ROWS: tuple[PanelRow, ...] = (
             levels("kvferry_tier_owed_chunks", "instance", "tier"),
         ),
         panel(
-            "Dropped chunks",
+            "Dropped and declined chunks",
             "Chunks that were not stored, by reason. docs/metrics.md explains the reasons.",
             "ops",
             rates("kvferry_tier_dropped_chunks_total", "tier", "reason"),
+            rates("kvferry_tier_declined_chunks_total", "tier", "reason"),
         ),
         panel(
             "Evicted and missed chunks",

@@ -73,6 +73,9 @@ class _Timeline:
                 after = None
         for stored in self._trace.stored:
             yield TimelineEntry(_stored(stored), stored.first - self._arrived_at)
+            for tier, reason, number in stored.declined:
+                chunks = _number(number, "chunk")
+                yield TimelineEntry(f"Not written to {tier}: {chunks} of {stored.group} ({reason}).")
 
     def _asked(self, event: events.SourcesAsked) -> Iterator[str]:
         yield from self._again()

@@ -18,7 +18,7 @@ from kvferry.planning import (
     find_coverage,
     windows_survive_load,
 )
-from kvferry.tiers import EvictionPolicy
+from kvferry.tiers import EvictionPolicy, WriteBudget
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.settings import ServedModel
 
@@ -27,8 +27,8 @@ from kvferry.tools.replay.settings import ServedModel
 class TierCounts:
     """The chunks that a simulated tier has stored, given to loads and evicted so far."""
 
-    # `stored`, `read`, `evicted`, `dropped`: numbers of chunks. A chunk is dropped if there is no room for
-    # it.
+    # `stored`, `read`, `evicted`, `dropped`, `declined`: numbers of chunks. A chunk is dropped if there is no
+    # room for it.
     stored: int = 0
     stored_bytes: int = 0
     read: int = 0
@@ -36,6 +36,7 @@ class TierCounts:
     evicted: int = 0
     evicted_bytes: int = 0
     dropped: int = 0
+    declined: int = 0  # chunks that were not written to spare the disk
     most_bytes: int = 0
 
     @classmethod
@@ -80,11 +81,19 @@ class SimulatedTier(ReadableTier):
 
     Attributes:
         policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
+        budget: limit on what `write` writes; None for no limit.
+        now: seconds since the start of the trace, which only the budget needs.
     """
 
     def __init__(
-        self, capacity_bytes: int, chunk_bytes: Sequence[int], policy: Callable[[int], EvictionPolicy]
+        self,
+        capacity_bytes: int,
+        chunk_bytes: Sequence[int],
+        policy: Callable[[int], EvictionPolicy],
+        write_per_day: int | None = None,
     ) -> None:
+        self.budget = None if write_per_day is None else WriteBudget(write_per_day)
+        self.now = 0.0
         self._groups: dict[bytes, int] = {}  # KV cache group of each chunk
         super().__init__(chunk_bytes, self._groups)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
@@ -147,8 +156,8 @@ class SimulatedTier(ReadableTier):
 
     def write(self, keys: Iterable[bytes], group: int, cold: Collection[bytes] = ()) -> list[bytes]:
         """Write those chunks of one group that are not held, one after the other. Return their keys."""
-        new = self.lacks(keys)
         size = self.chunk_bytes[group]
+        new = self._affordable(self.lacks(keys), group)
         if any(key in cold for key in new):  # the next chunk may evict one of these
             for key in new:
                 if self.make_room(size) >= size:
@@ -156,6 +165,21 @@ class SimulatedTier(ReadableTier):
         elif new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)
         return new
+
+    @property
+    def budget_left(self) -> float | None:
+        return None if self.budget is None else self.budget.left(self.now)
+
+    def _affordable(self, keys: list[bytes], group: int) -> list[bytes]:
+        """Return the first chunks, as many as may be written now. Charge them, and decline the others."""
+        if self.budget is None:
+            return keys
+        for number in range(len(keys)):
+            if not self.budget.left(self.now):
+                self.counts[group].declined += len(keys) - number
+                return keys[:number]
+            self.budget = self.budget.after_write(self.chunk_bytes[group], self.now)
+        return keys
 
     def admit(self, keys: Sequence[bytes], group: int, cold: Collection[bytes] = ()) -> None:
         """Add chunks of one group that are not held, the last one as the newest. There must be room."""

@@ -227,6 +227,18 @@ def parse_tier(text: str) -> TierSetting:
     )
 
 
+class AdmissionSetting(NamedTuple):
+    """The settings of the tiers in storage that decide what is written to them, as in `StorageSettings`."""
+
+    min_uses: int = 1
+    min_prompt_tokens: int = 0
+    write_per_day: int | None = None  # bytes per day and tier; None for no limit
+
+
+# Every chunk is written.
+ADMIT_ALL = AdmissionSetting()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """The settings of a replay."""
@@ -236,6 +248,7 @@ class ReplaySettings:
     pool: BlockPool = NO_PREFIX_CACHE
     # Name of the eviction policy of host memory. Storage evicts the least recently used chunks.
     policy: str = "lru"
+    admission: AdmissionSetting = ADMIT_ALL
     route: RouteName = "prefix"
     # Tokens that an engine computes per second; 0 to assume that a request has ended before the next one
     # arrives.
@@ -266,6 +279,8 @@ class ReplaySettings:
             ("prefill-tokens-per-second", self.prefill_tokens_per_second, 0),
             ("skip", self.skip, 0),
             ("concurrency", self.concurrency, 0),
+            ("min-uses", self.admission.min_uses, 1),
+            ("min-prompt-tokens", self.admission.min_prompt_tokens, 0),
         ):
             if value < least:
                 raise ConfigError(f"--{name} is {value}; it must be at least {least}")

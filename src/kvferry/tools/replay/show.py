@@ -16,6 +16,7 @@ from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
 from kvferry.tools.replay.simulation import Simulation, Times
 from kvferry.tools.replay.sizing import Sizing
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
+from kvferry.tools.replay.wear import TierWear, wear_as_json
 from kvferry.tools.report import Column, Report
 
 _Number = TypeVar("_Number", int, float)
@@ -50,6 +51,14 @@ _ENGINES = (
     Column("median", rank=1),
     Column("most"),
 )
+_WEAR = (
+    Column("written to", left=True),
+    Column("chunks", left=True),
+    Column("per day"),
+    Column("declined", rank=2),
+    Column("disk lasts"),
+    Column("hit rate"),
+)
 _CURVE = Column("capacity", left=True), Column("hit rate"), Column("as a bar", rank=1, left=True)
 _CHOICES = (
     Column("retention", left=True),
@@ -81,6 +90,7 @@ class Outcome:
     trace: str
     complete: bool
     curve: tuple[CurvePoint, ...] = ()  # hit rate by capacity of host memory; empty if it was not computed
+    wear: tuple[TierWear, ...] = ()  # of each tier in storage; with an admission filter also without it
     tells_prefixes: bool = True  # False if the trace has only lengths, so that its hit rate means nothing
 
     @cached_property
@@ -133,8 +143,40 @@ def show(found: Outcome, report: Report) -> None:
             seconds = [*(times.quantile(share) for share in (0.5, 0.9, 0.99)), times.mean]
             rows.append((name, *map(format_seconds, seconds)))
         report.table(_WAITS, rows)
+    if found.wear:
+        report.text()
+        _show_wear(found, report)
     if found.curve:
         show_curve(found.curve, settings, report)
+
+
+def _show_wear(found: Outcome, report: Report) -> None:
+    report.heading("Wear")
+    report.table(
+        _WEAR,
+        [
+            (
+                row.name,
+                "all" if row.admits_all else "admitted",
+                "" if row.written_per_day is None else format_bytes(row.written_per_day),
+                f"{row.declined:,}",
+                "" if row.years is None else lifetime(row.years),
+                f"{row.hit_rate:.1%}" if found.tells_prefixes else "",
+            )
+            for row in found.wear
+        ],
+    )
+    if any(tier.tiers > 1 for tier in found.tiers):
+        report.text("What is written is that of one tier, on average.")
+
+
+def lifetime(years: float) -> str:
+    """Format the time that a disk lasts.
+
+    >>> lifetime(2.34), lifetime(0.1)
+    ('2.3 years', '36 days')
+    """
+    return f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
 
 
 def _show_hits(found: Outcome, report: Report) -> None:
@@ -274,8 +316,7 @@ def sentences(found: Sizing) -> Iterator[str]:
         yield f"The engine writes {format_bytes(found.written_per_second)} per second to the disk."
         writes = found.question.disk_writes_per_day
         daily = "1 full write" if writes == 1 else f"{writes:g} full writes"
-        lifetime = f"{years:.1f} years" if years >= 1 else f"{years * 365:.0f} days"
-        yield f"A disk of this size that endures {daily} per day for 5 years lasts {lifetime}.{short}"
+        yield f"A disk of this size that endures {daily} per day for 5 years lasts {lifetime(years)}.{short}"
     if (speed := found.break_even_bytes_per_second) is not None:
         yield (
             f"Loading is faster than computing from tiers that deliver more than {speed / 1e9:.1f} GB/s "
@@ -370,6 +411,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
             }
             for number, one in enumerate(simulation.engines)
         ],
+        "wear": wear_as_json(found.wear),
         "time_to_first_token": waits,
         "curve": curve_as_json(found.curve),
     }

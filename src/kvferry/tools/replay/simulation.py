@@ -256,7 +256,14 @@ class Simulation:
         self._route = route_named(settings.route, settings.engines, settings.seed)
         self._queues = np.zeros(settings.engines, np.int64)
         self._seen = 0
+        self._first_arrival: float | None = None
+        self._last_arrival = 0.0
         self._ends: list[tuple[float, int, SimulatedEngine, Running]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first to the last arrival, also of requests that are not counted."""
+        return 0.0 if self._first_arrival is None else self._last_arrival - self._first_arrival
 
     def run(self, requests: Iterable[TraceRequest]) -> Results:
         """Replay requests and all turns that follow them in the order of their arrival, and return the sums.
@@ -278,6 +285,9 @@ class Simulation:
 
     def _arrive(self, arrived: Arrived) -> None:
         """Queue a request at the engine that the route chooses."""
+        self._last_arrival = arrived.request.arrival
+        if self._first_arrival is None:
+            self._first_arrival = self._last_arrival
         number = self._route(arrived.request, self._queues) if len(self.engines) > 1 else 0
         engine = self.engines[number]
         engine.queue.append(arrived)
@@ -297,6 +307,7 @@ class Simulation:
 
     def _begin(self, engine: SimulatedEngine, now: float) -> None:
         """Admit the first request of an engine's queue, and schedule the end of its prefill."""
+        engine.tiers.set_time(now)
         request, running = engine.queue[0].request, self._admit(engine, engine.queue[0])
         seconds = self._prefill_seconds(engine, request, running.hit, now)
         heappush(self._ends, (now + seconds, self._seen, engine, running))
@@ -321,6 +332,7 @@ class Simulation:
     def _end(self, arrivals: Arrivals) -> None:
         """End the prefill that ends next, and begin what waits for it."""
         now, _, engine, running = heappop(self._ends)
+        engine.tiers.set_time(now)
         engine.finish(running)
         engine.queue.popleft()
         self._queues[engine.number] -= 1
@@ -332,7 +344,8 @@ class Simulation:
         host, *slow = self.settings.tiers
         memory = self._host(number, host)
         self.tiers[0].append(memory)
-        tiers = SimulatedTiers(memory, [self._slow_tier(at, one) for at, one in enumerate(slow, 1)])
+        slow_tiers = [self._slow_tier(at, one) for at, one in enumerate(slow, 1)]
+        tiers = SimulatedTiers(memory, slow_tiers, self.settings.admission)
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
         return SimulatedEngine(number, self.model, tiers, cache)
 
@@ -353,7 +366,8 @@ class Simulation:
             # A file has a header and padding besides the chunk.
             sizes = [group.file_bytes for group in self.model.form.groups]
             # Storage evicts the least recently used chunks, whatever the policy of host memory is.
-            known.append(SimulatedTier(setting.capacity_bytes, sizes, EVICTION_POLICIES["lru"]))
+            per_day = self.settings.admission.write_per_day
+            known.append(SimulatedTier(setting.capacity_bytes, sizes, EVICTION_POLICIES["lru"], per_day))
         return known[-1]
 
     @property

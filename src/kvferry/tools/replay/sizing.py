@@ -11,12 +11,11 @@ from kvferry.tools.plan.kept import settings_with_more_snapshots
 from kvferry.tools.replay.curve import CurvePoint, Requests, hit_rate_curve
 from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings, ServedModel, TierSetting
 from kvferry.tools.replay.simulation import Simulation
+from kvferry.tools.replay.wear import ENDURANCE_YEARS
 
 # Ratio of the limits of a range below which it is not narrowed further.
 _CLOSE = 1.2
 _SECONDS_PER_DAY = 86_400
-# Years over which vendors state how often a disk can be written each day.
-_YEARS_OF_ENDURANCE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Sizing:
         """Years that the disk lasts under these writes; None if nothing is written."""
         if not self.enough or not self.written_per_second:
             return None
-        endured = _YEARS_OF_ENDURANCE * self.question.disk_writes_per_day * self.enough
+        endured = ENDURANCE_YEARS * self.question.disk_writes_per_day * self.enough
         return endured / (self.written_per_second * _SECONDS_PER_DAY)
 
     @property

@@ -29,9 +29,10 @@ from kvferry.planning import (
     last_prefix_ends,
     needed_chunks,
 )
+from kvferry.tiers import WriteFilter
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier, Wanted
-from kvferry.tools.replay.settings import ServedModel
+from kvferry.tools.replay.settings import ADMIT_ALL, AdmissionSetting, ServedModel
 
 
 class Run(NamedTuple):
@@ -52,12 +53,23 @@ class SimulatedTiers:
         has_asked: True if the engine has asked other engines for the chunks of the running request.
     """
 
-    def __init__(self, host: SimulatedTier, slow: Sequence[ReadableTier]) -> None:
+    def __init__(
+        self, host: SimulatedTier, slow: Sequence[ReadableTier], admission: AdmissionSetting = ADMIT_ALL
+    ) -> None:
         self.tiers: tuple[ReadableTier, ...] = (host, *slow)
         self._host, self.has_asked = host, False
         # Tiers that store chunks, by number.
         self._storing = {n: tier for n, tier in enumerate(self.tiers) if isinstance(tier, SimulatedTier)}
         self._slow = {n: tier for n, tier in self._storing.items() if n}
+        self._admission = admission
+        self._filters = {
+            n: WriteFilter[int](admission.min_uses, admission.min_prompt_tokens) for n in self._slow
+        }
+
+    def set_time(self, now: float) -> None:
+        """Tell the slow tiers the time, in seconds since the start of the trace."""
+        for tier in self._slow.values():
+            tier.now = now
 
     def load(self, wanted: Wanted) -> tuple[int, ...]:
         """Count the reads of a prefix, and copy chunks of slow tiers into host memory."""
@@ -95,19 +107,40 @@ class SimulatedTiers:
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
                 host.policy.pin_all(names)
-                for number, faster in self._slow.items():
+                for number in self._slow:
                     if number < tier:
-                        written += faster.write(names, group)
+                        written += self._write(number, group, self._admitted(number, group, names, None))
             host.policy.unpin_all([key for key, _, _ in reversed(arriving)])
             host.policy.unpin_all(here)
             host.policy.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
-    def store(self, runs: Iterable[Run], cold: Collection[bytes] = ()) -> None:
+    def _admitted(
+        self, number: int, group: int, keys: Sequence[bytes], prompt_tokens: int | None
+    ) -> list[bytes]:
+        """Return the chunks, of those new in host memory, that the filter of a slow tier lets be written."""
+        tier = self._slow[number]
+        new = [(key, group) for key in tier.lacks(keys)]
+        admitted = self._filters[number].admit(new, prompt_tokens, tier.budget_left)
+        tier.counts[group].declined += len(new) - len(admitted)
+        return [key for key, _ in admitted]
+
+    def _write(
+        self, number: int, group: int, keys: Sequence[bytes], cold: Collection[bytes] = ()
+    ) -> list[bytes]:
+        """Write admitted chunks to a slow tier. Return the keys of those within its budget."""
+        written = self._slow[number].write(keys, group, cold)
+        if len(written) < len(keys):
+            for key in self._slow[number].lacks(keys):
+                self._filters[number].put_back(key, group)
+        return written
+
+    def store(self, runs: Iterable[Run], prompt_tokens: int, cold: Collection[bytes] = ()) -> None:
         stored = self._host.store(self._pieces(runs), cold)
-        for tier in self._slow.values():
+        for number in self._slow:
             for group, keys in stored:
-                written = tier.write(keys, group, cold)
+                admitted = self._admitted(number, group, keys, prompt_tokens)
+                written = self._write(number, group, admitted, cold)
                 # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
                 self._host.policy.pin_all(written)
                 self._host.policy.unpin_all(written)
@@ -117,6 +150,8 @@ class SimulatedTiers:
 
         Return False, and change nothing, if it is not.
         """
+        if self._slow and self._admission != ADMIT_ALL:
+            return False
         # It is if every tier has room and evicts by `LRU`, and no step evicts a chunk that a later step might
         # store. The order of stores makes no difference, because the caller calls `mark_used` next.
         new, kept = list(map(self._new, runs)), [run.keys for run in runs]
@@ -153,12 +188,20 @@ class SimulatedTiers:
             for first in range(0, len(new), MAX_CHUNKS_PER_ORDER):
                 yield run.group, new[first : first + MAX_CHUNKS_PER_ORDER]
 
-    def mark_used(self, keys: Sequence[bytes], tokens: int, cold: Sequence[bytes] = ()) -> None:
+    def mark_used(
+        self, keys: Sequence[bytes], tokens: int, prompt_tokens: int, cold: Sequence[bytes] = ()
+    ) -> None:
         """Rank the chunks of a request's first tokens as the latest used in every tier."""
         for tier in self._storing.values():
             tier.policy.mark_used(keys, tokens)
         if cold:
             self._host.policy.make_cold(cold)
+        for number, tier in self._slow.items():
+            for key, group in self._filters[number].use(keys, prompt_tokens, tier.budget_left):
+                if key in self._host.held:
+                    written = self._write(number, group, [key])
+                    self._host.policy.pin_all(written)
+                    self._host.policy.unpin_all(written)
 
 
 class ComputedPrompt(NamedTuple):
@@ -227,10 +270,11 @@ def store_chunks(
     at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
-            tiers.store(runs_of(begin, end), cold)
+            tiers.store(runs_of(begin, end), prompt.tokens, cold)
     tiers.mark_used(
         [key for key in used if key not in unneeded] if unneeded else used,
         max(keys.computed_tokens, prompt.tokens),
+        prompt.tokens,
         cold=[key for key, number in unneeded.items() if number >= generated],
     )
 

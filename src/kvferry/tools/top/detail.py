@@ -82,6 +82,7 @@ def extra(of: Figures, width: int | None) -> Iterator[TextLine]:
     tiers = of.totals.tiers.items()
     for what, counts in (
         ("dropped", {name: tier.dropped_chunks for name, tier in tiers}),
+        ("declined", {name: tier.declined_chunks for name, tier in tiers}),
         ("missed", {name: tier.missed_chunks for name, tier in tiers}),
     ):
         reasons = [f"{name}: {why} {number(n)}" for name, each in counts.items() for why, n in each.items()]

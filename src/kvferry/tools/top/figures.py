@@ -96,6 +96,7 @@ class TierCounts:
     evicted_chunks: float
     missed_chunks: Mapping[str, float]  # chunks that were requested but could not be fetched, by reason
     dropped_chunks: Mapping[str, float]  # chunks that should have been stored but were not, by reason
+    declined_chunks: Mapping[str, float]  # chunks that the admission filter kept from the tier, by reason
     fetch_seconds: Latency
     store_seconds: Latency
 
@@ -289,6 +290,7 @@ def _tier(values: Values, tier: str) -> TierCounts:
         evicted_chunks=count("evicted_chunks"),
         missed_chunks=by_reason("missed_chunks"),
         dropped_chunks=by_reason("dropped_chunks"),
+        declined_chunks=by_reason("declined_chunks"),
         fetch_seconds=Latency.of(values, "kvferry_tier_fetch_seconds", tier=tier),
         store_seconds=Latency.of(values, "kvferry_tier_store_seconds", tier=tier),
     )

@@ -69,13 +69,13 @@ class RecordedCache(ChunkCache):
             self.reserved[slot.offset] = key
         return slot
 
-    def filled(self, slot, tokens, failure, *, cold=False):
+    def filled(self, slot, tokens, failure, *, cold=False, prompt_tokens=None):
         self.tokens[slot.offset] = tokens
-        super().filled(slot, tokens, failure, cold=cold)
+        super().filled(slot, tokens, failure, cold=cold, prompt_tokens=prompt_tokens)
 
-    def mark_used(self, keys, cold=(), tokens=0):
+    def mark_used(self, keys, cold=(), tokens=0, prompt_tokens=0):
         self.used.append(keys)
-        super().mark_used(keys, cold, tokens)
+        super().mark_used(keys, cold, tokens, prompt_tokens)
 
 
 def storing(shape=PLAIN, blocks=64, pages=4096, every=CHUNK, slow=()) -> FakeEngine:

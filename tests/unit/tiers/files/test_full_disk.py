@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -62,21 +63,60 @@ def few_inodes(tmp_path):
     subprocess.run(["umount", where], check=True)
 
 
-def test_with_all_inodes_in_use_the_oldest_chunks_go_and_the_log_says_so(few_inodes, clock, caplog):
+def test_a_twentieth_of_the_inodes_stays_free_and_the_log_says_so(few_inodes, clock, caplog):
     store = open_store(few_inodes, capacity=CAPACITY, clock=clock)
+    least = 120
     for number in range(150):
         clock.now += 60
         assert keep(store, number, SMALL) is PutOutcome.STORED
+        least = min(least, os.statvfs(few_inodes).f_favail)
     kept = chunks(few_inodes)
     assert kept == set(range(150 - len(kept), 150))
     assert len(kept) > 50
     assert store.stats.evicted == 150 - len(kept)
     assert read_ledger(str(few_inodes)) == (CAPACITY, total(few_inodes))
     (said,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert "no inode is free, but 7." in said
+    assert re.search(r"runs out of inodes before the capacity is used up: [2-5] of 120 are free", said)
     assert "use a file system with more inodes" in said
     free = os.statvfs(few_inodes).f_favail
     assert DirectoryAdmin(few_inodes).space().free_files == free < 20
+    assert least >= 4, "a new chunk may take a folder beside its file"
+
+
+def test_inodes_that_others_take_later_are_made_up_for(few_inodes, clock):
+    store = open_store(few_inodes, capacity=CAPACITY, clock=clock)
+    for number in range(60):
+        clock.now += 60
+        keep(store, number, SMALL)
+    for number in range(os.statvfs(few_inodes).f_favail):
+        (few_inodes / f"foreign{number}").touch()
+    for number in range(60, 80):
+        clock.now += 60
+        assert keep(store, number, SMALL) is PutOutcome.STORED
+    assert os.statvfs(few_inodes).f_favail >= 5
+    assert chunks(few_inodes) >= set(range(70, 80))
+
+
+def test_chunks_beyond_the_write_budget_evict_nothing_where_inodes_are_few(few_inodes, clock):
+    store = open_store(few_inodes, capacity=CAPACITY, clock=clock)
+    for number in range(60):
+        clock.now += 60
+        keep(store, number, SMALL)
+    before = chunks(few_inodes)
+    limited = open_store(few_inodes, clock=clock, write_per_day=1)
+    done = [keep(limited, number, SMALL) for number in range(60, 70)]
+    assert done == [PutOutcome.STORED] + [PutOutcome.OVER_BUDGET] * 9
+    assert len(before - chunks(few_inodes)) <= 3
+
+
+def test_disks_whose_inodes_others_hold_keep_the_newest_chunk(few_inodes, clock):
+    for number in range(100):
+        (few_inodes / f"foreign{number}").touch()
+    store = open_store(few_inodes, capacity=CAPACITY, clock=clock)
+    for number in range(20):
+        clock.now += 60
+        assert keep(store, number, SMALL) is PutOutcome.STORED
+    assert 19 in chunks(few_inodes)
 
 
 def test_an_engine_with_another_model_starts_on_a_disk_without_a_free_inode(few_inodes):
