@@ -69,7 +69,7 @@ _ALL = (
     _gauge("tier_used_bytes", "Bytes in use in a tier, by all engines that share it.", "tier"),
     _gauge("tier_capacity_bytes", "Bytes that a tier may use.", "tier"),
     _gauge("tier_owed_chunks", "Chunks that are not yet written to a tier.", "tier"),
-    _counter("tier_fetched_chunks", "Chunks that loads read from a tier.", "tier"),
+    _counter("tier_fetched_chunks", "Chunks that loads and prefetches read from a tier.", "tier"),
     _counter(
         "tier_missed_chunks", "Chunks that a load expected in a tier but could not read.", "tier", "reason"
     ),
@@ -83,6 +83,8 @@ _ALL = (
     _counter("tier_refused_chunks", "Chunks that other engines were told to read elsewhere.", "tier"),
     _histogram("tier_fetch_seconds", "Time to fetch one chunk from a tier.", "tier"),
     _histogram("tier_store_seconds", "Time to store one chunk to a tier.", "tier"),
+    _counter("hints", "Hints of requests, by what became of them.", "hint", "outcome"),
+    _gauge("retained_bytes", "Bytes in host memory that hints retain."),
     _gauge("fleet_info", "1 for the address at which other engines read host memory.", "address"),
     _gauge("first_snapshot_tokens", "First position of a snapshot for shared prefixes; 0 for none."),
     _gauge("snapshot_bytes", "Bytes of a snapshot of recurrent state in the tiers."),
