@@ -336,3 +336,9 @@ def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> Non
         "peer bids nothing, local: 444 tokens offered, 444 here",
         "The rest is computed: no source has more.",
     ]
+
+
+def test_the_tenant_of_a_request_is_named() -> None:
+    came = replace(CAME, tenant="acme", tenant_digest="5f0c2a9b11de")
+    lines = [line.text for line in timeline(RequestTrace("a", (came,)))]
+    assert lines[0] == "Its tenant is acme (digest 5f0c2a9b11de)."
