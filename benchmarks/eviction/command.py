@@ -21,8 +21,16 @@ def eviction(
     policy: Annotated[
         list[str] | None, typer.Option(help="Eviction policy; by default all of them. Repeatable.")
     ] = None,
+    skip: Annotated[int, typer.Option(min=0, help="Requests at the begin of each trace to leave out.")] = 0,
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of each trace to replay; by default all.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=0, help="Sessions at a time; 0 if they begin at their times.")
+    ] = 0,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="Capacity, of what all chunks take; by default five. Repeatable."),
     ] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure the time of evictions instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -34,7 +42,7 @@ def eviction(
     """
     from benchmarks.eviction import report
     from benchmarks.eviction.costs import COSTS
-    from benchmarks.eviction.measure import POLICIES, measure
+    from benchmarks.eviction.measure import POLICIES, SHARES, Excerpt, measure
     from benchmarks.eviction.speed import measure_speed
     from kvferry.tools.replay.trace.open import open_trace
     from kvferry.tools.report import Report
@@ -51,7 +59,8 @@ def eviction(
             model or list(COSTS),
             {name: POLICIES[name] for name in policy or POLICIES},
             progress,
-            requests,
+            Excerpt(skip, requests, concurrency),
+            share or SHARES,
         )
     if as_json:
         print(json.dumps(report.as_json(found)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -17,6 +17,8 @@ from kvferry.tools.models import read_model
 from kvferry.tools.plan.find import find_config
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide, resolve_layout
+from kvferry.tools.replay.arrivals import Arrivals
+from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import Hit
 from kvferry.tools.replay.lookup import SimulatedTier
 from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings, ServedModel, TierSetting, served_model
@@ -59,18 +61,38 @@ def served(name: str) -> ServedModel:
     return served_model(reading, EngineSide(1, 1, resolve_layout("auto", reading), None), KeptSettings())
 
 
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The part of each trace that is replayed: `count` requests, or all if None, after the first `skip`.
+
+    `concurrency` is the number of sessions at a time; 0 if sessions begin at their times.
+    """
+
+    skip: int = 0
+    count: int | None = None
+    concurrency: int = 0
+
+    def of(self, trace: Trace) -> list[TraceRequest]:
+        """Return the requests in the order in which they arrive if each has ended before the next one."""
+
+        def keys(batch: Sequence[TraceRequest]) -> tuple[list[RequestKeys], list[RequestKeys]]:
+            found = keys_of_each(batch, trace.unit_tokens, 1)
+            return found, found
+
+        arrivals = Arrivals(trace, keys, self.concurrency).at_once()
+        some = islice(arrivals, self.skip, None if self.count is None else self.skip + self.count)
+        return [replace(arrived.request, later=iter(()), branches=()) for arrived in some]
+
+
 class _Replayed:
     """One trace and model."""
 
-    def __init__(self, trace: Trace, model: ServedModel, requests: int | None) -> None:
-        self._trace, self._model, self._count = trace, model, requests
+    def __init__(self, requests: Sequence[TraceRequest], unit_tokens: int, model: ServedModel) -> None:
+        self._requests, self._unit_tokens, self._model = requests, unit_tokens, model
         self._cost = COSTS[model.name]
 
-    def requests(self) -> Iterable[TraceRequest]:
-        return islice(self._trace, self._count)
-
     def demand(self) -> Demand:
-        return demand(self._model, self.requests(), self._value)
+        return demand(self._model, self._requests, self._value)
 
     def saved(self, capacity: int, policy: Callable[[int], EvictionPolicy]) -> tuple[float, float, int]:
         """Return the computation saved, that of all prompts, and the most bytes that were stored."""
@@ -81,11 +103,11 @@ class _Replayed:
             found.append(hit.found)
             prompts.append(request.prompt_tokens)
 
-        simulation = Simulation(self._model, ReplaySettings(tiers=(tier,)), self._trace.unit_tokens, on_hit)
+        simulation = Simulation(self._model, ReplaySettings(tiers=(tier,)), self._unit_tokens, on_hit)
         host = simulation.tiers[0][0]
         assert isinstance(host, SimulatedTier)  # noqa: S101 - the replay has no other tier
         host.policy = policy(capacity)
-        simulation.run(self.requests())
+        simulation.run(self._requests)
         most = sum(counts.most_bytes for counts in host.counts)
         return float(self._value(found).sum()), float(self._value(prompts).sum()), most
 
@@ -98,18 +120,19 @@ def measure(
     models: Sequence[str],
     policies: Mapping[str, Callable[[int], EvictionPolicy]],
     progress: Callable[[str], None],
-    requests: int | None = None,
+    excerpt: Excerpt | None = None,
     shares: Sequence[float] = SHARES,
 ) -> list[Cell]:
     """Replay each trace with each model, capacity and policy.
 
     Args:
-        requests: number of requests of each trace to replay; None for all.
+        excerpt: the part of each trace to replay; None for all of it.
     """
     cells = []
     for name, trace in traces.items():
+        requests = (excerpt or Excerpt()).of(trace)
         for model in models:
-            replayed = _Replayed(trace, served(model), requests)
+            replayed = _Replayed(requests, trace.unit_tokens, served(model))
             progress(f"{name}, {model}")
             most, everything, size = replayed.saved(UNLIMITED, EVICTION_POLICIES["lru"])
             wanted = replayed.demand()

@@ -1,7 +1,8 @@
 """Tenants: cache salts and adapters keep them apart, in transfers, in earlier turns and in tiers.
 
 Each tenant asks with the same tokens. What one has computed is found by that tenant alone, whichever way it
-travels; a last test hides salts and adapters from the connector and sees all of it found.
+travels; a last test hides salts and adapters from the connector and sees all of it found. Tenants share the
+tiers of the prefill engine by weight.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.keys import tenant_of
 from support.explain import events, explain
 from support.lora import random_adapter
 from support.vllm_engine.both import loads
@@ -22,7 +24,10 @@ from support.vllm_engine.process import Engine
 
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 SALT = "salt-of-one-tenant-that-must-not-be-seen"
+WEIGHTS = {"salt": {"salt_digest": tenant_of(SALT, None).hex(), "weight": 2}}
 CHUNK, LENGTH, ANSWER = 64, 512, 70
+FLOOD, LONG = 16, 1000
+"""Prompts of a flood and their length: more chunks than either tier has room for."""
 NEAR = 1e-4
 
 pytestmark = pytest.mark.engine
@@ -56,8 +61,8 @@ class Tenants:
             path = self.folder / name
             path.mkdir(exist_ok=True)
             tiers = [
-                {"type": "host", "capacity": "64MiB"},
-                {"type": "file", "path": str(path), "capacity": "256MiB"},
+                {"type": "host", "capacity": "16MiB"},
+                {"type": "file", "path": str(path), "capacity": "20MiB"},
             ]
             log = str(self.folder / f"{name} transfers")
             more |= {
@@ -74,7 +79,7 @@ class Tenants:
             "qwen3",
             "tenants",
             options,
-            prefill_options=settings("prefill"),
+            prefill_options=settings("prefill", tenants=WEIGHTS),
             decode_options=settings("decode", **turns),
         )
         self.pair = Pair(setup, self.folder, self._checkpoints)
@@ -227,6 +232,38 @@ def test_kv_of_a_replaced_adapter_is_not_used(tenants: Tenants) -> None:
     tenants.prefill.call("new_loads")
     tenants.say(tenants.prefill, text + first["tokens"] + prompt(20, 3), who)
     assert tenants.prefill.call("new_loads") == [], "the earlier turn is of the old weights"
+    tenants.forget(host=True)
+
+
+def flood(tenants: Tenants, who: str, first: int) -> None:
+    for number in range(first, first + FLOOD):
+        tenants.say(tenants.prefill, prompt(LONG, number), who, tokens=1)
+    tenants.forget()
+
+
+def test_a_flood_of_one_tenant_evicts_nothing_of_another_unless_shares_are_taken_away(
+    tenants: Tenants,
+) -> None:
+    engine, text = tenants.prefill, prompt(LENGTH, 60)
+    before = engine.call("counted")
+    first = tenants.say(engine, text, "salt")
+    flood(tenants, "other salt", 600)
+    answer = tenants.say(engine, text, "salt")
+    assert answer["hit"] == [LENGTH], "in host memory"
+    assert distance(answer, first) < NEAR
+    assert "Its tenant is salt (digest" in explain(answer["request_id"]).stdout
+    after = engine.call("counted")
+    for tier in ("host", "file"):
+        name = f"tenant_evicted_chunks {tier} others"
+        assert after[name] - before.get(name, 0) > LENGTH // CHUNK, "it was no flood"
+    assert after["tenant_hit_tokens salt host"] - before.get("tenant_hit_tokens salt host", 0) == LENGTH
+    tenants.forget(host=True)
+    answer = tenants.say(engine, text, "salt")
+    assert answer["hit"] == [LENGTH], "in files"
+    assert distance(answer, first) < NEAR
+    engine.call("forget_shares")
+    flood(tenants, "other salt", 700)
+    assert tenants.say(engine, text, "salt")["hit"] == []
     tenants.forget(host=True)
 
 

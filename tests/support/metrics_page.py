@@ -125,6 +125,7 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
         counted.count("tier_evicted_chunks", tier, by=5 * times)
         counted.sample("tier_fetch_seconds", tier, of=[0.003] * 30 * observations)
         counted.sample("tier_store_seconds", tier, of=[0.004] * 20 * observations)
+    _use_by_tenants(counted, times)
     counted.set("tier_owed_chunks", "file", to=7)
     for what, why, number in (
         ("dropped", "no space on the device", 2),
@@ -133,8 +134,8 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
     ):
         counted.count(f"tier_{what}_chunks", "file", why, by=number * times)
     counted.count("recomputed_tokens", "peer", by=40 * times)
-    counted.set("late_blocks", to=3)
-    counted.set("leases", to=4)
+    for name, level in (("late_blocks", 3), ("leases", 4)):
+        counted.set(name, to=level)
     counted.count("leases_granted", by=9 * times)
     counted.count("leases_ended", "released", by=7 * times)
     counted.count("leases_ended", "expired", by=times)
@@ -148,6 +149,15 @@ def busy(page: Page, times: int = 1, engine: int = 0) -> None:
     page.vllm("num_requests_running", engine=engine).set(5)
     page.vllm("num_requests_waiting", engine=engine).set(1)
     page.vllm("kv_cache_usage_perc", engine=engine).set(0.45)
+
+
+def _use_by_tenants(counted: MetricsDelta, times: int) -> None:
+    for tenant, share in (("acme", 3), ("others", 1)):
+        counted.count("tenant_prompt_tokens", tenant, by=100 * share * times)
+        counted.count("tenant_hit_tokens", tenant, "host", by=40 * share * times)
+        counted.count("tenant_evicted_chunks", "host", tenant, by=times)
+        counted.set("tenant_used_bytes", "host", tenant, to=share << 29)
+        counted.set("tenant_used_bytes", "file", tenant, to=share << 30)
 
 
 def several(page: Page) -> None:

@@ -95,7 +95,7 @@ class _AtOnce:
     def __init__(self, number: int, name: str) -> None:
         pass
 
-    def put(self, job) -> None:
+    def put(self, job, _rank) -> None:
         job()
 
     def close(self, ends: float) -> bool:

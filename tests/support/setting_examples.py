@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.config import AdminConfig, ConnectorConfig
+from kvferry.connector.config import AdminConfig, ConnectorConfig, TenantConfig
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.host.settings import HostSettings
@@ -35,6 +35,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "costs": "/etc/kvferry/costs.json",
         "host_buffer": True,
         "tiers": [{"type": "host", "capacity": "64GiB"}, {"type": "file", "path": "/nvme/kv"}],
+        "tenants": {"acme": {"salt_digest": "5f0c2a9b11de", "weight": 3}, "others": {"limit": 0.25}},
         "transfer": True,
         "chunk_tokens": 512,
         "snapshot_tokens": 2048,
@@ -52,6 +53,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "explain_requests": 4096,
         "admin": {"port": 5700},
     },
+    TenantConfig: {"salt_digest": "5f0c2a9b11de", "adapter": "sql", "weight": 3, "limit": 0.25},
     AdminConfig: {"port": 5700, "host": "10.0.0.1"},
     FleetSettings: {
         "write": "back",

@@ -89,7 +89,7 @@ class ByHand:
     def __init__(self) -> None:
         self.jobs: deque[Callable[[], None]] = deque()
 
-    def put(self, job: Callable[[], None]) -> None:
+    def put(self, job: Callable[[], None], _rank: float = 0.0) -> None:
         self.jobs.append(job)
 
     def close(self, ends: float) -> bool:

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.connector.config import AdminConfig, ConnectorConfig, parse_config
+from kvferry.connector.config import AdminConfig, ConnectorConfig, TenantConfig, parse_config
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.registry import STORAGE_TIERS
 from support.setting_examples import EXAMPLES
 
 TIERS = {one.kind: one for one in (HostSettings, FleetSettings, *STORAGE_TIERS.values())}
-KINDS = (ConnectorConfig, AdminConfig, *TIERS.values())
+KINDS = (ConnectorConfig, TenantConfig, AdminConfig, *TIERS.values())
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 HEADER = "| key | type | default | example | meaning |"
@@ -86,7 +86,11 @@ def default_of(field: msgspec.structs.FieldInfo) -> object:
 
 def page() -> str:
     """Return the page, from the config classes."""
-    sections = [table("Connector", ConnectorConfig), table("The object `admin`", AdminConfig)]
+    sections = [
+        table("Connector", ConnectorConfig),
+        table("An object of `tenants`", TenantConfig),
+        table("The object `admin`", AdminConfig),
+    ]
     sections += [table(f'Tier with "type": "{kind}"', one) for kind, one in TIERS.items()]
     return HEAD + "".join(sections)
 
@@ -152,6 +156,8 @@ def settings_with(kind: type[msgspec.Struct], given: dict[str, Any]) -> dict[str
     """Return settings of the connector that contain the given settings of a config class."""
     if kind is ConnectorConfig:
         return given
+    if kind is TenantConfig:
+        return {"tenants": {"acme": given}}
     if kind is AdminConfig:
         return {"admin": given}
     return {"tiers": [{"type": next(name for name, one in TIERS.items() if one is kind), **given}]}

@@ -46,7 +46,7 @@ class Prefetch:
         deadline: monotonic time at which the present reads must have ended.
     """
 
-    tenant: str
+    tenant: bytes
     find: Callable[[], Sequence[PromptChunk]]
     searches: Sequence[KeySearch] = ()
     wanted: int = 0
@@ -73,7 +73,7 @@ class Prefetches:
     def __init__(
         self, cache: ChunkCache, retained: RetainedChunks, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.waiting: OrderedDict[str, deque[Prefetch]] = OrderedDict()
+        self.waiting: OrderedDict[bytes, deque[Prefetch]] = OrderedDict()
         self.ended: list[Prefetch] = []
         self._cache, self._retained, self._clock = cache, retained, clock
 

@@ -17,6 +17,7 @@ from kvferry.cache.chunk_cache import PromptChunk
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.keys.tenant import key_of_chunk
 from kvferry.planning.coverage import ChunkedPrompt, Coverage, TierNumbers, chunks_to_load, find_coverage
 from kvferry.planning.retention import needed_chunks
 from kvferry.planning.select import LoadSpan, attends_to_all
@@ -92,9 +93,9 @@ class PromptChunks:
 
     def tail(self, group: int, tokens: int) -> bytes:
         """Return the key of the last chunk of the prefix of `tokens` tokens, which may be whole or a tail."""
-        # The last byte is the index of the group, below 256. 248 bits of digest are left, and one mapping or
-        # directory can hold the chunks of all groups.
-        return self.keys.at(tokens)[:-1] + bytes((group,))
+        # With the group in the key, one mapping or directory can hold the chunks of all groups. 200 bits of
+        # digest are left.
+        return key_of_chunk(self.keys.at(tokens), self.keys.tenant, group)
 
     def all_keys(self, prompt: int) -> list[bytes]:
         """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
@@ -226,7 +227,7 @@ class PromptChunks:
             of_any.insert(whole, (whole, self.keys.at(prompt)))
         for number, key in of_any:
             for group in range(len(self._groups)):
-                yield number, group, key[:-1] + bytes((group,))
+                yield number, group, key_of_chunk(key, self.keys.tenant, group)
 
     def _tags(self, chunked: ChunkedPrompt) -> Tags:
         """Return the tags of a prompt's chunks in all groups: uint64 of shape (groups, chunks)."""

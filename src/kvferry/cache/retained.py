@@ -1,7 +1,8 @@
 """The chunks in host memory that are retained for a time, because of hints, within a share for all tenants.
 
-A tenant that retains chunks can always have an equal part of the share, and more while others leave room. So
-no tenant's hints take from another's part, and all of them together take no more than the share.
+A tenant that retains chunks can always have its part of the share, by its weight among those that do, and
+more while others leave room. So no tenant's hints take from another's part, and all of them together take no
+more than the share.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry.tiers.host.tier import HostTier, Slot
+from kvferry.tiers.tenants import Tenants
 
 _MOST_STALE = 1024
 """Number of outdated entries that a heap may have, beside as many as there are chunks."""
@@ -27,7 +29,7 @@ class _Rank(NamedTuple):
 
 class _Retained(NamedTuple):
     slot: Slot
-    tenant: str
+    tenant: bytes
     rank: _Rank
 
 
@@ -41,19 +43,20 @@ class RetainedChunks:
         used_bytes: bytes of all retained chunks.
     """
 
-    def __init__(self, host: HostTier, share: float) -> None:
+    def __init__(self, host: HostTier, share: float, tenants: Tenants | None = None) -> None:
+        """Begin without chunks. Without `tenants`, all have the same weight."""
         self.most_bytes, self.used_bytes = int(share * host.capacity_bytes), 0
-        self._host = host
+        self._host, self._tenants = host, tenants or Tenants({})
         self._chunks: dict[bytes, _Retained] = {}
-        self._bytes = Counter[str]()
+        self._bytes = Counter[bytes]()
         # Heaps with entries of chunks that have been given up or have another rank since.
-        self._ranked: dict[str, list[tuple[_Rank, bytes]]] = {}
+        self._ranked: dict[bytes, list[tuple[_Rank, bytes]]] = {}
         self._ends: list[tuple[float, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def retain(self, tenant: str, keys: Sequence[bytes], until: float, priority: int = 0) -> int:
+    def retain(self, tenant: bytes, keys: Sequence[bytes], until: float, priority: int = 0) -> int:
         """Retain those of a tenant's chunks that are in host memory. Return how many are retained now.
 
         A chunk that is retained already keeps the later end and the higher priority. Chunks of the tenant
@@ -76,7 +79,7 @@ class RetainedChunks:
                 retained += 1
         return retained
 
-    def room(self, tenant: str) -> int:
+    def room(self, tenant: bytes) -> int:
         """Return how many bytes a tenant may retain beside those that it retains now."""
         return int(max(self._part_of(tenant) - self._bytes[tenant], self.most_bytes - self.used_bytes))
 
@@ -93,7 +96,7 @@ class RetainedChunks:
             if key in self._chunks:
                 self._give_up(key)
 
-    def release_tenant(self, tenant: str) -> None:
+    def release_tenant(self, tenant: bytes) -> None:
         self.release([key for key, one in self._chunks.items() if one.tenant == tenant])
 
     def clear(self) -> None:
@@ -102,16 +105,18 @@ class RetainedChunks:
 
     def check_integrity(self) -> None:
         """Check that the counts agree with the chunks, or raise AssertionError: O(chunks)."""
-        sizes = Counter[str]()
+        sizes = Counter[bytes]()
         for one in self._chunks.values():
             sizes[one.tenant] += one.slot.size
         if +self._bytes != sizes or self.used_bytes != sizes.total() or self.used_bytes > self.most_bytes:
             raise AssertionError(f"{sizes.total()} bytes are retained, counted {self.used_bytes}")
 
-    def _part_of(self, tenant: str) -> float:
-        return self.most_bytes / (len(self._bytes) + (tenant not in self._bytes))
+    def _part_of(self, tenant: bytes) -> float:
+        weight = self._tenants.of(tenant).weight
+        weights = sum([self._tenants.of(each).weight for each in self._bytes if each != tenant])
+        return self.most_bytes * weight / (weights + weight)
 
-    def _make_room(self, tenant: str, size: int, priority: int) -> bool:
+    def _make_room(self, tenant: bytes, size: int, priority: int) -> bool:
         """Give up chunks for a new one of a priority. Return False if the tenant must do without it."""
         if size > self.most_bytes:
             return False
@@ -119,7 +124,7 @@ class RetainedChunks:
             owner = tenant
             if self._bytes[tenant] + size <= self._part_of(tenant):
                 # Another tenant has more than its part.
-                owner, _ = self._bytes.most_common(1)[0]
+                owner = max(self._bytes, key=lambda each: self._bytes[each] / self._tenants.of(each).weight)
             lowest, key = self._lowest(owner)
             # The latest chunks of a tenant are evicted last anyway, so they take from no older ones.
             if owner == tenant and not (key and lowest.priority < priority):
@@ -127,7 +132,7 @@ class RetainedChunks:
             self._give_up(key)
         return True
 
-    def _lowest(self, tenant: str) -> tuple[_Rank, bytes]:
+    def _lowest(self, tenant: bytes) -> tuple[_Rank, bytes]:
         """Return the rank and the key of a tenant's chunk with the lowest rank; no key if it has none."""
         ranked = self._ranked.get(tenant, [])
         while ranked:

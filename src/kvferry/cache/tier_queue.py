@@ -8,7 +8,9 @@ operation uses its memory until it ends, however long that takes.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -16,15 +18,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.cache.fair_order import FairOrder
+from kvferry.keys.tenant import tenant_of_key
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.storage_tier import LateFetch, StorageTier, StoreUsage
+from kvferry.tiers.tenants import Tenants
 from kvferry.tiers.write_filter import WriteFilter
 
 logger = logging.getLogger(__name__)
@@ -35,6 +40,9 @@ STUCK_SECONDS = 5.0
 _MOST_USES = 1 << 12
 # Time between two refreshes of a tier, which record uses and look for chunks of other processes.
 REFRESH_SECONDS = 2.0
+
+# (rank, number in the order of calls, job); None ends a thread.
+_Job: TypeAlias = tuple[float, int, Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,8 @@ class Ended:
 class _Threads(Protocol):
     """Threads that run the jobs of one queue."""
 
-    def put(self, job: Callable[[], None]) -> None:
-        """Queue a job for the next free thread."""
+    def put(self, job: Callable[[], None], rank: float = 0.0) -> None:
+        """Queue a job for the next free thread. Jobs of lower rank may go first."""
 
     def close(self, ends: float) -> bool:
         """Run the queued jobs, end the threads, and return whether that was before `ends`, monotonic."""
@@ -78,8 +86,9 @@ class _Operations:
         clock: Callable[[], float],
         stuck_seconds: float,
         after: Callable[[], None] = lambda: None,
+        order: FairOrder | None = None,
     ) -> None:
-        self.count, self.threads = 0, threads
+        self.count, self.threads, self._order = 0, threads, order
         self.on_ended: Callable[[], None] = lambda: None
         self._call, self._kind, self._failed, self._after = call, kind, failed, after
         self._clock, self._stuck_seconds = clock, stuck_seconds
@@ -92,7 +101,8 @@ class _Operations:
         if not self.in_flight:
             self._progress_at = self._clock()
         self.count += 1
-        self.threads.put(partial(self._run, key, group, memory, **options))
+        rank = 0.0 if self._order is None else self._order.rank(tenant_of_key(key), len(memory))
+        self.threads.put(partial(self._run, key, group, memory, rank=rank, **options), rank)
 
     def done(self) -> list[Ended]:
         """Return the results of operations that have ended since the last call."""
@@ -112,7 +122,11 @@ class _Operations:
         """Whether operations are in flight and none ended in the last `stuck_seconds`."""
         return self.in_flight > 0 and self._clock() - self._progress_at > self._stuck_seconds
 
-    def _run(self, key: bytes, group: ChunkGroup, memory: memoryview, **options: bool) -> None:
+    def _run(
+        self, key: bytes, group: ChunkGroup, memory: memoryview, *, rank: float, **options: bool
+    ) -> None:
+        if self._order is not None:
+            self._order.begin(rank)
         began, late = self._clock(), None
         try:
             what = self._call(key, group, memory, **options)
@@ -130,10 +144,17 @@ class _Operations:
 
 
 class _DaemonThreads:
-    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive."""
+    """Daemon threads that run the jobs of one queue. A hanging thread does not keep the process alive.
 
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    Jobs run in the order in which they were put, or if `ranked`, in that of their ranks.
+    """
+
+    def __init__(self, count: int, name: str, *, ranked: bool = False) -> None:
+        # Of equal ranks, the earlier job comes first, and the end after all jobs.
+        self._numbers = itertools.count()
+        self._jobs: queue.SimpleQueue[_Job] | queue.PriorityQueue[_Job] = (
+            queue.PriorityQueue() if ranked else queue.SimpleQueue()
+        )
         self._threads = [
             threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
             for number in range(count)
@@ -141,18 +162,18 @@ class _DaemonThreads:
         for thread in self._threads:
             thread.start()
 
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def put(self, job: Callable[[], None], rank: float = 0.0) -> None:
+        self._jobs.put((rank, next(self._numbers), job))
 
     def close(self, ends: float) -> bool:
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((math.inf, next(self._numbers), None))
         for thread in self._threads:
             thread.join(max(ends - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             job()
 
 
@@ -169,6 +190,7 @@ class TierQueue:
         write_filter: decides which chunks are written; None to write all.
         refresh_seconds: time between two refreshes; None never to refresh the tier.
         start_threads: start a number of threads; None for daemon threads.
+        tenants: read for tenants by weight; None to read in the order of the calls.
 
     Attributes:
         usage: usage of the tier's storage, as a background thread last read it.
@@ -193,6 +215,7 @@ class TierQueue:
         refresh_seconds: float | None = REFRESH_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
         start_threads: Callable[[int, str], _Threads] | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.name, self.tier, self.usage, self.write_back = name, tier, StoreUsage(), write_back
         self.queued: OrderedDict[bytes, tuple[ChunkGroup, bool]] = OrderedDict()
@@ -207,14 +230,16 @@ class TierQueue:
         self._uses: deque[Sequence[bytes]] = deque(maxlen=_MOST_USES)
         self._closing = threading.Event()
         start = start_threads or _DaemonThreads
+        ranked = start_threads or partial(_DaemonThreads, ranked=tenants is not None)
         # Apart from each other: a mount may hang for writes only.
         self.reads = _Operations(
             tier.get,
             f"{name} tier: fetch",
             GetOutcome.IO_ERROR,
-            start(readers, f"{name}-read"),
+            ranked(readers, f"{name}-read"),
             clock,
             stuck_seconds,
+            order=None if tenants is None else FairOrder(tenants),
         )
         # The usage may take long to read on a mount, so it is no part of the seconds of a write.
         self.writes = _Operations(

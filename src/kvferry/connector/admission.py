@@ -30,6 +30,7 @@ from kvferry.connector.choosing import (
     last_boundary_before,
     must_compute,
 )
+from kvferry.connector.content import tenant_of_request
 from kvferry.connector.engine import Block, CacheGroup, PrefixCache, Request
 from kvferry.connector.events import (
     Arrived,
@@ -57,6 +58,7 @@ from kvferry.connector.source import (
     load_plans,
 )
 from kvferry.planning.select import LoadSpan
+from kvferry.tiers.tenants import Tenants
 from kvferry.transport.offer import has_offer
 
 _OTHER_PART = "another part of the prefix has failed"
@@ -113,6 +115,7 @@ class Admission:
         sources: Sequence[Source],
         chooser: BidChooser,
         events: EventStream,
+        tenants: Tenants | None = None,
         prefix_cache: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,6 +126,7 @@ class Admission:
         """
         self.loads, self._prefix_cache, self.admitted = loads, prefix_cache, 0
         self._parts, self._headroom, self._events, self._clock = parts, headroom, events, clock
+        self._tenants = tenants
         self._sources, self._chooser, self._attempts = tuple(sources), chooser, attempts
         self._alignment_tokens = common_alignment((group.kind, group.block_tokens) for group in groups)
         self._states: dict[str, _RequestState] = {}
@@ -399,6 +403,7 @@ class Admission:
     def _tell_arrived(self, request: Request, sources: Sequence[Source], others: Sequence[Source]) -> None:
         # W3C: a tracestate of 512 characters must be passed on, a longer one need not.
         headers = [item for item in request.trace_headers.items() if len(item[1]) <= _LONGEST_HEADER]
+        tenant = tenant_of_request(request)
         self._events.emit(
             Arrived(
                 request.request_id,
@@ -408,6 +413,8 @@ class Admission:
                 declined=tuple([miss for one in others if (miss := one.declined(request)) is not None]),
                 ticket=has_offer(request.kv_transfer_params),
                 trace_headers=tuple(headers),
+                tenant="" if self._tenants is None else self._tenants.of(tenant).name,
+                tenant_digest="" if self._tenants is None else tenant.hex(),
             )
         )
 

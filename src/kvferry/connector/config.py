@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -10,13 +11,16 @@ from msgspec import Meta
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.parse import check_text, parse_settings
+from kvferry.common.text import shown
 from kvferry.connector.choosing import PolicyName
+from kvferry.keys.tenant import TENANT_BYTES, tenant_of
 from kvferry.tiers.files.tier import FileSettings
 from kvferry.tiers.host.settings import HostSettings
 from kvferry.tiers.index import MAX_TIERS
 from kvferry.tiers.names import FLEET
 from kvferry.tiers.registry import settings_class, storage_kinds
 from kvferry.tiers.storage_tier import StorageSettings
+from kvferry.tiers.tenants import OTHERS, Tenant, Tenants
 from kvferry.transport.addresses import (
     AllowedPeers,
     check_host,
@@ -42,6 +46,10 @@ _UpTo16 = Annotated[int, Meta(ge=1, le=16)]
 _Seconds = Annotated[float, Meta(gt=0, lt=86_400)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+# Names are labels of metrics.
+_TENANT_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SALT_DIGEST = re.compile(f"[0-9a-f]{{{2 * TENANT_BYTES}}}")
 
 
 class Tiers(msgspec.Struct, frozen=True):
@@ -125,6 +133,60 @@ def check_weight(name: str, weight: float) -> None:
         raise ConfigError(f"{name} is {weight}, it must be 0 to 1000000")
 
 
+def read_tenants(value: Any) -> Tenants | None:
+    """Parse and check the setting ``tenants``: objects by name, or None.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong, or two objects are for the same tenant.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"tenants is {shown(repr(value))}; it must be an object with a key for each tenant")
+    named, others = dict[bytes, Tenant](), Tenant()
+    for name, settings in value.items():
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f'tenants: {shown(str(name))} must be an object, such as {{"weight": 2}}')
+        config = parse_settings(f"tenants ({shown(str(name))})", settings, TenantConfig)
+        _check_tenant(name, config)
+        tenant = Tenant(name, config.weight, config.limit)
+        if name == OTHERS:
+            others = tenant
+            continue
+        digest = bytes.fromhex(config.salt_digest or "") or tenant_of(None, config.adapter)
+        if (same := named.get(digest)) is not None:
+            raise ConfigError(
+                f"tenants: {same.name} and {name} are the same tenant; give each a salt_digest or an adapter "
+                "of its own, or leave out one of them"
+            )
+        named[digest] = tenant
+    return Tenants(named, others)
+
+
+def _check_tenant(name: str, config: TenantConfig) -> None:
+    if not _TENANT_NAME.fullmatch(name):
+        raise ConfigError(
+            f"tenants: a tenant's name is {shown(name)!r}; it must be 1 to 64 letters, digits or any of . _ "
+            "and -"
+        )
+    if config.salt_digest is not None and not _SALT_DIGEST.fullmatch(config.salt_digest):
+        # It may be a salt, which no message shows.
+        raise ConfigError(
+            f"tenants: the salt_digest of {name} must be {2 * TENANT_BYTES} hex digits; kvferry cache tenant "
+            "prints that of a salt"
+        )
+    if name == OTHERS and (config.salt_digest or config.adapter):
+        raise ConfigError(
+            f"tenants: {OTHERS} stands for all tenants that are not named; leave out its salt_digest and "
+            "adapter, or give it another name"
+        )
+    if config.salt_digest and config.adapter:
+        raise ConfigError(
+            f"tenants: {name} has a salt_digest and an adapter; requests with a salt belong to the tenant of "
+            "the salt, whatever their adapter, so leave out one of them"
+        )
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the admin API listens.
 
@@ -136,6 +198,26 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     port: _Port
     host: str = "127.0.0.1"
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tenant may use of host memory, directories and loads. Its name is the key in ``tenants``.
+
+    Attributes:
+        salt_digest: digest of the tenant's ``cache_salt``, 12 hex digits, as ``kvferry cache tenant`` prints
+            it. The salt itself is a secret, and stands in no settings.
+        adapter: name of the tenant's LoRA adapter, for requests without a salt. Without `salt_digest` and
+            `adapter`, these are the settings of all requests with neither.
+        weight: the tenant's fair share is its weight, divided by the sum of the weights of all tenants that
+            use a tier.
+        limit: maximum part of each tier's capacity, and of `tier_loads`, that the tenant may use, even if the
+            rest is free; above 0 and at most 1.
+    """
+
+    salt_digest: str | None = None
+    adapter: str | None = None
+    weight: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    limit: _Share = 1.0
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +271,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tiers: list of the tiers that keep chunks, the fastest first. Each tier is an object with its ``type``
             (``host``, ``file`` or ``object``) and the settings of that type. ``default`` for host memory and
             a directory in the user's cache directory; None for no tiers.
+        tenants: tenants by name, which share the tiers by weight, each an object with its settings. Those of
+            ``others`` are for each tenant that is not named. None to let all tenants use all of the tiers.
         transfer: True to exchange KV with other engines. None means True if there are no tiers, or if vLLM's
             ``kv_role`` is one side of an exchange (``kv_producer``, ``kv_consumer``), else False.
         chunk_tokens: number of tokens per chunk; None for 256, or the nearest number that suits the engine's
@@ -200,10 +284,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             this position, and where a prompt departs from those in the tiers. None for 1024, or more if
             snapshots are large; 0 for only the snapshots that the engine takes by itself.
         hint_share: maximum share of host memory, at most 0.25, for chunks that hints of requests retain or
-            prefetch. Tenants divide it equally. 0 to ignore such hints.
+            prefetch. Tenants divide it by weight. 0 to ignore such hints.
         hint_seconds: maximum time for which a request may retain chunks. A longer one is shortened.
         tier_loads: maximum number of loads from tiers at a time. While so many are under way, the tiers offer
-            nothing to further requests, which are loaded from another source or computed.
+            nothing to further requests, which are loaded from another source or computed. With `tenants`, a
+            tenant below its fair share of them may still begin one.
         source_policy: name of the policy that chooses between sources: ``weight`` for the most tokens, each
             times the weight of its place; ``cost`` for the least expected time to the first token; ``first``
             for the first source that has any.
@@ -244,6 +329,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     costs: str | None = None
     host_buffer: bool | None = None
     tiers: Any = None
+    tenants: Any = None
     transfer: bool | None = None
     chunk_tokens: _Tokens | None = None
     snapshot_tokens: _Tokens | None = None
@@ -276,6 +362,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if this engine has a fleet tier, over which engines read each other's host memory."""
         tiers = read_tiers(self.tiers)
         return tiers is not None and any(one.kind == FLEET for one in tiers.slow)
+
+    def weighted_tenants(self) -> Tenants | None:
+        """Return the tenants that share the tiers by weight; None without the setting, or ConfigError."""
+        return read_tenants(self.tenants)
 
     def allowed_peers(self) -> AllowedPeers:
         """Return the machines whose engines may exchange KV with this one, or raise ConfigError."""
@@ -311,6 +401,7 @@ def parse_config(extra: Mapping[str, Any], kv_role: str | None = None) -> Connec
     if config.host_buffer:
         check_host_buffer(config)
     config.allowed_peers()
+    config.weighted_tenants()
     parse_port_range(config.ports)
     return config
 

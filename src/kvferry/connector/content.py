@@ -26,6 +26,7 @@ from kvferry.geometry.canonical import CanonicalForm
 from kvferry.keys import prompt_digest
 from kvferry.keys.chunk import ChunkKeys, Item
 from kvferry.keys.namespace import Namespace
+from kvferry.keys.tenant import tenant_of
 from kvferry.tiers.format.chunk import VERSION
 from kvferry.transport.messages import Fact
 from kvferry.transport.redeem import MAX_ADAPTER, PromptContent
@@ -195,6 +196,11 @@ def content_of(request: Request, tokens: int, adapters: Adapters) -> PromptConte
     )
 
 
+def tenant_of_request(request: Request) -> bytes:
+    """Return the tenant of a request, which the keys of its chunks contain."""
+    return tenant_of(request.cache_salt, None if request.adapter is None else request.adapter.lora_name)
+
+
 def keys_of(
     request: Request, tokens: Sequence[int], chunk_tokens: int, adapters: Adapters, epoch: str
 ) -> ChunkKeys:
@@ -217,6 +223,7 @@ def keys_of(
         items=[Item(one.offset, one.length, one.name()) for one in request.items],
         lora=adapters.name(request.adapter),
         salt=f"{epoch}{request.cache_salt or ''}",
+        tenant=tenant_of_request(request),
     )
 
 

@@ -153,6 +153,9 @@ class Arrived(_OfRequest):
     declined: tuple[SourceMiss, ...] = ()
     ticket: bool = False
     trace_headers: tuple[tuple[str, str], ...] = ()  # (name, value) of each W3C header of the request's trace
+    # Label and digest of the request's tenant, if tenants share the tiers by weight; else empty.
+    tenant: str = ""
+    tenant_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +332,8 @@ class TierChanged:
     served_bytes: int = 0
     refused: int = 0  # number of chunks that they were told to read elsewhere
     address: str = ""  # address at which they read this engine's host memory; empty if they do not
+    # (label, bytes in use, number of evicted chunks) of tenants, if they share the tier by weight.
+    tenants: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

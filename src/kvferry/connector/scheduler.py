@@ -168,6 +168,7 @@ class SchedulerHalf:
             sources=sources,
             chooser=BidChooser(config.source_policy, speeds, config.patience_seconds, weights),
             events=events,
+            tenants=config.weighted_tenants(),
             prefix_cache=prefix_cache,
             clock=clock,
         )

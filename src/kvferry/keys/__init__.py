@@ -2,5 +2,6 @@
 
 from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item, prompt_digest
 from kvferry.keys.namespace import Namespace, differences
+from kvferry.keys.tenant import tenant_of
 
-__all__ = ["KEY_BYTES", "ChunkKeys", "Item", "Namespace", "differences", "prompt_digest"]
+__all__ = ["KEY_BYTES", "ChunkKeys", "Item", "Namespace", "differences", "prompt_digest", "tenant_of"]

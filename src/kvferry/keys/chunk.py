@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.common.errors import Unnameable
+from kvferry.keys.tenant import NOBODY
 
 KEY_BYTES = 32
 
@@ -76,6 +77,7 @@ class ChunkKeys:
         lora: digest or other identity of the LoRA adapter's weights; empty without an adapter. A name is not
             enough, because two adapters can have equal names.
         salt: cache salt of the tenant; empty without a salt.
+        tenant: result of `tenant_of`, which the keys of `PromptChunks` contain.
 
     Raises:
         Unnameable: a token id does not fit into 4 bytes, or `chunk_tokens` is below 1.
@@ -89,10 +91,11 @@ class ChunkKeys:
         items: Iterable[Item] = (),
         lora: str = "",
         salt: str = "",
+        tenant: bytes = NOBODY,
     ) -> None:
         if chunk_tokens < 1:
             raise Unnameable(f"chunks of {chunk_tokens} tokens")
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.tenant = chunk_tokens, tenant
         self._ids = bytearray()
         self._items_by_chunk: dict[int, list[Item]] = {}
         for item in sorted(items):

@@ -68,6 +68,10 @@ _ALL = (
     _counter("transfer_descriptors", "Contiguous reads (descriptors) that loaded these pages from peers."),
     _gauge("tier_used_bytes", "Bytes in use in a tier, by all engines that share it.", "tier"),
     _gauge("tier_capacity_bytes", "Bytes that a tier may use.", "tier"),
+    _gauge("tenant_used_bytes", "Bytes that a tenant uses in a tier.", "tier", "tenant"),
+    _counter("tenant_evicted_chunks", "Chunks of a tenant evicted from a tier.", "tier", "tenant"),
+    _counter("tenant_prompt_tokens", "Prompt tokens of requests that have sources, by tenant.", "tenant"),
+    _counter("tenant_hit_tokens", "Tokens that sources loaded for a tenant, by the tier.", "tenant", "tier"),
     _gauge("tier_owed_chunks", "Chunks that are not yet written to a tier.", "tier"),
     _counter("tier_fetched_chunks", "Chunks that loads and prefetches read from a tier.", "tier"),
     _counter(

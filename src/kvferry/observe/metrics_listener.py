@@ -30,6 +30,7 @@ class _RequestCounts:
 
     sources: tuple[str, ...]
     ticket: bool = False
+    tenant: str = ""  # label; empty if tenants are not told apart
     # Last event with the sources' answers for the request; None before the first such event.
     asked: events.SourcesAsked | None = None
     failed: dict[str, MissReason] = field(default_factory=dict)
@@ -107,7 +108,9 @@ class MetricsListener:
         for source_miss in event.declined:
             self._miss(source_miss, ticket=event.ticket)
         if event.sources:
-            self._requests[event.request_id] = _RequestCounts(event.sources, event.ticket)
+            self._requests[event.request_id] = _RequestCounts(event.sources, event.ticket, event.tenant)
+            if event.tenant:
+                self._counted.count("tenant_prompt_tokens", event.tenant, by=event.tokens)
 
     def _asked(self, event: events.SourcesAsked) -> None:
         if (request := self._requests.get(event.request_id)) is not None:
@@ -162,19 +165,21 @@ class MetricsListener:
         request.settled = True
         for source in request.sources:
             if loads := [load for load in event.loads if load.source == source]:
-                self._hit(source, loads, ticket=request.ticket)
+                self._hit(source, loads, request)
             else:
                 self._miss(request.source_miss(source), ticket=request.ticket)
         # It holds all bids, and the request may run for a long time.
         request.asked = None
 
-    def _hit(self, source: str, loads: list[events.LoadBegan], *, ticket: bool) -> None:
-        self._ended_ticket(source, "hit", ticket=ticket)
+    def _hit(self, source: str, loads: list[events.LoadBegan], request: _RequestCounts) -> None:
+        self._ended_ticket(source, "hit", ticket=request.ticket)
         self._counted.count("queries", source)
         self._counted.count("hits", source)
         for load in loads:
             for part in load.parts:
                 self._counted.count("hit_tokens", source, part.place, by=part.tokens)
+                if request.tenant:
+                    self._counted.count("tenant_hit_tokens", request.tenant, part.place, by=part.tokens)
 
     def _miss(self, source_miss: SourceMiss, *, ticket: bool) -> None:
         self._ended_ticket(source_miss.source, source_miss.reason, ticket=ticket)
@@ -224,6 +229,9 @@ class MetricsListener:
         counted.count("tier_served_bytes", tier, by=event.served_bytes)
         counted.count("tier_refused_chunks", tier, by=event.refused)
         counted.count("tier_evicted_chunks", tier, by=event.evicted)
+        for tenant, used, evicted in event.tenants:
+            counted.set("tenant_used_bytes", tier, tenant, to=used)
+            counted.count("tenant_evicted_chunks", tier, tenant, by=evicted)
         for reason, n in event.missed:
             counted.count("tier_missed_chunks", tier, reason, by=n)
         for reason, n in event.dropped:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvferry.common.files import user_cache
+from kvferry.keys.tenant import TENANT_BYTES, tenant_of_key
 
 # Version of the layout of a directory, which the marker contains.
 DIRECTORY_VERSION = 1
@@ -32,6 +33,8 @@ BUCKET = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(r"((?:[0-9a-f]{2}){16,32})\.kv")
 _CHUNKS = re.compile(r"(?<![^/])([0-9a-f]{32,64})\.kv(?![^/])")
 _TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,19})\.([0-9a-f]+)\.[0-9a-f]{16}\.tmp")
+# A name that contains the key of a chunk.
+_KEYED = re.compile(r"\.?(?:[0-9a-f]{64}-)?((?:[0-9a-f]{2}){16,32})[.-]")
 
 
 class EntryKind(StrEnum):
@@ -113,6 +116,17 @@ def chunk_identity(path: str) -> tuple[bytes, bytes]:
     """Return the namespace's digest and the key in the path of a chunk; an empty key for another name."""
     folders, name = os.path.split(path)
     return bytes.fromhex(folders.split("/")[-2]), key_of(name) or b""
+
+
+def tenant_of_path(path: str) -> bytes | None:
+    """Return the tenant of the chunk in a file, maybe temporary or bad, by its name; None for other files.
+
+    >>> tenant_of_path("/kv/00/" + "00" * 16 + "5f0c2a9b11de" + "00" * 10 + ".kv").hex()
+    '5f0c2a9b11de'
+    """
+    found = _KEYED.match(path.rpartition("/")[2])
+    # A key may be shorter.
+    return tenant_of_key(bytes.fromhex(found[1])).ljust(TENANT_BYTES, b"\0") if found else None
 
 
 def quarantine_name(namespace: bytes, key: bytes) -> str:

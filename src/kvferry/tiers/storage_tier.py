@@ -7,8 +7,8 @@ threads of their own. The caller must limit how many threads a hanging mount can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -20,6 +20,7 @@ from kvferry.keys.namespace import Namespace
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.index import KeyTable, TierKeys, tags_of
 from kvferry.tiers.names import GetOutcome, Medium, PutOutcome, TierStats
+from kvferry.tiers.tenants import Tenants, TenantUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class StoreUsage:
     # Address at which other engines read this engine's host memory; empty if they do not.
     address: str = ""
     write_budget_left: float | None = None  # share that is left, 0 to 1; None without a write budget
+    # Usage by the labels of tenants; empty if they do not share the storage by weight.
+    tenants: Mapping[str, TenantUsage] = field(default_factory=dict)
 
 
 class LateFetch(TransferError):
@@ -72,6 +75,10 @@ class StorageTier(Protocol):
     keys: TierKeys
     read_only: ClassVar[bool] = False
     find_seconds: float = 0.0
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """Share the storage among tenants by weight, if the tier evicts. Called once, before any `put`."""
+        del tenants
 
     @property
     def paused(self) -> bool:

@@ -543,6 +543,16 @@ def forget_host_memory(engine: Any, of: int = 0) -> None:
         queue.tier.refresh()
 
 
+def forget_shares(engine: Any) -> None:
+    """Evict from now on without regard to tenants, as without the setting ``tenants``. Clears host memory."""
+    cache = parts.cache(engine, 0)
+    cache.host._make_policy = cache.host._make_policy.keywords["policy"]
+    cache.clear()
+    for queue in cache.slow_tiers:
+        queue.tier._space._tenants = None
+        queue.tier._space._oldest = {}
+
+
 def counted(engine: Any) -> dict[str, float]:
     """Metrics since the start, by name and labels; of histograms, how many samples."""
     found = engine.fold.take()

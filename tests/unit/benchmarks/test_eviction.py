@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from benchmarks.eviction.bound import Prices, demand, lowest_bound
+from benchmarks.eviction.measure import Excerpt
 from kvferry.geometry import GroupKind
 from kvferry.planning import attends_to_all, first_attended
 from kvferry.tiers.eviction import EVICTION_POLICIES
@@ -18,6 +20,7 @@ from kvferry.tools.replay.simulation import Simulation
 from support.engine_pairs import Turn, conversations, small_model, trace_request
 from support.examples import examples
 from support.models import attention, state
+from support.small_replays import UNIT, prompt
 
 CHUNK, BLOCK = 8, 4
 SNAPSHOT = LayerCache(GroupKind.STATE, 0, state().fields[1:])
@@ -171,3 +174,25 @@ def test_a_replay_saves_more_than_the_bound_of_a_smaller_tier():
     assert sum(found_by("lru", model, requests, size, CHUNK)) == 7 * 24
     assert bound_of(model, requests, size, tokens) == pytest.approx(7 * 24)
     assert bound_of(model, requests, size // 4, tokens) < 6 * 24
+
+
+@pytest.mark.parametrize(
+    ("excerpt", "expected"),
+    [
+        (Excerpt(), [1, 5, 2, 3]),
+        (Excerpt(skip=1, count=2), [5, 2]),
+        (Excerpt(concurrency=1), [1, 2, 3, 5]),
+    ],
+)
+def test_an_excerpt_has_the_turns_of_all_sessions_in_the_order_in_which_they_arrive(excerpt, expected):
+    class Sessions(list):
+        unit_tokens = UNIT
+
+    turns = [replace(prompt(UNIT, number), delay=10.0) for number in (2, 3)]
+    sessions = Sessions(
+        [replace(prompt(UNIT, 1), arrival=0.0, later=iter(turns)), replace(prompt(UNIT, 5), arrival=1.0)]
+    )
+    names = {prompt(UNIT, number).prefix_ids[0]: number for number in range(9)}
+    found = excerpt.of(sessions)
+    assert [names[request.prefix_ids[0]] for request in found] == expected
+    assert not any(list(request.later) for request in found)

@@ -11,6 +11,7 @@ from kvferry.cache.prompt_chunks import ChunkBeginnings, PromptChunks
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.keys.tenant import NOBODY, key_of_chunk
 from kvferry.planning.coverage import NO_TIER
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.index import tags_of
@@ -35,7 +36,7 @@ GROUPS = st.lists(
 
 def key_of(tokens, chunk, group, end):
     """Independent of what was asked before: of a fresh request of so many tokens."""
-    return ChunkKeys(chunk, tokens[:end]).at(end)[:-1] + bytes((group,))
+    return key_of_chunk(ChunkKeys(chunk, tokens[:end]).at(end), NOBODY, group)
 
 
 def usable(groups, tokens, chunk, local_tokens, stored, end):

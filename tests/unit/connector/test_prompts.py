@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.connector.content import Adapters, Prompts, TurnNames
 from kvferry.geometry.canonical import canonical_form_of
+from kvferry.keys.tenant import NOBODY, tenant_of, tenant_of_key
 from kvferry.tools.models.layout import EngineShape, lay_out
 from support.block_pool import request
 from support.lora import adapter, slow_files
@@ -198,3 +199,23 @@ def test_a_forgotten_salt_has_other_names_from_then_on_and_other_salts_keep_thei
     assert prompts.chunks_of(request("c", range(8))).key(0, 0) == before[1]
     prompts.forget_salt("")
     assert prompts.get(other) is None
+
+
+def test_a_key_has_the_tenant_of_its_request(tmp_path):
+    lora = adapter(tmp_path / "a", name="sql-a")
+    for more, expected in (
+        ({}, NOBODY),
+        ({"cache_salt": "x"}, tenant_of("x", None)),
+        ({"lora_request": lora}, tenant_of(None, "sql-a")),
+        ({"lora_request": lora, "cache_salt": "x"}, tenant_of("x", None)),
+    ):
+        assert tenant_of_key(key(tokens(**more))) == expected
+
+
+def test_the_tenant_stays_when_keys_change_with_a_reset():
+    prompts = Prompts(CANONICAL, Adapters())
+    before = key(tokens(cache_salt="x"), prompts)
+    prompts.start_anew()
+    after = key(tokens(cache_salt="x"), prompts)
+    assert before != after
+    assert tenant_of_key(before) == tenant_of_key(after) == tenant_of("x", None)

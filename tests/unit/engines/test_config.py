@@ -10,6 +10,8 @@ from hypothesis import given, strategies as st
 from kvferry.common.errors import ConfigError
 from kvferry.connector.config import ConnectorConfig, parse_config
 from kvferry.engines.vllm.config import read_settings
+from kvferry.keys.tenant import NOBODY, tenant_of
+from kvferry.tiers.tenants import Tenant, Tenants
 from support.examples import examples
 
 
@@ -105,6 +107,15 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones():
             {"verify_transfers": True, "staging_mib": 0},
             "so peers cannot ask this engine's workers for digests",
         ),
+        ({"tenants": {"a b": {}}}, "a tenant's name is 'a b'; it must be 1 to 64 letters"),
+        ({"tenants": {"a": {"weight": 0}}}, "weight is 0; it must be 1 to 10000"),
+        ({"tenants": {"a": {"limit": 0}}}, "limit is 0; it must be above 0 and at most 1"),
+        ({"tenants": {"a": {}, "b": {}}}, "tenants: a and b are the same tenant"),
+        (
+            {"tenants": {"a": {"adapter": "x", "salt_digest": "00" * 6}}},
+            "requests with a salt belong to the tenant of the salt",
+        ),
+        ({"tenants": {"others": {"adapter": "x"}}}, "tenants: others stands for all tenants that"),
         ({"late_blocks": 1.1}, "late_blocks is 1.1; it must be above 0 and at most 1"),
         ({"host": "0.0.0.0"}, "host is 0.0.0.0, every address of this machine; set advertise_host"),
         ({"host": "::"}, "host is ::, every address of this machine; set advertise_host"),
@@ -116,6 +127,40 @@ def test_a_value_that_cannot_be_used_is_refused_by_name(extra, says):
         parse_config(extra)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_salt_in_place_of_its_digest_is_not_repeated():
+    with pytest.raises(ConfigError, match="the salt_digest of acme must be 12 hex digits") as caught:
+        parse_config({"tenants": {"acme": {"salt_digest": "a secret"}}})
+    assert "a secret" not in str(caught.value)
+
+
+def test_tenants_are_found_by_salt_by_adapter_and_by_neither():
+    digest = tenant_of("salt", None).hex()
+    found = parse_config(
+        {
+            "tenants": {
+                "acme": {"salt_digest": digest, "weight": 3},
+                "sql": {"adapter": "sql-lora", "limit": 0.5},
+                "nobody": {"weight": 2},
+                "others": {"weight": 4},
+            }
+        }
+    ).weighted_tenants()
+    assert found is not None
+    assert found.of(tenant_of("salt", "sql-lora")) == Tenant("acme", 3)
+    assert found.of(tenant_of(None, "sql-lora")) == Tenant("sql", 1, 0.5)
+    assert found.of(NOBODY) == Tenant("nobody", 2)
+    assert found.of(tenant_of("other", None)) == Tenant("others", 4)
+    assert found.labels == ("acme", "sql", "nobody", "others")
+    assert parse_config({}).weighted_tenants() is None
+
+
+def test_a_limit_below_one_chunk_is_refused():
+    tenants = Tenants({}, Tenant("others", limit=0.01))
+    tenants.check_limits("host", 10_000, 100)
+    with pytest.raises(ConfigError, match=r"the limit of others is 0\.01 of the host tier"):
+        tenants.check_limits("host", 9_999, 100)
 
 
 def test_a_value_that_python_cannot_print_is_named_by_its_type():

@@ -344,3 +344,9 @@ def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> Non
 def test_a_timeline_says_what_became_of_a_hint() -> None:
     hint = Hinted("a", 10.5, HintKind.NO_STORE, HintOutcome.APPLIED, "no tier stores it.")
     assert told(hint)[-1] == "0.5 Hint no store: no tier stores it."
+
+
+def test_the_tenant_of_a_request_is_named() -> None:
+    came = replace(CAME, tenant="acme", tenant_digest="5f0c2a9b11de")
+    lines = [line.text for line in timeline(RequestTrace("a", (came,)))]
+    assert lines[0] == "Its tenant is acme (digest 5f0c2a9b11de)."

@@ -339,6 +339,28 @@ def test_tiers_and_leases_and_late_blocks() -> None:
     }  # fmt: skip
 
 
+def test_tenants_are_counted_by_label() -> None:
+    part = PlaceTokens("host", 128)
+    found = counted(
+        Arrived("a", 0.0, tokens=PROMPT, sources=("tiers",), tenant="acme", tenant_digest="00" * 6),
+        load := load_began("a#1", source="tiers", end=80, parts=(part,)),
+        load_ended(load, source="tiers"),
+        Scheduled("a", 1.0, 80, PROMPT, loads=(load,)),
+        Arrived("b", 0.0, tokens=PROMPT, sources=(), tenant="acme"),
+        TierChanged(0.0, "host", tenants=(("acme", 10, 2), ("others", 0, 0))),
+    )
+    of_tenants = {
+        " ".join([name, *of]): n
+        for (name, of), n in (*found.counters.items(), *found.gauges.items())
+        if name.startswith("tenant_")
+    }
+    assert of_tenants == {
+        "tenant_prompt_tokens acme": PROMPT, "tenant_hit_tokens acme host": 128,
+        "tenant_evicted_chunks host acme": 2,
+        "tenant_used_bytes host acme": 10, "tenant_used_bytes host others": 0,
+    }  # fmt: skip
+
+
 def test_taking_the_counts_resets_them() -> None:
     fold = MetricsListener()
     fold(LeaseGranted("a", 0.0, 80, 30.0))

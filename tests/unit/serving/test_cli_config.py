@@ -198,7 +198,7 @@ def test_init_writes_every_setting_in_a_comment_with_its_default(tmp_path, monke
 @pytest.mark.parametrize("name", SETTINGS)
 def test_config_reads_a_setting_from_the_file_of_init(name, tmp_path):
     example = EXAMPLES[ConnectorConfig][name]
-    value = f"'{json.dumps(example)}'" if name in ("tiers", "admin") else json.dumps(example)
+    value = f"'{json.dumps(example)}'" if name in ("tiers", "tenants", "admin") else json.dumps(example)
     text = re.sub(
         rf"^#{name} = .*$", f"{name} = {value}", run_kvferry("init", "-").stdout, flags=re.MULTILINE
     )

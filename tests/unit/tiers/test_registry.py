@@ -25,7 +25,7 @@ from kvferry.tiers.testing import StorageTierContract
 from kvferry.tools.doctor.storage import OWN_CHECKS
 
 DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
-SHARED = ("write", "load_weight")
+SHARED = ("write", "load_weight", "min_uses", "min_prompt_tokens")
 
 
 class OverFiles(StorageTierContract):

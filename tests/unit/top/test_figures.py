@@ -270,3 +270,31 @@ def test_numbers_are_short():
 
 def test_credentials_are_not_shown() -> None:
     assert PolledAddress("http://user:secret@10.0.0.1:8000").name == "10.0.0.1:8000"
+
+
+def test_tenants_have_tokens_hits_bytes_and_evictions():
+    found = of(scrape(10.0, 3), scrape(14.0, 5))
+    acme = found.totals.tenants["acme"]
+    assert (acme.prompt_tokens, acme.hit_rate, acme.evicted_chunks) == (1500, 0.4, {"host": 5})
+    assert found.rates is not None
+    assert found.rates.tenants["others"].prompt_tokens == 50
+    assert found.levels.tenants["acme"]["file"] == 3 << 30
+    said = " ".join(
+        text(
+            fleet_view([PolledAddress("http://a:1", before=scrape(10.0, 3), now=scrape(14.0, 5))], 14.0),
+            160,
+            1.0,
+        ).split()
+    )
+    assert "acme 150 40% 40% 1.50 GiB 3 GiB 5" in said
+
+
+def test_a_tenant_of_several_engines_uses_what_it_uses_in_the_engine_where_that_is_most():
+    page = Page(engines=2)
+    for engine, used in enumerate((3, 5)):
+        counted = MetricsDelta()
+        counted.set("tenant_used_bytes", "file", "acme", to=used)
+        page.count(counted, engine)
+    found = parse_page(page.text(), 0.0)
+    both = compute_figures([window(None, found, engine) for engine in "01"])
+    assert both.levels.tenants == {"acme": {"file": 5}}

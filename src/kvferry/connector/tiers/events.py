@@ -33,6 +33,7 @@ from kvferry.connector.events import BlocksRemoved, BlocksStored, EventStream, T
 from kvferry.tiers.host.settings import HostDropReason
 from kvferry.tiers.index import KeyTable, tag_of
 from kvferry.tiers.names import HOST, PutOutcome
+from kvferry.tiers.tenants import TenantUsage
 
 MOST_CHUNKS = 1 << 14
 """Maximum number of chunks whose blocks are remembered."""
@@ -74,6 +75,7 @@ class TierEvents:
                 evicted=counters.evicted,
                 dropped=(*dropped.items(), *self._not_stored.items()),
                 fetch_seconds=tuple(cache.copy_seconds),
+                tenants=_of_tenants(host.tenants),
             )
         )
         cache.copy_seconds.clear()
@@ -104,6 +106,7 @@ class TierEvents:
                     served_bytes=slow.usage.served_bytes,
                     refused=slow.usage.refused,
                     address=slow.usage.address,
+                    tenants=_of_tenants(slow.usage.tenants),
                 )
             )
             slow.read_seconds.clear()
@@ -113,6 +116,7 @@ class TierEvents:
         """Emit the event of a tier. `now` has its counts since the engine's start."""
         last = self._totals.get(now.tier, TierChanged(0.0, now.tier))
         self._totals[now.tier] = now
+        before = {label: evicted for label, _, evicted in last.tenants}
         self._events.emit(
             replace(
                 now,
@@ -126,8 +130,15 @@ class TierEvents:
                 missed=tuple((Counter(dict(now.missed)) - Counter(dict(last.missed))).items()),
                 dropped=tuple((Counter(dict(now.dropped)) - Counter(dict(last.dropped))).items()),
                 declined=tuple((Counter(dict(now.declined)) - Counter(dict(last.declined))).items()),
+                tenants=tuple(
+                    (label, used, evicted - before.get(label, 0)) for label, used, evicted in now.tenants
+                ),
             )
         )
+
+
+def _of_tenants(tenants: Mapping[str, TenantUsage]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((label, usage.used_bytes, usage.evicted) for label, usage in tenants.items())
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Hints at work: chunks that are retained, prefetched, or cold because requests or operators say so.
 
-The tenant of a request is its cache salt. A hint is about chunks of its own tenant only, because other salts
-have other keys, and all that is held because of hints stays within `hint_share` (`cache.retained`).
+A hint is about chunks of its own tenant only (`keys.tenant`), because those of others have other keys. All
+that is held because of hints stays within `hint_share` (`cache.retained`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvferry.connector.events import EventStream, Hinted, HintKind, HintOutcome,
 from kvferry.connector.hints import NO_HINTS, Hints, HintSpan, read_hints, session_of
 from kvferry.geometry import Group
 from kvferry.geometry.canonical import CanonicalForm
+from kvferry.keys.tenant import tenant_of
 from kvferry.planning.select import LoadSpan, windows_survive_load
 from kvferry.transport.offer import read_remote_caches
 from kvferry.transport.redeem import MAX_TOKENS
@@ -52,7 +53,7 @@ class Hinting:
         """Begin without hints. `groups` are the engine's KV cache groups, as one rank describes them."""
         self._cache, self._prompts, self._groups, self._canonical = cache, prompts, groups, canonical
         self._events, self._clock, self._most_seconds = events, clock, config.hint_seconds
-        self._retained = RetainedChunks(cache.host, config.hint_share)
+        self._retained = RetainedChunks(cache.host, config.hint_share, config.weighted_tenants())
         self._prefetches = Prefetches(cache, self._retained, clock)
         self._sessions = Sessions()
         self._hints: dict[str, Hints] = {}
@@ -107,7 +108,7 @@ class Hinting:
             spans.append((span, [key for key in keys if key in needed]))
         if not (spans or hints.ends_session):
             return None
-        name, tenant = short_id(request.request_id), request.cache_salt or ""
+        name, tenant = short_id(request.request_id), chunks.keys.tenant
 
         def apply() -> None:
             for span, keys in spans:
@@ -138,7 +139,7 @@ class Hinting:
         Return (number of chunks that tiers have, how many of them are in host memory already).
         """
         chunks = self._prompts.chunks_of(request)
-        return self._begin_now(request.cache_salt or "", chunks, request.num_tokens)
+        return self._begin_now(chunks, request.num_tokens)
 
     def prefetch_session(self, session: SessionName) -> tuple[int, int]:
         """Bring the chunks of a session's last request to host memory, as `prefetch` does."""
@@ -147,7 +148,7 @@ class Hinting:
                 f"no session {shown(session[1])} of this salt is known; name one whose request has ended, by "
                 "its session_id, or give the tokens of a prompt"
             )
-        return self._begin_now(session[0], last, len(last.keys))
+        return self._begin_now(last, len(last.keys))
 
     def end_session(self, session: SessionName) -> int:
         """Make the chunks cold that only this session has used. Return their number."""
@@ -158,7 +159,7 @@ class Hinting:
 
     def forget_salt(self, salt: str) -> None:
         """Give up what is held for the requests of a cache salt, whose chunks are not found any more."""
-        self._retained.release_tenant(salt)
+        self._retained.release_tenant(tenant_of(salt, None))
         self._sessions.forget_tenant(salt)
 
     def clear(self) -> None:
@@ -167,16 +168,16 @@ class Hinting:
         self._retained.clear()
         self._sessions.clear()
 
-    def _begin_now(self, tenant: str, chunks: PromptChunks, tokens: int) -> tuple[int, int]:
+    def _begin_now(self, chunks: PromptChunks, tokens: int) -> tuple[int, int]:
         if not self._retained.most_bytes:
             raise ConfigError(f"{_NO_SHARE}, so nothing is prefetched; set hint_share, 0.1 for instance")
         found = self._loadable(chunks, tokens)
         here = int(self._cache.host.contains([one.key for one in found]).sum()) if found else 0
-        self._prefetches.begin(self._prefetch_of(tenant, chunks, tokens, ()))
+        self._prefetches.begin(self._prefetch_of(chunks, tokens, ()))
         return len(found), here
 
     def _prefetch_for(self, request: Request, what: str) -> None:
-        name, tenant = request.request_id, request.cache_salt or ""
+        name = request.request_id
         if what == "session":
             chunks, unknown = self._sessions.last(session_of(request)), "its session is not known here"
         else:
@@ -189,19 +190,19 @@ class Hinting:
             named = read_remote_caches(request.kv_transfer_params)
         except ProtocolError:  # its source says so
             named = ()
-        prefetch = self._prefetch_of(tenant, chunks, len(chunks.keys), named)
+        prefetch = self._prefetch_of(chunks, len(chunks.keys), named)
         self._prefetched_for[prefetch] = short_id(name)
         self._prefetches.begin(prefetch)
 
-    def _prefetch_of(
-        self, tenant: str, chunks: PromptChunks, tokens: int, engines: Sequence[tuple[str, int]]
-    ) -> Prefetch:
+    def _prefetch_of(self, chunks: PromptChunks, tokens: int, engines: Sequence[tuple[str, int]]) -> Prefetch:
         searches = None
         if self._cache.searched is not None:
             searches = self._cache.find(chunks.all_keys(tokens), engines)
         # A look-up changes the object, and the request may have its own under way.
         own = PromptChunks(self._canonical.groups, chunks.keys)
-        return Prefetch(tenant=tenant, find=partial(self._loadable, own, tokens), searches=searches or ())
+        return Prefetch(
+            tenant=chunks.keys.tenant, find=partial(self._loadable, own, tokens), searches=searches or ()
+        )
 
     def _loadable(self, chunks: PromptChunks, tokens: int) -> list[PromptChunk]:
         """Return the chunks of the longest prefix that can be loaded, in the order of the prompt."""
@@ -218,7 +219,7 @@ class Hinting:
         detail = f"{ready} of {wanted} in host memory{f': {prefetch.why}' if prefetch.why else ''}."
         self._emit(name, HintKind.PREFETCH, _outcome(prefetch.ready, wanted), detail)
 
-    def _retain(self, name: str, tenant: str, span: HintSpan, keys: Sequence[bytes]) -> None:
+    def _retain(self, name: str, tenant: bytes, span: HintSpan, keys: Sequence[bytes]) -> None:
         seconds = min(span.retain_seconds, self._most_seconds)
         here = int(self._cache.host.contains(keys).sum()) if keys else 0
         done = self._retained.retain(tenant, keys, self._clock() + seconds, span.priority)

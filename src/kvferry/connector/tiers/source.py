@@ -17,7 +17,7 @@ from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.common.errors import ProtocolError
 from kvferry.common.units import counted
 from kvferry.connector.bids import Bid, PlaceTokens, Speeds
-from kvferry.connector.content import Prompts
+from kvferry.connector.content import Prompts, tenant_of_request
 from kvferry.connector.engine import Request
 from kvferry.connector.events import EventStream, GroupBytes, MissReason, SourceMiss
 from kvferry.connector.messages import Load, LoadOrder, LoadPart, Piece, StepReports
@@ -31,6 +31,7 @@ from kvferry.tiers.host.settings import HostMissReason
 from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.names import FLEET, HOST, TIERS, GetOutcome
 from kvferry.tiers.storage_tier import KeySearch
+from kvferry.tiers.tenants import Tenants
 from kvferry.transport.offer import read_remote_caches
 from kvferry.transport.read_plan import Report
 
@@ -64,6 +65,7 @@ class _ChunkFeed:
     """Orders the parts of one load of chunks. Chunks that have arrived since the last step are one part."""
 
     load: Load
+    tenant: bytes
     fetch: Fetch
     cache: ChunkCache
     # Tiers that are not used again for the request. Mutated if reads fail or are late.
@@ -157,12 +159,13 @@ class _ChunkFeed:
 class _TierRequest:
     """The state of a request whose KV the tiers may hold."""
 
+    tenant: bytes
+    # Engines that the request names, which may have its chunks in host memory.
+    hints: Sequence[tuple[str, int]] = ()
     # Tiers from which a read for this request failed or missed its deadline.
     excluded_tiers: set[str] = field(default_factory=set)
     # Result of the last look-up of the request's chunks; None before the first.
     coverage: Coverage | None = None
-    # Engines that the request names, which may have its chunks in host memory.
-    hints: Sequence[tuple[str, int]] = ()
     # Searches for its chunks; None before the first look-up.
     searches: Sequence[KeySearch] | None = None
 
@@ -182,6 +185,7 @@ class TierSource:
         *,
         workers: int,
         most_loads: int,
+        tenants: Tenants | None = None,
         speeds: Speeds | None = None,
     ) -> None:
         """Create the source. It has no requests yet.
@@ -189,12 +193,14 @@ class TierSource:
         Args:
             groups: the engine's KV cache groups, as one rank describes them.
             most_loads: maximum number of concurrent loads.
+            tenants: share this number by weight; None to give a load to whoever asks first.
             speeds: measured speeds of the tiers, if the source policy estimates times. A chunk is then read
                 from the tier that is expected to be the fastest, and there are also bids for shorter prefixes
                 that need no chunk of the slowest tiers. None to read in the order of the configuration.
         """
         self._cache, self._prompts, self._groups, self._events = cache, prompts, groups, events
         self._workers, self._most_loads, self._speeds = workers, most_loads, speeds
+        self._tenants = tenants
         self._labels, self._widest_group = canonical.labels, widest_group(canonical.groups)
         self._alignments = tuple([content_alignment(one, canonical.chunk_tokens) for one in groups])
         self._requests: dict[str, _TierRequest] = {}
@@ -208,7 +214,7 @@ class TierSource:
     def arrived(self, request: Request, excluded: dict[str, str]) -> bool:
         if self._prompts.add(request) is None and not self._prompts.are_pending(request.request_id):
             return False
-        self._requests[request.request_id] = _TierRequest(hints=self._hints(request))
+        self._requests[request.request_id] = _TierRequest(tenant_of_request(request), self._hints(request))
         return True
 
     def _hints(self, request: Request) -> Sequence[tuple[str, int]]:
@@ -250,9 +256,10 @@ class TierSource:
             bids = *self._search_bid(request, bids, local_tokens), *bids
         # A further load would wait for those under way. So there is no bid, not even one that is `looking`:
         # the request is not to wait for the tiers.
-        busy = bool(bids) and self._is_busy
+        busy = bool(bids) and not self._may_begin(state.tenant)
         bids = () if busy else bids
-        why_none = partial(self._why_none, request.request_id, chunks, found, busy=busy)
+        tenant = state.tenant
+        why_none = partial(self._why_none, request.request_id, tenant, chunks, found, busy=busy)
         if found is None:
             return Answer(bids, why_none)
         coverage = found
@@ -260,9 +267,9 @@ class TierSource:
             bids,
             why_none,
             head=lambda alignment: self._part_bid(
-                coverage, local_tokens, coverage.full_attention_tokens // alignment * alignment
+                tenant, coverage, local_tokens, coverage.full_attention_tokens // alignment * alignment
             ),
-            tail=lambda first: self._part_bid(coverage, first, coverage.tokens_after_head(first)),
+            tail=lambda first: self._part_bid(tenant, coverage, first, coverage.tokens_after_head(first)),
         )
 
     def _bids(self, request: Request, found: Coverage | None, local_tokens: int) -> Sequence[Bid]:
@@ -299,8 +306,8 @@ class TierSource:
         parts.append(PlaceTokens(FLEET, most))
         return (Bid(_SEARCH, tuple(parts), looking=True, within_seconds=seconds),)
 
-    def _part_bid(self, found: Coverage, first: int, last: int) -> Bid | None:
-        return None if first >= last or self._is_busy else self._bid(found, first, last)
+    def _part_bid(self, tenant: bytes, found: Coverage, first: int, last: int) -> Bid | None:
+        return self._bid(found, first, last) if first < last and self._may_begin(tenant) else None
 
     def _bid(self, found: Coverage, first: int, last: int) -> Bid:
         """Return a bid that says how many tokens of the range ``[first, last)`` each tier provides."""
@@ -310,22 +317,44 @@ class TierSource:
         return Bid(TIERS, tuple([PlaceTokens(names[at], int(sums[at])) for at in np.flatnonzero(sums)]))
 
     def _why_none(
-        self, request_id: str, chunks: PromptChunks | None, found: Coverage | None, *, busy: bool
+        self,
+        request_id: str,
+        tenant: bytes,
+        chunks: PromptChunks | None,
+        found: Coverage | None,
+        *,
+        busy: bool,
     ) -> SourceMiss:
         if busy:
-            detail = f"loads under way: {self._under_way}, as many as tier_loads allows"
+            detail = f"loads under way: {len(self._under_way)}, as many as tier_loads allows"
+            if self._tenants is not None:
+                own = self._under_way.count(tenant)
+                detail += f", and {own} of the tenant, its fair share or more"
             return SourceMiss(TIERS, MissReason.BUSY, detail=detail)
         if chunks is None or found is None:
             return SourceMiss(TIERS, MissReason.UNNAMED, detail=self._prompts.why_unnamed(request_id))
         return _miss_of(chunks, found, self._labels, self._cache)
 
-    @property
-    def _is_busy(self) -> bool:
-        return self._under_way >= self._most_loads
+    def _may_begin(self, tenant: bytes) -> bool:
+        """Return whether a load of a tenant may begin now."""
+        under_way = self._under_way
+        if self._tenants is None:
+            return len(under_way) < self._most_loads
+        own, settings = under_way.count(tenant), self._tenants.of(tenant)
+        if own and own + 1 > settings.limit * self._most_loads:
+            return False
+        if len(under_way) < self._most_loads:
+            return True
+        # All are in use, and none can be taken back. A tenant below its fair share gets another one, so that
+        # loads of others, however many and long, do not keep it waiting.
+        here = {one.tenant for one in self._requests.values()}
+        weights = sum(self._tenants.of(one).weight for one in here | {tenant})
+        return own < self._most_loads * settings.weight / weights
 
     @property
-    def _under_way(self) -> int:
-        return [feed.end for feed in self._feeds].count(None)
+    def _under_way(self) -> list[bytes]:
+        """The tenant of each load under way."""
+        return [feed.tenant for feed in self._feeds if feed.end is None]
 
     def has_room(self, bid: Bid, blocks: int) -> bool:
         # A late load from tiers pins no blocks, because its chunks stay in host memory.
@@ -341,6 +370,7 @@ class TierSource:
             fetch = self._cache.fetch(chunks.wanted_chunks(state.coverage, load.span), state.excluded_tiers)
         feed = _ChunkFeed(
             load=load,
+            tenant=state.tenant,
             fetch=fetch,
             cache=self._cache,
             excluded_tiers=state.excluded_tiers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
 from math import lcm
 from typing import TypeAlias
 
@@ -43,7 +44,8 @@ from kvferry.keys.namespace import Namespace
 from kvferry.planning.chunk_cells import check_storable
 from kvferry.planning.coverage import NO_TIER, TierNumbers
 from kvferry.planning.shares import share_copies
-from kvferry.tiers.eviction import EVICTION_POLICIES
+from kvferry.tiers.eviction import EVICTION_POLICIES, EvictionPolicy
+from kvferry.tiers.eviction.fair import FairEviction
 from kvferry.tiers.fleet.settings import FleetSettings
 from kvferry.tiers.fleet.tier import FleetPlace, FleetTier
 from kvferry.tiers.format.chunk import ChunkGroup
@@ -54,6 +56,7 @@ from kvferry.tiers.names import FLEET, HOST, tier_kind, tier_name
 from kvferry.tiers.shares.exchange import ShareExchange
 from kvferry.tiers.shares.tier import READERS, WRITERS, ShareTier
 from kvferry.tiers.storage_tier import StorageSettings, StorageTier
+from kvferry.tiers.tenants import Tenants
 from kvferry.tiers.write_filter import WriteFilter
 from kvferry.transport.addresses import parse_port_range
 from kvferry.transport.security import Keys
@@ -74,6 +77,7 @@ def open_tiers(
     table: KeyTable,
     place: FleetPlace | None = None,
     exchange: ShareExchange | None = None,
+    tenants: Tenants | None = None,
 ) -> list[tuple[TierQueue, float]]:
     """Open the storage tiers, the fastest first. Log each one that cannot be opened, and leave it out.
 
@@ -82,6 +86,7 @@ def open_tiers(
             it has succeeded.
         place: what the fleet tier needs of the engine; None if the engine cannot have one.
         exchange: of an engine on several machines; None for one machine.
+        tenants: share the tiers by weight; None if chunks are evicted whoever stored them.
 
     Returns:
         (tier, setting ``load_weight``) for each opened tier.
@@ -104,14 +109,21 @@ def open_tiers(
         except (ConfigError, Unnameable) as error:
             logger.error("%s; this engine serves on without that tier", error)  # noqa: TRY400 - said in full
             continue
+        if tenants is not None:
+            tier.use_tenants(tenants)
         name = tier_name(settings.kind, kinds[settings.kind])
         write_back = settings.write == "back"
         admission = WriteFilter[ChunkGroup](settings.min_uses, settings.min_prompt_tokens)
         if exchange is None:
-            queue = TierQueue(tier, name, write_back=write_back, write_filter=admission)
+            queue = TierQueue(tier, name, write_back=write_back, write_filter=admission, tenants=tenants)
         else:
             shares = ShareTier(tier, exchange)
-            queue = TierQueue(shares, name, READERS, WRITERS, write_back=write_back, write_filter=admission)
+            queue = TierQueue(
+                *(shares, name, READERS, WRITERS),
+                write_back=write_back,
+                write_filter=admission,
+                tenants=tenants,
+            )
         kinds[settings.kind] += 1
         found.append((queue, settings.load_weight))
     return found
@@ -172,7 +184,10 @@ class Tiering:
             max(group.chunk_bytes for group in groups)
             for groups in zip(*(s.groups for s in shares), strict=True)
         ]
-        policy = EVICTION_POLICIES[tiers.host.eviction_policy]
+        policy: Callable[[int], EvictionPolicy] = EVICTION_POLICIES[tiers.host.eviction_policy]
+        if (tenants := config.weighted_tenants()) is not None:
+            tenants.check_limits(HOST, arena.region.length, max(sizes))
+            policy = partial(FairEviction, policy=policy, tenants=tenants, evicted=Counter())
         host = HostTier(arena.region.length, sizes, policy, table, self._arenas.ready_bytes)
         place = None
         if keys is not None:
@@ -188,7 +203,9 @@ class Tiering:
                 port_offset=engine.port_offset,
                 wake=wake,
             )
-        opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place, self._arenas.exchange)
+        opened = open_tiers(
+            tiers.slow, lambda: namespace(canonical), table, place, self._arenas.exchange, tenants
+        )
         behind = [one for one, _ in opened]
         self.weights = {HOST: tiers.host.load_weight, **{one.name: weight for one, weight in opened}}
         self._cache = ChunkCache(host, arena.bytes_at, canonical.groups, behind)
@@ -217,6 +234,7 @@ class Tiering:
             events,
             workers=len(ranks),
             most_loads=config.tier_loads,
+            tenants=tenants,
             speeds=speeds if config.source_policy == "cost" else None,
         )
         self._stores = StoreOrders(self._cache, pool, len(ranks), canonical.labels, events)

@@ -7,6 +7,9 @@ Pin a key while its bytes are read, because the caller may reuse the bytes of an
 never returns a pinned key. Pins are not counted: a caller with several readers pins the key for the first and
 unpins it after the last. `unpin` ranks the key as the latest used, if the policy ranks by queues.
 
+The caller may announce a chunk with `expect` before it makes room and admits it. A policy that shares the
+capacity among tenants counts the chunk from then on, and evicts for its tenant.
+
 A policy is not thread-safe, and keeps references to keys only. The sum of admitted bytes must stay within the
 capacity, so evict before you admit.
 
@@ -21,7 +24,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvferry.tiers.tenants import TenantUsage
 
 
 class ByteQueue:
@@ -224,6 +229,29 @@ class EvictionPolicy(ABC):
             self._place_cold(keys, size)
         else:
             self._place_all(keys, size)
+
+    def expect(self, key: bytes, size: int) -> None:
+        """Count a chunk of `size` bytes that is being stored. `admit` or `unexpect` ends that."""
+        del key, size
+
+    def unexpect(self, key: bytes) -> None:
+        """Forget an expected chunk that is not stored after all."""
+        del key
+
+    @property
+    def is_over_limit(self) -> bool:
+        """True if chunks must be evicted for the chunk that was expected last, although there may be room."""
+        return False
+
+    def may_evict(self, keys: Iterable[bytes]) -> bool:
+        """Return False if keys should stay, whatever their rank, for the chunk that was expected last."""
+        del keys
+        return True
+
+    @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        """Usage by the labels of tenants; empty if the policy does not tell them apart."""
+        return {}
 
     def touch(self, key: bytes) -> None:
         """Record a use of a key. Raises KeyError if it is not admitted."""

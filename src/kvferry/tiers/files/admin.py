@@ -85,7 +85,7 @@ class DirectoryAdmin(CacheAdmin):
                 except FileNotFoundError:
                     continue
                 # Release after each file: if removing fails later, engines need the right number to evict by.
-                held_ledger.release(entry.charged)
+                held_ledger.release(entry.charged, entry.path)
                 removed, removed_bytes = removed + 1, removed_bytes + size
             for folder in list(folders(self.where)):
                 # A folder with other files cannot be removed, and stays.

@@ -12,6 +12,7 @@ import errno
 import os
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from typing import NamedTuple
 
 from kvferry.common.machine import fcntl
 from kvferry.tiers.files.chunk_file import open_regular, read_regular
+from kvferry.tiers.files.tenant_table import MOST_BYTES, TenantTable, parse_table
 from kvferry.tiers.format.chunk import header_digest
-from kvferry.tiers.paths import LEDGER, EntryKind, walk
+from kvferry.tiers.paths import LEDGER, EntryKind, tenant_of_path, walk
 from kvferry.tiers.write_budget import WriteBudget
 
 LEDGER_BYTES = 64
@@ -56,11 +58,13 @@ class HeldLedger:
     """The content of a ledger while this process holds its lock. Every change is written at once.
 
     A new or damaged file gets `capacity` and `write_per_day`, and is `lost`: `used` was counted anew. `fd` is
-    the locked file.
+    the locked file. `tenants` has the bytes of each tenant, which the names of files contain. A process that
+    is killed during a change may leave a tenant's bytes too large, until `count`.
     """
 
     def __init__(self, fd: int, root: str, capacity: int, write_per_day: int = 0) -> None:
         self.fd = fd
+        self.tenants = TenantTable(fd, LEDGER_BYTES)
         self._root = root
         found = _parse(os.pread(fd, LEDGER_BYTES, 0))
         self.lost = found is None
@@ -80,13 +84,22 @@ class HeldLedger:
     def budget(self) -> WriteBudget | None:
         return self._content.budget
 
-    def charge(self, size: int) -> None:
-        """Add to the bytes in use. Call this before a file is created."""
-        self._set(self._content._replace(used=self.used + size))
+    def charge(self, size: int, path: str) -> None:
+        """Add the bytes of a file to those in use. Call this before the file is created."""
+        self._set(self._content._replace(used=self.used + self.cost(size, path)))
+        if (tenant := tenant_of_path(path)) is not None:
+            self.tenants.add(tenant, size)
 
-    def release(self, size: int) -> None:
-        """Subtract from the bytes in use. Call this after a file was removed."""
+    def cost(self, size: int, path: str) -> int:
+        """Return the bytes that are in use for a file of `size` bytes, with the record of a new tenant."""
+        tenant = tenant_of_path(path)
+        return size if tenant is None else size + self.tenants.growth(tenant)
+
+    def release(self, size: int, path: str) -> None:
+        """Subtract the bytes of a file from those in use. Call this after the file was removed."""
         self._set(self._content._replace(used=max(0, self.used - size)))
+        if (tenant := tenant_of_path(path)) is not None:
+            self.tenants.add(tenant, -size)
 
     def limit(self, capacity: int) -> None:
         """Set the capacity, for all processes that use the directory."""
@@ -105,9 +118,13 @@ class HeldLedger:
 
     def count(self) -> None:
         """Walk the directory, and set the bytes in use to the sum of all kvferry files."""
+        found = Counter[bytes | None]()
+        for entry in walk(self._root):
+            if entry.kind is not EntryKind.LEDGER:
+                found[tenant_of_path(entry.path)] += entry.charged
+        self.tenants.replace({tenant: size for tenant, size in found.items() if tenant is not None})
         # Count the ledger with its full size, because its first write may be this one.
-        others = sum(entry.charged for entry in walk(self._root) if entry.kind is not EntryKind.LEDGER)
-        self._set(self._content._replace(used=LEDGER_BYTES + others))
+        self._set(self._content._replace(used=LEDGER_BYTES + self.tenants.size + found.total()))
 
     def _set(self, content: _Content) -> None:
         # The name of a temporary file may claim any number of reserved bytes.
@@ -295,6 +312,16 @@ def _read(root: str) -> _Content | None:
         return _parse(read_regular(f"{root}/{LEDGER}", LEDGER_BYTES))
     except OSError:
         return None
+
+
+def read_used_by_tenant(root: str) -> dict[bytes, int]:
+    """Return the bytes in use by tenant without locking; empty if the ledger cannot be read."""
+    try:
+        data = read_regular(f"{root}/{LEDGER}", LEDGER_BYTES + MOST_BYTES)
+        found = _parse(data[:LEDGER_BYTES])
+    except OSError:
+        return {}
+    return {} if found is None else parse_table(data[LEDGER_BYTES:])
 
 
 def _budget(per_day: int, full_at: float = 0.0) -> WriteBudget | None:

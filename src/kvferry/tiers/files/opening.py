@@ -253,7 +253,7 @@ def _write_note(path: str, text: str, held_ledger: HeldLedger, space: DirectoryS
     except OSError:
         with suppress(OSError):
             os.unlink(temporary)
-        held_ledger.release(len(data))
+        held_ledger.release(len(data), path)
         raise
     finally:
         os.close(fd)

@@ -4,6 +4,9 @@ To make room, the least recently used files are evicted: chunks of any namespace
 walk of the directory lists them in order of use, usually without the ledger's lock. Each file is checked
 again before it is evicted, because other processes use, evict and write files too.
 
+If tenants share the directory by weight (`kvferry.tiers.tenants`), a walk lists the files of each tenant, and
+the ledger tells which tenant gives way: it has the bytes of each, by all processes.
+
 The capacity counts bytes. If a file system has few inodes, a twentieth of them stays free for other programs.
 The file system may also run out of something else: a quota, entries in a folder, or bytes and inodes, because
 other programs use them. It then refuses a new file, and the least recently used files are evicted for the new
@@ -16,8 +19,9 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Set as AbstractSet
 from contextlib import suppress
+from itertools import chain
 from threading import Lock
 from typing import NamedTuple
 
@@ -25,6 +29,7 @@ import numpy as np
 
 from kvferry.common.machine import fcntl
 from kvferry.common.units import format_bytes
+from kvferry.keys.tenant import NOBODY
 from kvferry.tiers.files.chunk_file import NotRegular, check_folders, is_regular, make_folder, open_regular
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
@@ -37,8 +42,10 @@ from kvferry.tiers.paths import (
     folders,
     quarantine_name,
     temporary_path,
+    tenant_of_path,
     walk,
 )
+from kvferry.tiers.tenants import Tenants
 from kvferry.tiers.write_budget import WriteBudget
 
 # Minimum age of another machine's temporary file before it is removed. A shared mount may hide its lock.
@@ -80,7 +87,8 @@ class _WalkResult(NamedTuple):
     """All kvferry files of a directory, as one walk found them."""
 
     temporary: list[CacheEntry]  # temporary files of writers, alive or dead
-    listed: list[tuple[int, str]]  # ranks and paths of the files to evict, the first first
+    # Ranks and paths of the files to evict, the first first, by tenant.
+    listed: dict[bytes, list[tuple[int, str]]]
     more: bool
     charged: int  # sum of `CacheEntry.charged` over all files
 
@@ -107,13 +115,20 @@ class DirectorySpace:
         self._counter = counter
         self._on_evicted = on_evicted
         self._clock = clock
-        # Ranks and paths of evictable files from the last walk; changed only while the ledger is held. Files
-        # that were stored or used after the walk, and files that the walk did not list, are newer.
-        self._oldest: deque[tuple[int, str]] = deque()
+        self._tenants: Tenants | None = None
+        # Ranks and paths of evictable files from the last walk, by tenant; changed only while the ledger is
+        # held. Files that were stored or used after the walk, and files that it did not list, are newer.
+        self._oldest: dict[bytes, deque[tuple[int, str]]] = {}
+        # Tenants without files in the last walk, until the next call: they may store some.
+        self._empty: AbstractSet[bytes] = frozenset()
         self._more = False
         self._walking = Lock()
         self._paused_at: float | None = None
         self._logged = Lock()  # taken by the thread that logs the first eviction on a full disk, for good
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """Share the directory among tenants by weight from now on. Call this before the first `reserve`."""
+        self._tenants, self._oldest, self._more = tenants, {}, True
 
     def reserve(self, final: str, size: int) -> tuple[int, str]:
         """Make room for a file of `size` bytes, charge them, and create it empty under a temporary name.
@@ -122,24 +137,26 @@ class DirectorySpace:
         OverBudget, and evict nothing, if the write budget is used up.
         """
         with self._ledger.held() as held_ledger:
+            self._empty = frozenset()
             if size > held_ledger.capacity:
                 raise DirectoryFull(size, held_ledger)
             self._check_budget(held_ledger)
-            if self._evict_to(held_ledger, held_ledger.capacity - size):
+            if self._evict_for(held_ledger, final, size):
                 return self._create_chunk(held_ledger, final, size)
         # One thread walks. The others wait, and then find that there is room, or files to evict.
         with self._walking:
             with self._ledger.held() as held_ledger:
-                if self._evict_to(held_ledger, held_ledger.capacity - size):
+                if self._evict_for(held_ledger, final, size):
                     return self._create_chunk(held_ledger, final, size)
-            found = self._walk()
+                most = self._to_list(held_ledger, final)
+            found = self._walk(most)
             with self._ledger.held() as held_ledger:
                 self._apply_walk(found, held_ledger)
-                if self.make_room(held_ledger, size):
+                if self.make_room(held_ledger, size, final):
                     return self._create_chunk(held_ledger, final, size)
                 # Count again before giving up: killed writers may have charged bytes without creating a file.
-                self.settle(held_ledger)
-                if self.make_room(held_ledger, size):
+                self.settle(held_ledger, final)
+                if self.make_room(held_ledger, size, final):
                     return self._create_chunk(held_ledger, final, size)
                 raise DirectoryFull(size, held_ledger)
 
@@ -153,7 +170,7 @@ class DirectorySpace:
                 os.rename(temporary, final)
                 return True
             os.unlink(temporary)
-            held_ledger.release(size)
+            held_ledger.release(size, temporary)
             return False
 
     def abandon(self, temporary: str, size: int) -> None:
@@ -168,25 +185,28 @@ class DirectorySpace:
         # A sweep skips a file that its writer still has open, so it cannot be removed twice.
         with suppress(LockTimeout, OSError), self._ledger.held() as held_ledger:
             os.unlink(temporary)
-            held_ledger.release(size)
+            held_ledger.release(size, temporary)
 
-    def settle(self, held_ledger: HeldLedger) -> None:
+    def settle(self, held_ledger: HeldLedger, final: str = "") -> None:
         """Remove temporary files of dead writers, and count the bytes in use again.
 
         This walks the whole directory two or three times while the ledger is locked, so it can take long.
         """
-        self._apply_walk(self._walk(), held_ledger)
+        self._apply_walk(self._walk(self._to_list(held_ledger, final)), held_ledger)
         held_ledger.count()
 
-    def make_room(self, held_ledger: HeldLedger, size: int = 0) -> bool:
-        """Evict files until another `size` bytes, maybe negative, fit into the capacity. Return if so."""
-        goal, before = held_ledger.capacity - size, -1
-        while goal >= 0 and not self._evict_to(held_ledger, goal):
+    def make_room(self, held_ledger: HeldLedger, size: int = 0, final: str = "") -> bool:
+        """Evict files until another `size` bytes, maybe negative, fit into the capacity. Return if so.
+
+        `final` is the path of the file with these bytes, if it is a chunk.
+        """
+        before, fits = -1, size <= held_ledger.capacity
+        while fits and not self._evict_for(held_ledger, final, size):
             if not self._more or held_ledger.used == before:
                 return False
             before = held_ledger.used
-            self._apply_walk(self._walk(), held_ledger)
-        return goal >= 0
+            self._apply_walk(self._walk(self._to_list(held_ledger, final)), held_ledger)
+        return fits
 
     def make_way(self, error: OSError, tries: int, final: str, size: int) -> bool:
         """Evict files after `tries` refusals of a file by the file system. Return whether to try again."""
@@ -198,7 +218,7 @@ class DirectorySpace:
         # One file is enough if inodes or a quota of files ran out, and also for bytes if files are of one
         # size. A folder with as many files as it may have needs one of its own to go.
         for at_least, folder in ((1, ""), (1, os.path.dirname(final)), (size, ""))[tries - 1 :]:
-            if self.evict(at_least, folder):
+            if self.evict(at_least, folder, final):
                 if said and self._logged.acquire(blocking=False):
                     _log.warning(
                         "file tier %s: its file system is full before the capacity is used up: %s. The least "
@@ -230,32 +250,38 @@ class DirectorySpace:
                 *(self.root, f"{room.free_files:,}", f"{room.files:,}"),
             )
 
-    def evict(self, size: int, folder: str = "") -> bool:
+    def evict(self, size: int, folder: str = "", final: str = "") -> bool:
         """Evict `size` bytes, or all that there are, although the capacity has room; return if any was.
 
-        With `folder`, evict only the first of this folder's listed files.
+        With `folder`, evict only the first of this folder's listed files. `final` is the path of the file
+        that needs the room.
         """
         with self._walking:
             with self._ledger.held() as held_ledger:
-                evicted = self.evict_listed(held_ledger, size, folder)
-                if evicted or self._oldest:
+                self._empty = frozenset()
+                evicted = self.evict_listed(held_ledger, size, folder, final)
+                # Of files in one folder, there may be none among those that are listed.
+                if evicted or (folder and any(self._oldest.values())):
                     return evicted
-            found = self._walk()
+                most = self._to_list(held_ledger, final)
+            found = self._walk(most)
             with self._ledger.held() as held_ledger:
                 self._apply_walk(found, held_ledger)
                 # Folders of models that nobody serves any more keep inodes after their last chunk is evicted.
                 for empty in list(folders(self.root)):
                     with suppress(OSError):
                         os.rmdir(empty)
-                return self.evict_listed(held_ledger, size, folder)
+                return self.evict_listed(held_ledger, size, folder, final)
 
-    def evict_listed(self, held_ledger: HeldLedger, size: int, folder: str = "") -> bool:
+    def evict_listed(self, held_ledger: HeldLedger, size: int, folder: str = "", final: str = "") -> bool:
         """Do what `evict` does, but evict only files that the last walk has listed."""
         before = held_ledger.used
         if not folder:
-            self._evict_to(held_ledger, max(0, before - size))
+            self._evict_to(held_ledger, max(0, before - size), final)
         else:
-            listed = (one for one in self._oldest if os.path.dirname(one[1]) == folder)
+            order = self._order(held_ledger, final)
+            files = chain.from_iterable(self._oldest.get(tenant, ()) for tenant in order)
+            listed = (one for one in files if os.path.dirname(one[1]) == folder)
             while held_ledger.used == before and (one := next(listed, None)) is not None:
                 self._evict(held_ledger, *one)
         return held_ledger.used < before
@@ -264,7 +290,7 @@ class DirectorySpace:
         """Do what `reserve` does with a held ledger, without making room."""
         check_folders(self.root, final)
         path, fd = temporary_path(final, size), -1
-        held_ledger.charge(size)
+        held_ledger.charge(size, final)
         try:
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             # This lock is free: only a sweep tries to lock temporary files, and it needs the ledger.
@@ -273,7 +299,7 @@ class DirectorySpace:
             if fd >= 0:
                 os.close(fd)
                 os.unlink(path)
-            held_ledger.release(size)
+            held_ledger.release(size, final)
             raise
         return fd, path
 
@@ -286,11 +312,49 @@ class DirectorySpace:
         held_ledger.charge_write(size, self._clock())
         return created
 
-    def _evict_to(self, held_ledger: HeldLedger, goal: int) -> bool:
-        """Evict listed files until at most `goal` bytes are in use; return whether they are."""
-        while held_ledger.used > goal and self._oldest:
-            self._evict(held_ledger, *self._oldest.popleft())
-        return held_ledger.used <= goal
+    def _evict_for(self, held_ledger: HeldLedger, final: str, size: int) -> bool:
+        """Evict listed files until there is room for `size` bytes of a file. Return whether there is."""
+        return self._evict_to(held_ledger, held_ledger.capacity - held_ledger.cost(size, final), final, size)
+
+    def _evict_to(self, held_ledger: HeldLedger, goal: int, final: str = "", size: int = 0) -> bool:
+        """Evict listed files until at most `goal` bytes are in use; return whether they are.
+
+        Then `size` bytes of a chunk with the path `final`, if it has one, are also within its tenant's limit.
+        """
+        while held_ledger.used > goal or self._is_over_limit(held_ledger, final, size):
+            first = next(iter(self._order(held_ledger, final, size)), None)
+            if first is None or not (listed := self._oldest.get(first)):
+                return False  # it may have files that were not listed
+            self._evict(held_ledger, *listed.popleft())
+        return True
+
+    def _is_over_limit(self, held_ledger: HeldLedger, final: str, size: int) -> bool:
+        if self._tenants is None or (tenant := tenant_of_path(final)) is None:
+            return False
+        used = held_ledger.tenants.used().get(tenant, 0)
+        return self._tenants.is_over_limit(tenant, used + size, held_ledger.capacity)
+
+    def _order(self, held_ledger: HeldLedger, final: str, size: int = 0) -> list[bytes]:
+        """Return the tenants whose files are evicted for a file, in this order, but those without any."""
+        if self._tenants is None:
+            return [NOBODY]
+        used, storing = held_ledger.tenants.used(), tenant_of_path(final)
+        if storing is not None:
+            used[storing] = used.get(storing, 0) + size
+        order = self._tenants.give_way(used, storing, held_ledger.capacity)
+        return [tenant for tenant in order if tenant not in self._empty]
+
+    def _to_list(self, held_ledger: HeldLedger, final: str = "") -> dict[bytes, int]:
+        """Return how many files a walk lists of each tenant that may give way before the next walk."""
+        if self._tenants is None:
+            return {NOBODY: self._max_listed}
+        used, storing = held_ledger.tenants.used(), tenant_of_path(final)
+        # Walks take long, so also tenants that may soon use more than their fair share.
+        found = self._tenants.near_mean(used)
+        if storing is not None:
+            found.add(storing)
+        total = sum(used.get(tenant, 0) for tenant in found) or 1
+        return {tenant: 1 + self._max_listed * used.get(tenant, 0) // total for tenant in found}
 
     def _evict(self, held_ledger: HeldLedger, rank: int, path: str) -> None:
         """Evict a listed file, unless it was used after the walk, is gone, or cannot be removed."""
@@ -304,25 +368,27 @@ class DirectorySpace:
         except OSError:
             # Another process has evicted the file, or this user may not remove it.
             return
-        held_ledger.release(status.st_size)
+        held_ledger.release(status.st_size, path)
         self._counter.add(evicted=1, evicted_bytes=status.st_size)
         self._on_evicted(path)
 
-    def _walk(self) -> _WalkResult:
+    def _walk(self, most: Mapping[bytes, int]) -> _WalkResult:
+        """Walk the directory, and list so many files of these tenants."""
         temporary: list[CacheEntry] = []
-        charged = 0
-
-        def evictable() -> Iterator[tuple[int, str]]:
-            nonlocal charged
-            for entry in walk(self.root):
-                charged += entry.charged
-                if entry.kind in _EVICTABLE:
-                    yield self._rank(entry.used_ns, entry.size), entry.path
-                elif entry.kind is EntryKind.TEMPORARY:
-                    temporary.append(entry)
-
-        listed, more = least_recently_used(evictable(), self._max_listed)
-        return _WalkResult(temporary, listed, more, charged)
+        charged, others = 0, False
+        oldest = {tenant: LeastRecentlyUsed(count) for tenant, count in most.items()}
+        for entry in walk(self.root):
+            charged += entry.charged
+            if entry.kind in _EVICTABLE:
+                tenant = NOBODY if self._tenants is None else tenant_of_path(entry.path)
+                if tenant is not None and tenant in oldest:
+                    oldest[tenant].add(self._rank(entry.used_ns, entry.size), entry.path)
+                else:
+                    others = True
+            elif entry.kind is EntryKind.TEMPORARY:
+                temporary.append(entry)
+        listed = {tenant: files.listed() for tenant, files in oldest.items()}
+        return _WalkResult(temporary, listed, others or any(one.more for one in oldest.values()), charged)
 
     def _rank(self, used_ns: int, size: int) -> int:
         """Return the rank of a file for eviction, the lowest first: its time of last use in nanoseconds."""
@@ -337,7 +403,8 @@ class DirectorySpace:
         if found.charged > held_ledger.used:
             # Files were added without being charged. Count again, so that evicting them can release bytes.
             held_ledger.count()
-        self._oldest, self._more = deque(found.listed), found.more
+        self._oldest = {tenant: deque(files) for tenant, files in found.listed.items() if files}
+        self._empty, self._more = found.listed.keys() - self._oldest.keys(), found.more
         # A writer holds a flock on its file, so a file that can be locked has no writer. But a shared mount
         # may hide the locks of other machines. So a file from there, or from before the last boot, must also
         # be old.
@@ -348,7 +415,7 @@ class DirectorySpace:
                 continue
             with suppress(OSError):
                 os.unlink(entry.path)
-                held_ledger.release(entry.charged)
+                held_ledger.release(entry.charged, entry.path)
                 self._counter.add(swept=1)
 
 
@@ -395,26 +462,37 @@ def _has_writer(path: str) -> bool:
         os.close(fd)
 
 
-def least_recently_used(
-    files: Iterable[tuple[int, str]], most: int = MAX_LISTED
-) -> tuple[list[tuple[int, str]], bool]:
-    """Return the `most` least recently used files in order, and whether there are more.
+class LeastRecentlyUsed:
+    """The `most` least recently used of the files that are added.
 
-    >>> least_recently_used([(30, "c"), (10, "a"), (20, "b")], most=2)
+    >>> files = LeastRecentlyUsed(2)
+    >>> for used_ns, path in (30, "c"), (10, "a"), (20, "b"):
+    ...     files.add(used_ns, path)
+    >>> files.listed(), files.more
     ([(10, 'a'), (20, 'b')], True)
+
+    Attributes:
+        more: whether files were added that `listed` has not returned.
     """
-    kept: list[tuple[int, str]] = []
-    latest = None
-    more = False
-    for one in files:
+
+    def __init__(self, most: int = MAX_LISTED) -> None:
+        self.more = False
+        self._most, self._kept = most, list[tuple[int, str]]()
+        self._latest: int | None = None
+
+    def add(self, used_ns: int, path: str) -> None:
         # Newer than all that a full selection kept: it can never be selected.
-        if latest is not None and one[0] >= latest:
-            continue
-        kept.append(one)
-        if len(kept) > 2 * most:
-            kept, more = _first(kept, most), True
-            latest = kept[-1][0]
-    return _first(kept, most), more or len(kept) > most
+        if self._latest is not None and used_ns >= self._latest:
+            return
+        self._kept.append((used_ns, path))
+        if len(self._kept) > 2 * self._most:
+            self._kept, self.more = _first(self._kept, self._most), True
+            self._latest = self._kept[-1][0]
+
+    def listed(self) -> list[tuple[int, str]]:
+        """Return ranks and paths of the files in order."""
+        self.more |= len(self._kept) > self._most
+        return _first(self._kept, self._most)
 
 
 def _first(files: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:

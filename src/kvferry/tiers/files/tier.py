@@ -12,8 +12,10 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import ClassVar
@@ -37,7 +39,13 @@ from kvferry.tiers.files.chunk_file import (
 )
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
-from kvferry.tiers.files.ledger import Ledger, LockTimeout, read_ledger, read_write_budget
+from kvferry.tiers.files.ledger import (
+    Ledger,
+    LockTimeout,
+    read_ledger,
+    read_used_by_tenant,
+    read_write_budget,
+)
 from kvferry.tiers.files.opening import (
     check_directory,
     check_writable,
@@ -56,8 +64,16 @@ from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
 from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
-from kvferry.tiers.paths import chunk_name, default_directory, find_same_directory, key_of, note_name
+from kvferry.tiers.paths import (
+    chunk_name,
+    default_directory,
+    find_same_directory,
+    key_of,
+    note_name,
+    tenant_of_path,
+)
 from kvferry.tiers.storage_tier import Location, StorageSettings, StorageTier, StoreUsage
+from kvferry.tiers.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +142,8 @@ class FileTier(StorageTier):
         self._durable = durable
         self._clock = clock
         self._counter = OutcomeCounter()
+        self._tenants: Tenants | None = None
+        self._evicted = Counter[str]()  # number of evicted files, by the tenant's label
         check_directory(self._root)
         self.keys = TierKeys(table)
         self._listed = ListedKeys(self.keys)
@@ -139,6 +157,10 @@ class FileTier(StorageTier):
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace, clock)
 
+    def use_tenants(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._space.use_tenants(tenants)
+
     @property
     def stats(self) -> TierStats:
         return self._counter.stats()
@@ -151,7 +173,11 @@ class FileTier(StorageTier):
         mark_files_used(self._root, map(self._path_of, known), self._clock)
 
     def usage(self) -> StoreUsage:
-        return self._usage.read(empty=not len(self._listed))
+        found = self._usage.read(empty=not len(self._listed))
+        if self._tenants is None:
+            return found
+        used = read_used_by_tenant(self._root)
+        return replace(found, tenants=self._tenants.usage(used, self._evicted))
 
     def refresh(self) -> int:
         changed = self._index.refresh()
@@ -283,6 +309,8 @@ class FileTier(StorageTier):
         return f"{self._root}/{chunk_name(self._namespace, key)}"
 
     def _on_evicted(self, path: str) -> None:
+        if self._tenants is not None and (tenant := tenant_of_path(path)) is not None:
+            self._evicted[self._tenants.of(tenant).name] += 1
         key = key_of(os.path.basename(path))
         # A file in another folder may have the key of a chunk that is still here.
         if key is not None and path == self._path_of(key):

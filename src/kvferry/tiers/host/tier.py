@@ -35,7 +35,7 @@ partial loads of a request have used its chunks in another order.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -47,6 +47,7 @@ from kvferry.tiers.eviction import EvictionPolicy
 from kvferry.tiers.host.settings import HostCounters, HostDropReason, HostMissReason
 from kvferry.tiers.host.slabs import Slabs
 from kvferry.tiers.index import KeyTable, TierKeys, tags_of
+from kvferry.tiers.tenants import TenantUsage
 
 # Direct I/O needs slots at page boundaries.
 _PAGE_BYTES = 4096
@@ -139,6 +140,11 @@ class HostTier:
         return self._slabs.used_bytes
 
     @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        """Usage by the labels of tenants; empty if they do not share the tier by weight."""
+        return self._policy.tenants
+
+    @property
     def holds(self) -> int:
         """Number of holds that callers have not released yet."""
         return len(self._fills) + len(self._reads)
@@ -166,17 +172,21 @@ class HostTier:
         if key in self._ready or key in self._filling:
             self.counters.dropped[HostDropReason.PRESENT] += counted
             return None
-        size, evicted = self.chunk_bytes[group], 0
-        while (offset := self._slabs.take(size)) is None and evicted < self._most_evicted:
+        size, evicted, offset = self.chunk_bytes[group], 0, None
+        self._policy.expect(key, size)
+        while (over := self._policy.is_over_limit) or (offset := self._slabs.take(size)) is None:
+            if evicted >= self._most_evicted:
+                break
             # The policy may have chosen chunks of another size. When their free slots add up to a slab, one
             # slab of that size is emptied, and can be divided into slots for this group.
-            if keys := self._keys_to_reclaim(size):
+            if not over and (keys := self._keys_to_reclaim(size)):
                 evicted += sum(map(self.evict, keys))
             elif (victim := self._policy.evict()) is not None:
                 evicted += self._free(victim)
             else:
                 break
         if offset is None:
+            self._policy.unexpect(key)
             self.counters.dropped[HostDropReason.NO_ROOM] += counted
             return None
         chunk = Resident(key, group, offset, size)
@@ -201,6 +211,7 @@ class HostTier:
         """Free the slot of a chunk that could not be filled. No copy or I/O may still use it."""
         chunk = self._end_fill(slot)
         if chunk is not None:
+            self._policy.unexpect(slot.key)
             self._free_if_unused(chunk)
             self.counters.dropped[HostDropReason.FAILED] += 1
 
@@ -212,6 +223,7 @@ class HostTier:
         if self._filling.get(slot.key) is not self._fills[slot.serial]:
             return False
         del self._filling[slot.key]
+        self._policy.unexpect(slot.key)
         return True
 
     def open(self, key: bytes) -> Slot | None:
@@ -347,8 +359,13 @@ class HostTier:
 
     def _keys_to_reclaim(self, size: int) -> list[bytes]:
         """Return the keys of the chunks in a slab that is reclaimable for a size and not held, if any."""
+        found = list[bytes]()
         for slab in self._slabs.reclaimable(size):
             chunks = [self._resident[at] for at in self._slabs.slots(slab) if at in self._resident]
             if not any(chunk.holds for chunk in chunks):
-                return [chunk.key for chunk in chunks]
-        return []
+                keys = [chunk.key for chunk in chunks]
+                if self._policy.may_evict(keys):
+                    return keys
+                # Without any such slab, one that the policy would keep: no size may starve.
+                found = found or keys
+        return found

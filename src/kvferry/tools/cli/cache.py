@@ -337,6 +337,21 @@ def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_js
 
 
 @app.command()
+def tenant() -> None:
+    """Print the digest of a cache salt for the setting tenants. The salt is read from standard input."""
+    from kvferry.keys import tenant_of
+
+    # Lines of a file, or of echo, end with a line break, and salts do not.
+    salt = sys.stdin.buffer.read().rstrip(b"\r\n").decode(errors="replace")
+    if not salt or "\ufffd" in salt:
+        found = "is no text in UTF-8" if salt else "is empty"
+        raise ConfigError(
+            f'standard input {found}; give a cache salt: printf %s "$SALT" | kvferry cache tenant'
+        )
+    print(tenant_of(salt, None).hex())
+
+
+@app.command()
 def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) -> None:
     """Stop a running engine's exchange of KV, so that it can be replaced.
 

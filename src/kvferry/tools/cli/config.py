@@ -50,7 +50,7 @@ def read_settings(path: str | None) -> dict[str, Any]:
             f"{where} is no TOML; write a setting as in port = 5600, and text in quotation marks"
         ) from error
     # `kvferry init` writes these as JSON in a string, because the options of `config` take JSON.
-    for key in ("tiers", "admin"):
+    for key in ("tiers", "tenants", "admin"):
         if isinstance(found.get(key), str):
             found[key] = parse_json(key, found[key])
     return found
@@ -110,6 +110,9 @@ class ConfigOptions:
     )
     tiers: str | None = option(
         None, "JSON", 'Tiers that store chunks: default, or JSON: [{"type": "host"}, ...].'
+    )
+    tenants: str | None = option(
+        None, "JSON", 'Tenants that share the tiers by weight: {"acme": {"adapter": "acme", "weight": 2}}.'
     )
     transfer: bool | None = option(
         None,
@@ -174,7 +177,7 @@ def config(options: ConfigOptions) -> None:
     if options.show_defaults and options.other_connectors is not None:
         raise ConfigError("--show-defaults prints kvferry's own settings only; leave --other-connectors out")
     given = {one.name: getattr(options, one.name) for one in SETTINGS}
-    for key in ("tiers", "admin"):
+    for key in ("tiers", "tenants", "admin"):
         given[key] = kv_config.parse_json(key, given[key])
     machine = options.machine and is_linux()
     whole = kv_config.kv_transfer_config(

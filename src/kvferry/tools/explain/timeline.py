@@ -189,6 +189,8 @@ class _Timeline:
 
 
 def _arrived(event: events.Arrived) -> Iterator[str]:
+    if event.tenant:
+        yield f"Its tenant is {event.tenant} (digest {event.tenant_digest})."
     asked = ", ".join(event.sources)
     if asked:
         yield f"The request has {_tokens(event.tokens)}. Possible sources: {asked}."

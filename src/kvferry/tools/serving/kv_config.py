@@ -22,6 +22,7 @@ _MARK = "  # default"
 _LONGEST_SHOWN = 200
 _JSON_EXAMPLES = {
     "tiers": 'default, or a list such as [{"type": "host", "capacity": "8GiB"}]',
+    "tenants": 'an object such as {"acme": {"adapter": "acme", "weight": 2}}',
     "admin": 'an object such as {"port": 5700}',
     "other_connectors": 'a list such as [{"kv_connector": "NixlConnector"}]',
 }

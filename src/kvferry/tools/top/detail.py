@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvferry.common.units import format_bytes, format_seconds, plural
+from kvferry.tiers import HOST
 from kvferry.tools.report import Column, fit_table
 from kvferry.tools.top.figures import ActivityCounts, Figures
 from kvferry.tools.top.layout import MARGIN, TextLine, TextStyle, arrange, number, percent, without_end
@@ -48,6 +49,15 @@ TIER = (
     Column("dropped", rank=8, minimum=6),
     Column("evicted", rank=9, minimum=6),
 )
+TENANT = (
+    _named("tenant"),
+    Column("tokens/s", rank=1, minimum=8),
+    Column("hit now", rank=2, minimum=7),
+    Column("since start", rank=3, minimum=11),
+    Column("memory", rank=4, minimum=7),
+    Column("storage", rank=5, minimum=7),
+    Column("evicted", rank=6, minimum=7),
+)
 
 
 def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterator[TextLine]:
@@ -69,6 +79,7 @@ def detail(of: Figures, width: int | None, misses: int | None = None) -> Iterato
     yield from _table(CONNECTOR, [(name, *_connector(of, name)) for name in of.totals.connectors], width)
     yield from _table(SOURCE, [(name, *_source(of, name)) for name in of.totals.sources], width)
     yield from _table(TIER, [(name, *_tier(of, name)) for name in of.levels.tiers], width)
+    yield from _table(TENANT, [(name, *_tenant(of, name)) for name in of.totals.tenants], width)
     yield from _item_lines("misses", _misses(of), width, at_most=misses)
     if of.totals.stages:
         yield from _item_lines("peers", _peers(of.totals), width)
@@ -169,6 +180,18 @@ def _tier(of: Figures, name: str) -> Iterator[str]:
     yield number(now.stored_chunks if now else None)
     yield number(sum(total.dropped_chunks.values()))
     yield number(total.evicted_chunks)
+
+
+def _tenant(of: Figures, name: str) -> Iterator[str]:
+    total = of.totals.tenants[name]
+    now = of.rates.tenants.get(name) if of.rates else None
+    yield number(now.prompt_tokens if now else None)
+    yield percent(now.hit_rate if now else None)
+    yield percent(total.hit_rate)
+    used = dict(of.levels.tenants.get(name, {}))
+    yield _size(used.pop(HOST, None))
+    yield _size(sum(used.values()) if used else None)
+    yield number(sum(total.evicted_chunks.values()))
 
 
 def _misses(of: Figures) -> Iterator[str]:

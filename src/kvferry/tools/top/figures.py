@@ -11,6 +11,7 @@ from kvferry.tiers import PEER, TIER_KINDS, tier_kind
 from kvferry.tools.top.exposition import Values, Window, quantile
 
 _ASKED = "kvferry_multi_queries_total"
+_PROMPTS_OF_TENANT = "kvferry_tenant_prompt_tokens_total"
 # The names that `kvferry top` shows, by vLLM's.
 _VLLM_SOURCES = {"local_compute": "computed", "local_cache_hit": "local"}
 
@@ -102,6 +103,20 @@ class TierCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCounts:
+    """The tokens and evicted chunks of a tenant, in total or per second."""
+
+    prompt_tokens: float
+    hit_tokens: float  # tokens that were loaded for the tenant
+    evicted_chunks: Mapping[str, float]  # by tier
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Loaded tokens as a share of the prompt tokens; None without prompts."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityCounts:
     """The counts of tokens, requests, loads and leases, either per second or since the engines' start."""
 
@@ -122,6 +137,7 @@ class ActivityCounts:
     pages_per_descriptor: float | None
     descriptor_bytes: float | None
     tiers: Mapping[str, TierCounts]
+    tenants: Mapping[str, TenantCounts]  # by label; empty if tenants do not share the tiers by weight
     recomputed_tokens: float  # tokens that were computed because their load failed
     leases_granted: float
     leases_released: float
@@ -162,6 +178,8 @@ class Gauges:
     late_blocks: float  # number of blocks held by loads past their deadline
     leases: float
     tiers: Mapping[str, TierUsage]  # usage by tier; for several engines, of the engine whose tier is fullest
+    # Bytes in use by tenant and tier; for several engines, of the engine in which the tenant uses most.
+    tenants: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +223,7 @@ def _activity_counts(values: Values) -> ActivityCounts:
             values.total("kvferry_load_bytes_total", source=PEER) / descriptors if descriptors else None
         ),
         tiers={tier: _tier(values, tier) for tier in _tiers(values)},
+        tenants={tenant: _tenant(values, tenant) for tenant in values.by(_PROMPTS_OF_TENANT, "tenant")},
         recomputed_tokens=values.total("kvferry_recomputed_tokens_total"),
         leases_granted=values.total("kvferry_leases_granted_total"),
         leases_released=ended.get("released", 0.0),
@@ -296,6 +315,14 @@ def _tier(values: Values, tier: str) -> TierCounts:
     )
 
 
+def _tenant(values: Values, tenant: str) -> TenantCounts:
+    return TenantCounts(
+        prompt_tokens=values.total(_PROMPTS_OF_TENANT, tenant=tenant),
+        hit_tokens=values.total("kvferry_tenant_hit_tokens_total", tenant=tenant),
+        evicted_chunks=values.by("kvferry_tenant_evicted_chunks_total", "tier", tenant=tenant),
+    )
+
+
 def _gauges(values: Values, each: list[Values]) -> Gauges:
     return Gauges(
         running=values.total("vllm:num_requests_running"),
@@ -307,7 +334,17 @@ def _gauges(values: Values, each: list[Values]) -> Gauges:
         late_blocks=values.total("kvferry_late_blocks"),
         leases=values.total("kvferry_leases"),
         tiers={tier: _fullest(tier, each) for tier in _tiers(values)},
+        tenants=_most_used(each),
     )
+
+
+def _most_used(each: list[Values]) -> dict[str, dict[str, float]]:
+    most: dict[str, dict[str, float]] = {}
+    for values in each:
+        for (tenant, tier), used in values.by_all("kvferry_tenant_used_bytes", "tenant", "tier").items():
+            by_tier = most.setdefault(tenant, {})
+            by_tier[tier] = max(used, by_tier.get(tier, 0.0))
+    return most
 
 
 def _fullest(tier: str, each: list[Values]) -> TierUsage:

@@ -15,11 +15,13 @@ from kvferry.connector.tiers.source import TierSource
 from kvferry.geometry import Group, GroupKind
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.geometry.canonical.derive import WINDOW_ALIGNMENT_TOKENS
+from kvferry.keys.tenant import tenant_of
 from kvferry.planning.select import LoadSpan
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.host.tier import HostTier
 from kvferry.tiers.names import TIERS, GetOutcome
 from kvferry.tiers.storage_tier import StoreUsage
+from kvferry.tiers.tenants import Tenant, Tenants
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.transport.read_plan import LoadFigures, Report
 from support.block_pool import request
@@ -311,6 +313,45 @@ def test_only_so_many_loads_are_under_way_at_once():
     step(engine)
     assert bid(engine).tokens == 8
     assert bid(with_tiers([0], most_loads=2)).tokens == 8
+
+
+def salted(engine, name, salt):
+    """A request with a salt, whose first chunk the tier has."""
+    one = request(name, range(PROMPT), cache_salt=salt)
+    key, tier = Prompts(CANONICAL, engine.adapters).add(one).key(0, 0), engine.queues[0].tier
+    tier.kept[key] = bytes(SIZE)
+    tier.keys.add(key)
+    return engine.arrive(one)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "flood", "others"),
+    [
+        (None, 4, 0),
+        (Tenants({}), 4, 2),
+        (Tenants({tenant_of("b", None): Tenant("b", 3)}), 4, 3),
+        (Tenants({}, Tenant("others", limit=0.5)), 2, 2),
+    ],
+    ids=["without shares", "equal", "weighted", "limited"],
+)
+def test_a_tenant_below_its_share_of_loads_begins_one_although_others_have_all(tenants, flood, others):
+    engine = with_tiers([0], most_loads=4, tenants=tenants)
+    engine.source.finished("a")
+
+    def loads_of(salt):
+        requests, begun = [salted(engine, f"{salt}{number}", salt) for number in range(6)], 0
+        for one in requests:
+            if engine.bid(one) is not None:
+                engine.begin_load(one)
+                begun += 1
+        return begun, engine.source.ask(requests[-1], 0).why_none()
+
+    begun, why = loads_of("a")
+    assert begun == flood
+    assert why.reason is MissReason.BUSY
+    assert loads_of("b")[0] == others
+    if tenants is not None:
+        assert why.detail.endswith(f"and {flood} of the tenant, its fair share or more")
 
 
 @pytest.mark.parametrize(("most_loads", "looking"), [(1, False), (2, True)])

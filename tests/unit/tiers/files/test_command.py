@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvferry.common.errors import ConfigError
+from kvferry.keys import tenant_of
 from kvferry.tiers import admin as survey
 from kvferry.tiers.files.admin import DirectoryAdmin
 from kvferry.tiers.files.ledger import read_ledger
@@ -278,3 +279,13 @@ def test_a_path_that_is_no_cache_is_refused_in_one_sentence(tmp_path, command):
     assert said.count("\n") == 1
     assert "does not exist" in kvferry(command, tmp_path / "absent", code=2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_tenant_of_a_salt_is_printed_and_the_salt_is_not(end):
+    said = kvferry("tenant", answer=f"a secret{end}")
+    assert said == f"{tenant_of('a secret', None).hex()}\n"
+
+
+def test_without_a_salt_no_tenant_is_printed():
+    assert "standard input is empty; give a cache salt" in kvferry("tenant", answer="\n", code=2)

@@ -460,7 +460,7 @@ def test_a_damaged_ledger_is_counted_anew(store, tmp_path, damage):
 def test_a_ledger_that_says_too_much_is_counted_anew_before_a_store_is_dropped(store, tmp_path):
     keep(store, 0)
     with Ledger(str(tmp_path)).held() as account:
-        account.charge(1 << 30)
+        account.charge(1 << 30, "")
     assert keep(store, 1) is PutOutcome.STORED
     assert read_ledger(tmp_path)[1] == total(tmp_path)
 

@@ -145,7 +145,7 @@ def test_the_ledger_is_what_is_specified(store, cache):
     (cache / "ledger").write_bytes(ledger_of(1))
     assert read_ledger(str(cache)) == (CAPACITY, 5000)
     with Ledger(str(cache)).held() as account:
-        account.charge(used - 5000)
+        account.charge(used - 5000, "")
     fields = struct.pack("<8s II QQ 16x", b"KVFLEDGR", 1, 0, CAPACITY, used)
     assert (cache / "ledger").read_bytes() == fields + blake3(fields).digest(16)
 

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from kvferry.tiers.files import space
 from kvferry.tiers.files.ledger import read_ledger
-from kvferry.tiers.files.space import least_recently_used
+from kvferry.tiers.files.space import LeastRecentlyUsed
 from kvferry.tiers.names import PutOutcome
 from support.chunk_files import key
 from support.examples import examples
@@ -19,7 +19,10 @@ from support.stores import FILE_BYTES, file_of, keep, open_store, total
 @examples(60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.text(max_size=2))), st.integers(1, 5))
 def test_the_oldest_are_listed_in_order_and_whether_there_are_more(files, most):
-    listed, more = least_recently_used(iter(files), most)
+    oldest = LeastRecentlyUsed(most)
+    for used, path in files:
+        oldest.add(used, path)
+    listed, more = oldest.listed(), oldest.more
     assert [used for used, _ in listed] == sorted(used for used, _ in files)[:most]
     assert more == (len(files) > most)
     left = list(files)
