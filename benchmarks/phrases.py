@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.common.units import format_seconds
 from kvferry.tools.measuring.rounds import Spread
 
-PLACES = {"host": "in host memory", "file": "in files"}
+PLACES = {"host": "in host memory", "file": "in files", "prefetched": "in files, prefetched"}
 """Descriptions of the place of a prompt's chunks, by tier."""
 
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.without_amx import turn_amx_off
 from kvferry.common.errors import TransferError
+from kvferry.connector.engine import PlainRequest
 
 if TYPE_CHECKING:
     from kvferry.cache.chunk_cache import ChunkCache
+    from kvferry.connector.tiers.tiering import Tiering
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -244,8 +246,16 @@ class SteppedEngine:
         """Clear the engine's prefix cache and, if `host` is true, host memory. The storage tiers are kept."""
         self._engine.reset_prefix_cache()
         if host:
-            for cache in self._caches:
-                cache.clear()
+            for tiering in self._tierings:
+                tiering.drop_host_memory()
+
+    def prefetch(self, prompt: Sequence[int]) -> float:
+        """Bring a prompt to host memory, and run steps until it is there. Return the time in seconds."""
+        started = time.perf_counter()
+        for tiering in self._tierings:
+            tiering.prefetch(PlainRequest(request_id="prefetch", prompt_token_ids=prompt))
+        self.settle()
+        return time.perf_counter() - started
 
     def refresh(self) -> None:
         """Refresh the storage tiers, as their threads do every two seconds."""
@@ -277,8 +287,12 @@ class SteppedEngine:
         )
 
     @property
+    def _tierings(self) -> list[Tiering]:
+        return [half._tiering for half in self.halves]  # noqa: SLF001 - engines do not need it
+
+    @property
     def _caches(self) -> list[ChunkCache]:
-        return [half._tiering._cache for half in self.halves]  # noqa: SLF001 - engines do not need it
+        return [tiering._cache for tiering in self._tierings]  # noqa: SLF001
 
     def close(self) -> None:
         """Stop the engine."""

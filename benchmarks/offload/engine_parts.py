@@ -57,12 +57,15 @@ def measure(
         model = write_checkpoint(Path(folder, "model"), longest, dict(asked.model))
         chunks = Path(folder, "chunks")
         chunks.mkdir()
-        room = 2 * max(batch, longest) * each + (64 << 20)
+        # An eighth of host memory holds a prompt that is prefetched.
+        room = max(2 * max(batch, longest) * each, 8 * prompt_bytes) + (64 << 20)
         tiers = [
             {"type": "host", "capacity": room},
             {"type": "file", "path": str(chunks), "capacity": room + asked.rounds * prompt_bytes},
         ]
-        with closing(SteppedEngine(model, longest, tier_hooks.REQUESTS, room, tiered(tiers))) as served:
+        with closing(
+            SteppedEngine(model, longest, tier_hooks.REQUESTS, room, tiered(tiers, hint_share=0.25))
+        ) as served:
             hooks = tier_hooks.measure(served, asked.steps, progress) if HOOKS in parts else None
             first = (
                 first_token.measure(served, asked.prompt_tokens, prompt_bytes, asked.rounds, progress)

@@ -72,6 +72,7 @@ def show_first_token(first: FirstToken, console: Console) -> None:
         said = f"{times.median:.1f}x ({times.low:.1f}-{times.high:.1f})"
         table.add_row(PLACES[tier], seconds(Spread.of(took)), said)
     console.print(table)
+    console.print(f"prefetching took {seconds(Spread.of(first.prefetching))}", highlight=False)
 
 
 def first_token_json(first: FirstToken) -> dict[str, Any]:

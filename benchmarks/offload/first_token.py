@@ -1,8 +1,9 @@
-"""Measure the time to first token of a prompt: computed, loaded from host memory, and loaded from files.
+"""Measure the time to first token of a prompt: computed, from host memory, from files, and prefetched.
 
-One engine gets the same prompt three times per round. The first time, no tier has the prompt. Then the
+One engine gets the same prompt four times per round. The first time, no tier has the prompt. Then the
 engine's prefix cache is cleared, and host memory has the prompt. Then host memory is cleared too, and only
-the file tier has the prompt. Every round has a new prompt. The last prompt token is always computed.
+the file tier has the prompt. The last time, an operator's call brings it from there to host memory before.
+Every round has a new prompt. The last prompt token is always computed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class FirstToken:
         tokens: length of a prompt, in tokens.
         bytes: size of a prompt's KV cache, in bytes.
         computed: times if the engine computes the prompt in seconds, one per round.
-        warm: times if a tier has the prompt in seconds, one per round, by tier.
+        warm: times if a tier has the prompt in seconds, one per round, by tier, and by ``prefetched``.
+        prefetching: times that bringing the prompt to host memory took in seconds, one per round.
     """
 
     tokens: int
     bytes: int
     computed: tuple[float, ...]
     warm: dict[str, tuple[float, ...]]
+    prefetching: tuple[float, ...]
 
     def times(self, tier: str) -> Spread:
         """Return the speed-up of a tier: the time to compute as a multiple of the time to load, per round."""
@@ -62,17 +65,24 @@ def measure(
     served.first_token(draw.integers(0, VOCABULARY, _WARMING_TOKENS).tolist())
     served.settle()
     computed: list[float] = []
-    warm: dict[str, list[float]] = {"host": [], "file": []}
+    prefetching: list[float] = []
+    warm: dict[str, list[float]] = {"host": [], "file": [], "prefetched": []}
     for number in range(rounds):
         progress(f"first token of {tokens:,} tokens, round {number + 1} of {rounds}")
         prompt = draw.integers(0, VOCABULARY, tokens).tolist()
         served.forget(host=False)
         computed.append(_ask(served, prompt, None))
         for tier, seconds in warm.items():
-            served.forget(host=tier == "file")
-            seconds.append(_ask(served, prompt, tier))
+            served.forget(host=tier != "host")
+            if tier == "prefetched":
+                prefetching.append(served.prefetch(prompt))
+            seconds.append(_ask(served, prompt, "file" if tier == "file" else "host"))
     return FirstToken(
-        tokens=tokens, bytes=size, computed=tuple(computed), warm={tier: tuple(s) for tier, s in warm.items()}
+        tokens=tokens,
+        bytes=size,
+        computed=tuple(computed),
+        warm={tier: tuple(s) for tier, s in warm.items()},
+        prefetching=tuple(prefetching),
     )
 
 

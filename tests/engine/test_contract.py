@@ -58,6 +58,22 @@ def test_every_hook_of_the_connector_is_one_of_vllms_with_the_same_arguments() -
         assert len(parameters(ours)) == len(parameters(theirs)), name
 
 
+def test_requests_have_a_session_and_hints_that_no_http_request_can_set() -> None:
+    import msgspec
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+    from vllm.v1.request import Request
+
+    assert {"session_id", "kv_hints"} <= set(parameters(Request.__init__))
+    fields = [one.name for one in msgspec.structs.fields(KvHintAction)]
+    assert fields == ["action_id", "action_type", "action_version", "payload"]
+    assert "actions" in [one.name for one in msgspec.structs.fields(KvHintsEnvelope)]
+    for served in (CompletionRequest, ChatCompletionRequest):
+        assert "session_id" in served.model_fields
+        assert "kv_hints" not in served.model_fields, "docs/hints.md says so"
+
+
 def test_the_multi_connector_can_read_our_stats_and_show_them() -> None:
     from prometheus_client import Counter, Gauge, Histogram
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ class Server:
         self.tokens.write_text(json.dumps(TEXT))
         (directory := folder / "chunks").mkdir()
         tiers = [
-            {"type": "host", "capacity": "64MiB"},
+            {"type": "host", "capacity": "16MiB"},
             {"type": "file", "path": str(directory), "capacity": "256MiB"},
         ]
-        transfer = connector(tiers=tiers, transfer=True, admin={"port": admin})
+        transfer = connector(tiers=tiers, transfer=True, admin={"port": admin}, hint_share=0.25)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
         command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -68,18 +69,28 @@ class Server:
 
         wait_for(healthy, 200)
 
-    def ask(self, salt: str | None = None) -> None:
+    def ask(self, salt: str | None = None, hints: dict[str, Any] | None = None, **more: Any) -> None:
         body: dict[str, Any] = {"model": self.model, "prompt": TEXT, "max_tokens": 2, "temperature": 0}
-        answer = self.client.post(
-            f"{self.url}/v1/completions", json=body | ({"cache_salt": salt} if salt else {})
-        )
+        if salt:
+            body["cache_salt"] = salt
+        if hints:
+            body["kv_transfer_params"] = {"hints": hints}
+        answer = self.client.post(f"{self.url}/v1/completions", json=body | more)
         assert answer.status_code == 200, answer.text
+
+    def evict(self, until: Callable[[], bool]) -> None:
+        """Store prompts of another tenant until something has been evicted."""
+        for seed in range(60):
+            if until():
+                return
+            self.ask("other", prompt=prompt(1000, 1000 + seed), max_tokens=1)
+        raise AssertionError("nothing was evicted")
 
     def cache(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """The JSON answer of `kvferry cache`."""
         done = run_kvferry("cache", *arguments, "--engine", self.admin, "--json")
         assert done.returncode == code, done.stderr
-        return json.loads(done.stdout)
+        return json.loads(done.stdout or "{}")
 
     def lookup(self, *salt: str) -> dict[str, int]:
         return self.cache("lookup", "--tokens", str(self.tokens), *salt)["tiers"]
@@ -118,6 +129,67 @@ def test_chunks_of_a_dropped_salt_are_not_found_again(server: Server) -> None:
     server.cache("drop", "--salt", "tenant")
     assert server.lookup("--salt", "tenant") == {"host": 0, "file": 0}
     assert server.lookup()["file"] == 600, "others keep theirs"
+
+
+def counted(server: Server, hint: str, outcome: str) -> float:
+    page = server.client.get(f"{server.url}/metrics").text
+    found = re.findall(rf'kvferry_hints_total{{.*hint="{hint}",.*outcome="{outcome}".*}} (\S+)', page)
+    return sum(map(float, found))
+
+
+def test_a_prompt_is_prefetched_from_files_by_an_operator_and_by_a_hint_of_its_session(
+    server: Server,
+) -> None:
+    server.ask("a", session_id="s")
+    wait_for(lambda: server.lookup("--salt", "a") == {"host": 600, "file": 600})
+    at = ["prefetch", "--salt", "a"]
+    server.cache("drop")
+    assert server.cache("prefetch", "--salt", "b", "--tokens", str(server.tokens), code=1)["chunks"] == 0
+    assert server.lookup("--salt", "a")["host"] == 0, "nothing comes without a hint"
+    assert server.cache(*at, "--tokens", str(server.tokens))["host_chunks"] == 0
+    wait_for(lambda: server.lookup("--salt", "a")["host"] == 600)
+    server.cache("drop")
+    assert server.cache(*at, "--session", "s", code=2) == {}, "a drop forgets sessions"
+    server.ask("a", session_id="s")
+    assert server.lookup("--salt", "a")["host"] == 0
+    ask = {"prompt": [5], "session_id": "s", "hints": {"prefetch": "session"}}
+    server.ask("b", **ask)
+    wait_for(lambda: counted(server, "prefetch", "ignored") == 1)
+    assert server.lookup("--salt", "a")["host"] == 0
+    server.ask("a", **ask)
+    wait_for(lambda: server.lookup("--salt", "a")["host"] >= 512)
+    wait_for(lambda: counted(server, "prefetch", "applied") == 1)
+
+
+def test_a_tenants_retained_prompt_survives_another_tenant_and_one_without_a_hint_does_not(
+    server: Server,
+) -> None:
+    server.ask("c", hints={"spans": [{"retain_seconds": 600}]})
+    server.ask("d")  # the control
+    wait_for(lambda: server.lookup("--salt", "d")["host"] == 600)
+    server.evict(lambda: server.lookup("--salt", "d")["host"] == 0)
+    assert server.lookup("--salt", "c") == {"host": 600, "file": 600}
+    wait_for(lambda: counted(server, "retain", "applied") == 1)
+
+
+def test_a_prompt_that_must_not_be_stored_is_in_no_tier(server: Server) -> None:
+    server.ask("e", hints={"spans": [{"start": 300, "store": False}]})
+    server.ask("f")  # the control
+    wait_for(lambda: server.lookup("--salt", "f") == {"host": 600, "file": 600})
+    assert server.lookup("--salt", "e") == {"host": 256, "file": 256}
+
+
+def test_at_its_end_a_session_gives_way_first_and_malformed_hints_change_nothing(server: Server) -> None:
+    server.cache("drop")
+    for salt in "hg":
+        server.ask(salt, session_id="s")
+    server.ask("h", prompt=[5], session_id="s", hints={"ends_session": 1})
+    server.ask("g", prompt=[5], session_id="s", hints={"ends_session": True})
+    wait_for(lambda: counted(server, "end_session", "applied") == 1)
+    server.evict(lambda: server.lookup("--salt", "g")["host"] < 600)
+    assert server.lookup("--salt", "h")["host"] == 600, "it is the older one"
+    assert counted(server, "malformed", "ignored") == 1
+    assert "send an object as in docs/hints.md" in server.log.read_text()
 
 
 def test_a_drained_engine_offers_nothing_and_computes_on(server: Server) -> None:

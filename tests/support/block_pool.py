@@ -97,6 +97,8 @@ def request(name: str, tokens: Sequence[int], prompt: int | None = None, **more:
             "cache_salt": None,
             "kv_transfer_params": None,
             "trace_headers": None,
+            "kv_hints": None,
+            "session_id": None,
             "skip_reading_prefix_cache": False,
             "abort_immediately": False,
             "sampling_params": None,

@@ -40,6 +40,8 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
         "chunk_tokens": 512,
         "snapshot_tokens": 2048,
         "first_snapshot_tokens": 4096,
+        "hint_share": 0.05,
+        "hint_seconds": 600,
         "tier_loads": 128,
         "source_policy": "cost",
         "load_weight": 0.5,

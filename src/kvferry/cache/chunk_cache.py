@@ -120,7 +120,8 @@ class ChunkCache:
     """The chunks of one engine in host memory and storage. Only the engine's scheduling thread may use it.
 
     Args:
-        host: empty host tier. From now on, callers may only look chunks up in it and close slots.
+        host: empty host tier. From now on, callers may only look chunks up in it, hold them and make them
+            cold, and close slots.
         memory_at: map an offset and a size, in bytes, to writable memory of the arena.
         groups: KV cache groups with the formats of their chunks. A chunk's group is an index into this
             sequence.

@@ -101,6 +101,15 @@ class PromptChunks:
         """Return the keys of the request's whole chunks and of its prompt's tail, in all groups, in order."""
         return [key for _, _, key in self._each(prompt)]
 
+    def keys_of_span(self, first: int, end: int, prompt: int) -> list[bytes]:
+        """Return those of `all_keys` whose chunks have tokens from `first` up to, and not including, `end`.
+
+        A snapshot has the tokens of the chunk that it ends.
+        """
+        size = self.keys.chunk_tokens
+        numbers = range(first // size, -(-end // size))
+        return [key for number, _, key in self._each(prompt) if number in numbers]
+
     def keys_by_need(
         self, prompt: int, ends: Iterable[int], snapshots: Collection[int] = ()
     ) -> tuple[list[bytes], list[bytes]]:

@@ -16,11 +16,13 @@ from kvferry.connector.config import (
 from kvferry.connector.events import (
     Arrived as Arrived,
     DecisionReason as DecisionReason,
+    HintKind as HintKind,
     LoadOutcome as LoadOutcome,
     MissReason as MissReason,
     RequestEvent as RequestEvent,
     SourceMiss as SourceMiss,
 )
+from kvferry.connector.hints import parse_hints as parse_hints
 from kvferry.connector.loads import Loads as Loads
 from kvferry.connector.messages import (
     Load as Load,

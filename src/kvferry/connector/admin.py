@@ -60,6 +60,21 @@ class _Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
+class _Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A session by the ``session_id`` and the ``cache_salt`` of its requests."""
+
+    session: str
+    salt: str = ""
+
+
+class _Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The prompt whose chunks to prefetch, or the session, whose last prompt and answer it is."""
+
+    tokens: list[int] | None = None
+    session: str | None = None
+    salt: str | None = None
+
+
 class _Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The chunks to drop: those of a ``cache_salt``, which this engine must not find again in any tier.
 
@@ -100,6 +115,8 @@ class AdminCalls:
             "lookup": (_Prompt, self._look_up),
             "pin": (_Prompt, self._pin),
             "unpin": (_Name, self._unpin),
+            "prefetch": (_Prefetch, self._prefetch),
+            "end_session": (_Session, self._end_session),
             "drop": (_Drop, self._drop),
             "drain": (_Nothing, lambda _: self._drain()),
         }
@@ -177,6 +194,18 @@ class AdminCalls:
 
     def _unpin(self, pin: _Name) -> dict[str, Any]:
         return {"unpinned_chunks": self._tiers().unpin(pin.name)}
+
+    def _prefetch(self, what: _Prefetch) -> dict[str, Any]:
+        if (what.tokens is None) == (what.session is None):
+            raise ConfigError("prefetch needs either tokens or a session")
+        if what.tokens is not None:
+            found, here = self._tiers().prefetch(self._request(_Prompt(what.tokens, what.salt)))
+        else:
+            found, here = self._tiers().prefetch_session((what.salt or "", what.session or ""))
+        return {"chunks": found, "host_chunks": here}
+
+    def _end_session(self, what: _Session) -> dict[str, Any]:
+        return {"cold_chunks": self._tiers().end_session((what.salt, what.session))}
 
     def _drop(self, drop: _Drop) -> dict[str, Any]:
         if drop.salt is None:

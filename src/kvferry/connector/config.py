@@ -283,6 +283,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             prompts that share its beginning, rounded up to blocks and chunks. More are kept at the doubles of
             this position, and where a prompt departs from those in the tiers. None for 1024, or more if
             snapshots are large; 0 for only the snapshots that the engine takes by itself.
+        hint_share: maximum share of host memory, at most 0.25, for chunks that hints of requests retain or
+            prefetch. Tenants divide it by weight. 0 to ignore such hints.
+        hint_seconds: maximum time for which a request may retain chunks. A longer one is shortened.
         tier_loads: maximum number of loads from tiers at a time. While so many are under way, the tiers offer
             nothing to further requests, which are loaded from another source or computed. With `tenants`, a
             tenant below its fair share of them may still begin one.
@@ -331,6 +334,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: _Tokens | None = None
     snapshot_tokens: _Tokens | None = None
     first_snapshot_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    hint_share: Annotated[float, Meta(ge=0, le=0.25)] = 0.1
+    hint_seconds: _Seconds = 3600.0
     tier_loads: Annotated[int, Meta(ge=1, le=10_000)] = 32
     source_policy: PolicyName = "weight"
     load_weight: Annotated[float, Meta(ge=0, le=1_000_000)] = 1.0

@@ -133,6 +133,9 @@ class Request(Protocol):
         cache_salt: only requests with the same salt share KV; None without a salt.
         arrives_in_parts: True if later parts of the prompt are still to arrive.
         kv_transfer_params, trace_headers: from the client or router, unchecked.
+        hints: what the client or router says about the later use of the KV, unchecked; None without hints.
+        session_id: name of the conversation or agent session that the request is part of, unchecked; None
+            without a session.
         own_hit: number of the request's tokens that the engine's prefix cache had when the request was first
             admitted; None after a preemption.
         cached_tokens: number of prompt tokens that the engine's answer reports as cached: those that its
@@ -171,6 +174,10 @@ class Request(Protocol):
     def arrives_in_parts(self) -> bool: ...
     @property
     def kv_transfer_params(self) -> Any: ...
+    @property
+    def hints(self) -> Any: ...
+    @property
+    def session_id(self) -> Any: ...
     @property
     def trace_headers(self) -> Mapping[str, str]: ...
     @property
@@ -317,6 +324,8 @@ class PlainRequest:
     cache_salt: str | None = None
     arrives_in_parts: bool = False
     kv_transfer_params: Any = None
+    hints: Any = None
+    session_id: str | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     own_hit: int | None = None
     cached_tokens: int | None = None

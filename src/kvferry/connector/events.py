@@ -6,9 +6,9 @@ These are the events of one request. Those in brackets may be missing or repeate
     ─▶ … ─▶ Finished
 
 A prefix that comes from two sources has two loads at a time. StoreBegan ─▶ StoreEnded may come at any time
-after Scheduled. A preempted request has SourcesAsked, LoadBegan, … and Scheduled once more. A producer's
-requests then have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded. Loads and stores may end after their
-request.
+after Scheduled, and Hinted at any time after Arrived. A preempted request has SourcesAsked, LoadBegan, … and
+Scheduled once more. A producer's requests then have LeaseGranted ─▶ [LeaseExtended …] ─▶ LeaseEnded. Loads
+and stores may end after their request.
 
 A *source* bids for requests: ``peer`` or ``tiers``. A *place* holds tokens: ``peer``, or a tier such as
 ``host``, ``file`` or ``object``. A *group* is the label (number and kind) of a KV cache group. In all events,
@@ -75,6 +75,24 @@ class DecisionReason(StrEnum):
     SKIPPED = "it reads no cache"
     NO_ROOM = "the engine has no blocks for a load and what comes after it"
     ATTEMPTS = "no attempt is left"
+
+
+class HintKind(StrEnum):
+    """A kind of hint."""
+
+    RETAIN = "retain"
+    NO_STORE = "no_store"
+    PREFETCH = "prefetch"
+    END_SESSION = "end_session"
+    MALFORMED = "malformed"
+
+
+class HintOutcome(StrEnum):
+    """The outcome of a hint."""
+
+    APPLIED = "applied"
+    PARTIAL = "partial"  # for some of the chunks that it is about
+    IGNORED = "ignored"
 
 
 class LoadOutcome(StrEnum):
@@ -250,6 +268,15 @@ class StoreEnded(_OfRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class Hinted(_OfRequest):
+    """A hint was applied to a request's chunks, or ignored. `detail` is text for people."""
+
+    hint: HintKind
+    outcome: HintOutcome
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseGranted(_OfRequest):
     """The engine keeps blocks of a request so that peers can read them.
 
@@ -326,6 +353,14 @@ class LateBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class RetainedBytes:
+    """The number of bytes has changed that hints retain in host memory."""
+
+    at: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksStored:
     """A tier has gained blocks. Emitted only if the engine publishes events about its blocks."""
 
@@ -354,11 +389,14 @@ RequestEvent: TypeAlias = (
     | Finished
     | StoreBegan
     | StoreEnded
+    | Hinted
     | LeaseGranted
     | LeaseExtended
     | LeaseEnded
 )
-Event: TypeAlias = RequestEvent | TierChanged | SnapshotsPlaced | LateBlocks | BlocksStored | BlocksRemoved
+Event: TypeAlias = (
+    RequestEvent | TierChanged | SnapshotsPlaced | LateBlocks | RetainedBytes | BlocksStored | BlocksRemoved
+)
 Listener: TypeAlias = Callable[[Event], None]
 
 _P = ParamSpec("_P")

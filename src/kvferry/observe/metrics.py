@@ -73,7 +73,7 @@ _ALL = (
     _counter("tenant_prompt_tokens", "Prompt tokens of requests that have sources, by tenant.", "tenant"),
     _counter("tenant_hit_tokens", "Tokens that sources loaded for a tenant, by the tier.", "tenant", "tier"),
     _gauge("tier_owed_chunks", "Chunks that are not yet written to a tier.", "tier"),
-    _counter("tier_fetched_chunks", "Chunks that loads read from a tier.", "tier"),
+    _counter("tier_fetched_chunks", "Chunks that loads and prefetches read from a tier.", "tier"),
     _counter(
         "tier_missed_chunks", "Chunks that a load expected in a tier but could not read.", "tier", "reason"
     ),
@@ -87,6 +87,8 @@ _ALL = (
     _counter("tier_refused_chunks", "Chunks that other engines were told to read elsewhere.", "tier"),
     _histogram("tier_fetch_seconds", "Time to fetch one chunk from a tier.", "tier"),
     _histogram("tier_store_seconds", "Time to store one chunk to a tier.", "tier"),
+    _counter("hints", "Hints of requests, by what became of them.", "hint", "outcome"),
+    _gauge("retained_bytes", "Bytes in host memory that hints retain."),
     _gauge("fleet_info", "1 for the address at which other engines read host memory.", "address"),
     _gauge("first_snapshot_tokens", "First position of a snapshot for shared prefixes; 0 for none."),
     _gauge("snapshot_bytes", "Bytes of a snapshot of recurrent state in the tiers."),

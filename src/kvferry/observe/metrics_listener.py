@@ -77,6 +77,8 @@ class MetricsListener:
             events.Scheduled: self._scheduled,
             events.Finished: self._finished,
             events.StoreEnded: self._store_ended,
+            events.Hinted: lambda event: self._counted.count("hints", event.hint, event.outcome),
+            events.RetainedBytes: lambda event: self._counted.set("retained_bytes", to=event.size),
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
             events.TierChanged: self._tier_changed,

@@ -12,6 +12,9 @@ from kvferry.connector.events import (
     DecisionReason,
     Finished,
     GroupBytes,
+    Hinted,
+    HintKind,
+    HintOutcome,
     LeaseEnded,
     LeaseGranted,
     LoadOutcome,
@@ -336,6 +339,11 @@ def test_an_offer_that_the_engine_has_already_is_not_said_to_be_missing() -> Non
         "peer bids nothing, local: 444 tokens offered, 444 here",
         "The rest is computed: no source has more.",
     ]
+
+
+def test_a_timeline_says_what_became_of_a_hint() -> None:
+    hint = Hinted("a", 10.5, HintKind.NO_STORE, HintOutcome.APPLIED, "no tier stores it.")
+    assert told(hint)[-1] == "0.5 Hint no store: no tier stores it."
 
 
 def test_the_tenant_of_a_request_is_named() -> None:

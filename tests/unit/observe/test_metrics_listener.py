@@ -15,6 +15,9 @@ from kvferry.connector.events import (
     Event,
     Finished,
     GroupBytes,
+    Hinted,
+    HintKind,
+    HintOutcome,
     LateBlocks,
     LeaseEnded,
     LeaseExtended,
@@ -23,6 +26,7 @@ from kvferry.connector.events import (
     LoadEnded,
     LoadOutcome,
     MissReason,
+    RetainedBytes,
     Scheduled,
     SnapshotsPlaced,
     SourceMiss,
@@ -479,3 +483,10 @@ def test_an_event_that_is_heard_without_those_before_it_does_no_harm() -> None:
     )
     assert not counted(*events)
     assert not counted(*(replace(event, at=1.0) for event in events))
+
+
+def test_hints_count_by_kind_and_outcome_and_retained_bytes_are_a_gauge() -> None:
+    hint = Hinted("a", 0.0, HintKind.RETAIN, HintOutcome.PARTIAL, "some")
+    whole = counted(hint, hint, RetainedBytes(0.0, 5), RetainedBytes(0.0, 3))
+    assert whole.counters == {("hints", ("retain", "partial")): 2}
+    assert whole.gauges == {("retained_bytes", ()): 3}

@@ -12,7 +12,9 @@ from vllm.exceptions import VLLMValidationError  # noqa: E402
 from kvferry.tools.serving.router.bodies import (  # noqa: E402
     CHAT,
     COMPLETIONS,
+    decode_body,
     decodes_alone,
+    fault_of_hints,
     prefill_body,
     without_kv_params,
 )
@@ -208,3 +210,24 @@ def test_router_cleans_every_field_through_which_vllm_takes_kv_transfer_params(p
             cleaned = request_of.model_validate(without_kv_params(body)).to_sampling_params(5, {})
             assert "kv_transfer_params" not in (cleaned.extra_args or {}), name
     assert reached == {"kv_transfer_params", "vllm_xargs"}
+
+
+HINTS = {"spans": [{"end": 8, "retain_seconds": 60}]}
+
+
+def test_hints_of_callers_pass_the_router_and_are_no_reason_to_decode_alone():
+    given = {"model": "m", **PROMPTS[COMPLETIONS], "kv_transfer_params": {"hints": HINTS, "remote_host": "x"}}
+    body = without_kv_params(given)
+    assert body["kv_transfer_params"] == {"hints": HINTS}
+    assert decodes_alone(COMPLETIONS, given)
+    assert decodes_alone(COMPLETIONS, body) is None
+    for sent in (prefill_body(body), decode_body(body, {"remote_host": "y"})):
+        assert json.loads(sent)["kv_transfer_params"]["hints"] == HINTS
+
+
+@pytest.mark.parametrize("hints", [3, {"spans": 1}, {"ttl": 1}, [[]]])
+def test_the_router_drops_malformed_hints_and_can_say_why(hints):
+    body = {"prompt": "x", "kv_transfer_params": {"hints": hints}}
+    assert without_kv_params(body) == {"prompt": "x"}
+    assert fault_of_hints(body).startswith("hints: ")
+    assert not fault_of_hints({"prompt": "x", "kv_transfer_params": hints})

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import lcm
 from operator import attrgetter
@@ -42,6 +43,7 @@ from kvferry.planning.retention import (
 )
 from kvferry.planning.select import NULL_BLOCK, first_attended, first_needed_token
 from kvferry.tiers.host.tier import Slot
+from kvferry.transport.redeem import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class StoreOrders:
         self._stores = TransferBook[_Store](workers, pool)
         self._orders: list[StoreOrder] = []
         self._under_way: Counter[str] = Counter()  # stores under way, by request
-        self._ended: dict[str, tuple[list[bytes], list[bytes], int, int]] = {}
+        self._ended: dict[str, list[Callable[[], None]]] = {}
         self._numbers = count()
         self._log = LimitedLog(logger)
 
@@ -168,7 +170,7 @@ class StoreOrders:
             if failure is not None:
                 self._log.say(failure, f"tiers: ranks could not store chunks: {failure}")
             self._under_way[store.request_id] -= 1
-            self._mark_chunks_used(store.request_id)
+            self._call_ended(store.request_id)
             self._events.emit(
                 StoreEnded(
                     store.request_id,
@@ -181,29 +183,21 @@ class StoreOrders:
                 )
             )
 
-    def ended(self, request: Request, used: list[bytes], cold: list[bytes], tokens: int) -> None:
-        """Mark the chunks of an ended request for the eviction policy, when all its stores have ended.
-
-        Args:
-            used: keys of chunks to mark as used, the first chunk of the request first.
-            cold: keys of chunks that host memory evicts before all others.
-            tokens: length of the prefix that ends with the last of `used`.
-        """
-        self._ended[request.request_id] = used, cold, tokens, request.num_prompt_tokens
-        self._mark_chunks_used(request.request_id)
+    def when_ended(self, request_id: str, do: Callable[[], None]) -> None:
+        """Call `do` when all stores of an ended request have ended, after what was passed before."""
+        self._ended.setdefault(request_id, []).append(do)
+        self._call_ended(request_id)
 
     def start_anew(self) -> None:
         """Forget the ended requests whose stores are still under way, because the cache was reset."""
         self._ended.clear()
 
-    def _mark_chunks_used(self, request_id: str) -> None:
+    def _call_ended(self, request_id: str) -> None:
         if self._under_way[request_id]:
             return
         del self._under_way[request_id]
-        if request_id in self._ended:
-            # The end of the prompt is to be evicted before its start: the start is useful without the rest,
-            # but not the rest without the start.
-            self._cache.mark_used(*self._ended.pop(request_id))
+        for do in self._ended.pop(request_id, ()):
+            do()
 
 
 @dataclass(slots=True)
@@ -223,6 +217,7 @@ class Progress:
     ends: tuple[int, int] = (0, 0)  # result of `last_prefix_ends` for its prompt
     snapshots: set[int] = field(default_factory=set)  # positions of its snapshots that are worth storing
     due: int = 0  # number of computed tokens at which the next chunk is complete
+    storable: int = MAX_TOKENS  # number of tokens, from the start of the prompt, that may be stored
     # Result of `PromptChunks.needed_chunks`; empty before the first chunk is stored.
     needed: tuple[Collection[int] | None, ...] = ()
 
@@ -249,7 +244,7 @@ class Progress:
         """
         prompt = self.request.num_prompt_tokens
         # Drafts of the coming step count as computed, but may be rejected.
-        until = min(self.computed, self.request.num_tokens)
+        until = min(self.computed, self.request.num_tokens, self.storable)
         whole = range(self.chunks, max(self.chunks, until // chunk_tokens))
         self.chunks = whole.stop
         self.tail |= prompt % chunk_tokens == 0
@@ -258,6 +253,8 @@ class Progress:
         self.due = (self.chunks + 1) * chunk_tokens
         if not self.tail:
             self.due = min(self.due, prompt)
+        if self.due > self.storable:
+            self.due = MAX_TOKENS
         return whole, with_tail
 
 
@@ -324,11 +321,14 @@ class Storing:
         """Containers that are all empty if a step needs no call of `schedule`, after `count`."""
         return self._milestones.due, self._snapshots
 
-    def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request. A request without chunk keys is soon forgotten."""
+    def on_new_request(self, request: Request, storable: int = MAX_TOKENS) -> None:
+        """Prepare to store the chunks of a new request, from its first `storable` tokens only.
+
+        A request without chunk keys is soon forgotten.
+        """
         ends = last_prefix_ends(request.num_prompt_tokens, self._chunk, self._state_block)
         self._progress[request.request_id] = Progress(
-            request, next(self._arrivals), tail=self._state is not None, ends=ends
+            request, next(self._arrivals), tail=self._state is not None, ends=ends, storable=storable
         )
 
     def count(self, step: Step) -> None:
@@ -358,23 +358,31 @@ class Storing:
         found = [progress for name in due if (progress := self._progress.get(name)) is not None]
         return sorted(found, key=attrgetter("number"))
 
-    def finished(self, request: Request, block_ids: BlockIds) -> None:
-        """Order the ranks to store the last complete chunks of a request that has ended."""
+    def finished(self, request: Request, block_ids: BlockIds) -> list[bytes]:
+        """Order the ranks to store the last complete chunks of a request that has ended.
+
+        Return the keys of the chunks that later prompts need, in order, whether they are stored or not.
+        """
         self._milestones.forget(request.request_id)
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
-            return
+            return []
         if progress.end():
             self._store_complete_chunks(progress, lambda _: block_ids)
-        if (chunks := self._prompts.get(request)) is not None:
-            # The next turn of a conversation begins with this prompt and its answer, so a prefix may end with
-            # the last chunk.
-            ends = (*progress.ends, progress.found, progress.chunks * self._chunk)
-            # A request passes over the snapshots between the one that it continued from and its own.
-            snapshots = {progress.found, *progress.snapshots}
-            used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends, snapshots)
-            tokens = max(request.num_prompt_tokens, progress.chunks * self._chunk)
-            self._orders.ended(request, used, cold, tokens)
+        if (chunks := self._prompts.get(request)) is None:
+            return []
+        # The next turn of a conversation begins with this prompt and its answer, so a prefix may end with
+        # the last chunk.
+        ends = (*progress.ends, progress.found, progress.chunks * self._chunk)
+        # A request passes over the snapshots between the one that it continued from and its own.
+        snapshots = {progress.found, *progress.snapshots}
+        used, cold = chunks.keys_by_need(request.num_prompt_tokens, ends, snapshots)
+        tokens = max(request.num_prompt_tokens, progress.chunks * self._chunk)
+        # The end of the prompt is to be evicted before its start: the start is useful without the rest, but
+        # not the rest without the start. So no store may follow.
+        mark_used = partial(self._cache.mark_used, used, cold, tokens, request.num_prompt_tokens)
+        self._orders.when_ended(request.request_id, mark_used)
+        return used
 
     def start_anew(self) -> None:
         """Store no more chunks of the running requests, because the cache was reset."""
@@ -532,7 +540,9 @@ class Storing:
         assert state is not None
         at: dict[int, dict[int, int]] = {}
         for group, block, tokens in snapshots:
-            if keeps_snapshot(tokens, self._chunk, self._every, progress.ends):
+            if tokens <= progress.storable and keeps_snapshot(
+                tokens, self._chunk, self._every, progress.ends
+            ):
                 at.setdefault(tokens, {})[group] = block
         progress.snapshots.update(at)
         for tokens, blocks in at.items():

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvferry.cache.chunk_cache import ChunkCache
 from kvferry.cache.pinned import PinnedChunks
+from kvferry.cache.sessions import SessionName
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.common.errors import ConfigError, GeometryError, Incompatible, Unnameable
 from kvferry.common.units import parse_size
@@ -25,6 +26,7 @@ from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepOrders, StepReports
 from kvferry.connector.tiers.arenas import Arenas
 from kvferry.connector.tiers.events import BlockEvents, TierEvents
+from kvferry.connector.tiers.hinting import Hinting
 from kvferry.connector.tiers.milestones import SnapshotPlaces, snapshot_rule
 from kvferry.connector.tiers.source import TierSource
 from kvferry.connector.tiers.storing import StoreOrders, Storing
@@ -252,6 +254,7 @@ class Tiering:
             snapshot_tokens,
             self._block_events,
         )
+        self._hinting = Hinting(self._cache, self._prompts, ranks[0].groups, canonical, config, events)
         self._events = TierEvents(self._cache, self._stores.dropped, events)
         logger.info(
             "tiers: chunks of %d tokens; host memory of %.2f GiB%s%s",
@@ -265,7 +268,13 @@ class Tiering:
     @property
     def busy(self) -> bool:
         """True if the engine must run steps without requests, for stores, loads and writes under way."""
-        return self._stores.busy or self.source.busy or self._cache.busy or self._arenas.busy
+        return (
+            self._stores.busy
+            or self.source.busy
+            or self._cache.busy
+            or self._arenas.busy
+            or self._hinting.busy
+        )
 
     @property
     def holds_blocks(self) -> bool:
@@ -273,8 +282,8 @@ class Tiering:
         return self._stores.busy
 
     def on_new_request(self, request: Request) -> None:
-        """Prepare to store the chunks of a new request."""
-        self._storing.on_new_request(request)
+        """Read the hints of a new request, and prepare to store its chunks."""
+        self._storing.on_new_request(request, self._hinting.on_new_request(request))
 
     def place_snapshots(self, request: Request, start: int) -> None:
         """Have the engine take snapshots of a request that it is about to admit, for other prompts.
@@ -293,6 +302,7 @@ class Tiering:
             *self._places.agenda,
             *self._stores.agenda,
             *self._cache.agenda,
+            *self._hinting.agenda,
         )
 
     @property
@@ -305,6 +315,7 @@ class Tiering:
         if idle:
             self._cache.await_reads()
         self._cache.poll()
+        self._hinting.poll()
         # Before new orders: slots that have just become free may still be written to.
         self._check_arenas()
 
@@ -329,12 +340,15 @@ class Tiering:
     def step_done(self) -> None:
         """Emit events about the chunks that tiers have read, stored or evicted since the last step."""
         self._events.emit_changes()
+        self._hinting.step_done()
         if self._block_events is not None:
             self._block_events.emit_changes()
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """Order the ranks to store the last chunks of a request that has ended, and forget the request."""
-        self._storing.finished(request, block_ids)
+        used = self._storing.finished(request, block_ids)
+        if (apply := self._hinting.finished(request, used)) is not None:
+            self._stores.when_ended(request.request_id, apply)
         self._places.forget(request.request_id)
         self._prompts.remove(request.request_id)
 
@@ -392,10 +406,26 @@ class Tiering:
         """Remove a pin. Return the number of chunks that it held; 0 if there is no pin of this name."""
         return self._pinned.unpin(name)
 
+    def prefetch(self, request: Request) -> tuple[int, int]:
+        """Bring the chunks of a prompt to host memory. Raise Unnameable.
+
+        Return (number of chunks that tiers have, how many of them are in host memory already).
+        """
+        return self._hinting.prefetch(request)
+
+    def prefetch_session(self, session: SessionName) -> tuple[int, int]:
+        """Bring the chunks of a session's last request to host memory, as `prefetch` does."""
+        return self._hinting.prefetch_session(session)
+
+    def end_session(self, session: SessionName) -> int:
+        """Make the chunks cold that only this session has used. Return their number."""
+        return self._hinting.end_session(session)
+
     def drop_host_memory(self) -> int:
         """Drop all chunks in host memory, and all pins. Return the number of dropped chunks."""
         dropped = len(self._cache.host)
         self._pinned.clear()
+        self._hinting.clear()
         self._cache.clear()
         return dropped
 
@@ -406,6 +436,7 @@ class Tiering:
         share a slow tier still find them. The salt is empty for requests without one.
         """
         self._pinned.unpin_salt(salt)
+        self._hinting.forget_salt(salt)
         self._prompts.forget_salt(salt)
         self._forget_blocks()  # nothing tells which of them have this salt
 

@@ -93,6 +93,7 @@ class HostTier:
     Attributes:
         counters: counts since the tier was created.
         capacity_bytes: maximum bytes of all slots; never exceeded.
+        chunk_bytes: as given.
         keys: keys of the chunks that can be read.
         changes: gets (key, whether it can be read now) of each chunk that enters or leaves, and None if all
             leave; None to record nothing.
@@ -114,7 +115,7 @@ class HostTier:
             raise GeometryError(f"chunks of {tuple(chunk_bytes)} bytes; expected multiples of {_PAGE_BYTES}")
         self.counters = HostCounters()
         self.changes: deque[tuple[bytes, bool] | None] | None = None
-        self._chunk_bytes = tuple(chunk_bytes)
+        self.chunk_bytes = tuple(chunk_bytes)
         self._slabs = Slabs(capacity_bytes, chunk_bytes, ready_bytes)
         self.capacity_bytes = self._slabs.capacity_bytes
         self._make_policy = policy
@@ -171,7 +172,7 @@ class HostTier:
         if key in self._ready or key in self._filling:
             self.counters.dropped[HostDropReason.PRESENT] += counted
             return None
-        size, evicted, offset = self._chunk_bytes[group], 0, None
+        size, evicted, offset = self.chunk_bytes[group], 0, None
         self._policy.expect(key, size)
         while (over := self._policy.is_over_limit) or (offset := self._slabs.take(size)) is None:
             if evicted >= self._most_evicted:
@@ -261,6 +262,10 @@ class HostTier:
         """
         self._policy.mark_used(keys, tokens)
         self._policy.make_cold(cold)
+
+    def make_cold(self, keys: Sequence[bytes]) -> None:
+        """Have chunks evicted first, the first of them before the others, until they are used."""
+        self._policy.make_cold(keys)
 
     def evict(self, key: bytes) -> int:
         """Evict a chunk, whatever its rank. Return the bytes of its slot."""

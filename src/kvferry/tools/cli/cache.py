@@ -272,6 +272,59 @@ def _pinned_text(pinned: int, in_host: int, of_prompt: int) -> str:
 
 
 @app.command()
+def prefetch(
+    engine: _Engine,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens", metavar="FILE", help="JSON list of token ids, or vLLM's answer to /tokenize."
+        ),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option("--session", metavar="ID", help="The session_id of requests that have ended."),
+    ] = None,
+    salt: _Salt = None,
+    secret_file: _Secret = None,
+    as_json: _Json = False,
+) -> None:
+    """Bring a prompt, or a session's last one, to an engine's host memory.
+
+    The engine goes on reading after this command. Exit code 1 if no tier has anything of it.
+    """
+    body = {"tokens": None if tokens is None else read_tokens(tokens), "session": session, "salt": salt}
+    found = ask(engine, secret_file, "prefetch", body)
+    chunks, here = found["chunks"], found["host_chunks"]
+    if as_json:
+        print(json.dumps(found))
+    elif not chunks:
+        print("No tier has a prefix of it that can be loaded.")
+    else:
+        print(f"{counted(chunks, 'chunk')}: {here} in host memory, {chunks - here} to be read")
+    if not chunks:
+        raise typer.Exit(_BAD)
+
+
+@app.command()
+def end_session(
+    engine: _Engine,
+    session: Annotated[str, typer.Option("--session", metavar="ID", help="The session_id of its requests.")],
+    salt: _Salt = None,
+    secret_file: _Secret = None,
+    as_json: _Json = False,
+) -> None:
+    """Have an engine evict first what only one session has used.
+
+    Exit code 1 if there is nothing.
+    """
+    found = ask(engine, secret_file, "end_session", {"session": session, "salt": salt or ""})
+    done = found["cold_chunks"]
+    print(json.dumps(found) if as_json else f"{counted(done, 'chunk')} will be evicted first")
+    if not done:
+        raise typer.Exit(_BAD)
+
+
+@app.command()
 def drop(engine: _Engine, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False) -> None:
     """Drop chunks from an engine's host memory, or those of a salt."""
     found = ask(engine, secret_file, "drop", {"salt": salt})

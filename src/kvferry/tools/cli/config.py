@@ -124,6 +124,12 @@ class ConfigOptions:
     first_snapshot_tokens: int | None = count(
         None, "First position of a snapshot for shared prefixes; 0 for none."
     )
+    hint_share: float | None = option(
+        None, "SHARE", "Largest share of host memory that hints of requests may keep; 0 for none."
+    )
+    hint_seconds: float | None = option(
+        None, "SECONDS", "Longest time that a request's hint may retain chunks."
+    )
     tier_loads: int | None = count(None, "Number of loads from tiers at a time.")
     source_policy: str | None = option(None, "NAME", "Policy for choosing a source: weight, cost or first.")
     load_weight: float | None = option(

@@ -297,6 +297,18 @@ ROWS: tuple[PanelRow, ...] = (
             rates("kvferry_tier_missed_chunks_total", "tier", "reason"),
         ),
         panel(
+            "Hints of requests",
+            "Hints by kind and outcome. partial and ignored: no room within hint_share, or not in the tiers.",
+            "ops",
+            rates("kvferry_hints_total", "hint", "outcome"),
+        ),
+        panel(
+            "Retained by hints",
+            "Bytes in host memory that hints of requests retain.",
+            "bytes",
+            levels("kvferry_retained_bytes", "instance"),
+        ),
+        panel(
             "Fetch time",
             "Time to fetch one chunk from a tier.",
             "s",

@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds, plural
 from kvferry.connector import (
     DecisionReason,
+    HintKind,
     LoadOutcome,
     MissReason,
     PlaceTokens,
@@ -59,6 +60,7 @@ class _Timeline:
             events.SourceRefused: self._refused,
             events.Scheduled: self._scheduled,
             events.Finished: lambda _: iter(("The request has ended.",)),
+            events.Hinted: lambda event: iter((f"Hint {_words(event.hint)}: {event.detail}",)),
             events.LeaseGranted: self._lease_granted,
             events.LeaseEnded: self._lease_ended,
         }
@@ -218,8 +220,8 @@ def _describe_miss(source_miss: SourceMiss) -> str:
     return _words(source_miss.reason) + (f": {source_miss.detail}" if source_miss.detail else ".")
 
 
-def _words(miss: MissReason) -> str:
-    return str(miss).replace("_", " ")
+def _words(value: MissReason | HintKind) -> str:
+    return str(value).replace("_", " ")
 
 
 def _number(count: int, noun: str) -> str:

@@ -56,6 +56,15 @@ class Tiers:
     def unpin(self, name):
         return {"p": 2}.get(name, 0)
 
+    def prefetch(self, request):
+        return (5, 2) if request.cache_salt == "a" else (0, 0)
+
+    def prefetch_session(self, session):
+        return {("a", "s"): (9, 9)}[session]
+
+    def end_session(self, session):
+        return {("a", "s"): 3}.get(session, 0)
+
     def drop_host_memory(self):
         return 7
 
@@ -315,6 +324,26 @@ def test_an_unknown_pin_is_an_error(secret):
         at = ["pin", "--engine", url, "--secret-file", secret, "--name"]
         assert run_cache(*at, "p") == (0, "no longer pinned: 2 chunks")
         assert run_cache(*at, "q") == (1, "no pin is named q")
+
+
+def test_a_prompt_or_a_session_is_prefetched_and_a_session_ended(secret, tmp_path):
+    (tokens := tmp_path / "tokens").write_text("[1, 2]")
+    with serving(secret, Tiers()) as (url, _, _):
+        at = ["--engine", url, "--secret-file", secret]
+        assert run_cache("prefetch", *at, "--tokens", str(tokens), "--salt", "a") == (
+            0,
+            "5 chunks: 2 in host memory, 3 to be read",
+        )
+        assert run_cache("prefetch", *at, "--tokens", str(tokens)) == (
+            1,
+            "No tier has a prefix of it that can be loaded.",
+        )
+        session = ["--session", "s", "--salt", "a"]
+        assert run_cache("prefetch", *at, *session)[1] == "9 chunks: 9 in host memory, 0 to be read"
+        assert run_cache("end-session", *at, *session) == (0, "3 chunks will be evicted first")
+        assert run_cache("end-session", *at, "--session", "s") == (1, "0 chunks will be evicted first")
+        with pytest.raises(ConfigError, match="either tokens or a session"):
+            run_cache("prefetch", *at)
 
 
 def test_an_address_in_use_is_an_error(secret):

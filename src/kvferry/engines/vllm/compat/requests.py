@@ -14,8 +14,12 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from kvferry.connector.engine import BlockIds
+from kvferry.connector.hints import hints_in
 from kvferry.engines.vllm import items
 from kvferry.engines.vllm.compat.model import reads_ahead
+
+HINTS_ACTION = "kvferry.hints", "1"
+"""Type and version of the action in vLLM's ``kv_hints`` whose payload is `connector.hints.Hints`."""
 
 
 def external_id(request_id: str) -> str:
@@ -84,6 +88,7 @@ class VLLMRequest:
     adapter = _attribute("raw.lora_request")
     cache_salt = _attribute("raw.cache_salt")
     kv_transfer_params = _attribute("raw.kv_transfer_params")
+    session_id = _attribute("raw.session_id")
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
@@ -97,6 +102,14 @@ class VLLMRequest:
     @property
     def arrives_in_parts(self) -> bool:
         return bool(getattr(self.raw, "resumable", False))
+
+    @property
+    def hints(self) -> Any:
+        # Only callers of vLLM's Python interface can fill `kv_hints`. vLLM checks none of the payloads.
+        for action in [] if self.raw.kv_hints is None else self.raw.kv_hints.actions:
+            if (action.action_type, action.action_version) == HINTS_ACTION:
+                return action.payload
+        return hints_in(self.raw.kv_transfer_params)
 
     @property
     def trace_headers(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Send
 
+from kvferry.common.limited_log import LimitedLog
 from kvferry.tools.serving.router.backends import Backend, Engines, session_of
 from kvferry.tools.serving.router.bodies import (
     CHAT,
@@ -22,6 +24,7 @@ from kvferry.tools.serving.router.bodies import (
     DECODE_ONLY,
     DETOKENIZE,
     MalformedBody,
+    fault_of_hints,
     parse_body,
     without_kv_params,
 )
@@ -45,6 +48,8 @@ from kvferry.tools.serving.router.upstream import (
     note_unreachable,
     read_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 _COMPLETED = (COMPLETIONS, CHAT, MESSAGES, *sorted(DECODE_ONLY))
 # Any decode engine can answer them.
@@ -121,6 +126,7 @@ class RouterApp(Starlette):
         self._engines = Engines(settings.prefill, settings.decode, settings.clock)
         self._decode = self._engines.decode
         self._hop = Hop()
+        self._log = LimitedLog(logger)
         self._prefixes = Prefixes(self._engines, settings.probe_seconds)
         self._metrics = RouterMetrics(lambda: self._engines.known, self._prefixes)
         self._client: EngineClient
@@ -193,6 +199,8 @@ class RouterApp(Starlette):
         try:
             body = parse_body(call.body)
             if not self._settings.trust_kv_params:
+                if fault := fault_of_hints(body):
+                    self._log.say(fault, f"a request's {fault}; they are dropped")
                 body = without_kv_params(body)
             completion = Completion(call, body, send, session_of(call.headers, body))
             for pool in (self._engines.prefill, self._decode):

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.common.errors import KVFerryError
+from kvferry.common.errors import KVFerryError, ProtocolError
+from kvferry.connector import parse_hints
 from kvferry.tools.serving.router.metrics import AloneReason
 from kvferry.tools.serving.router.replies import MESSAGES, RESPONSES, Headers
 
@@ -75,6 +76,8 @@ ASK_FOR_KV = {
 
 
 KV_PARAMS = "kv_transfer_params"
+HINTS = "hints"
+"""Key of `KV_PARAMS` that clients may set: the hints of `connector.hints`."""
 # vLLM merges this field, and no other, into the dictionary that also holds ``kv_transfer_params``. So those
 # must be removed from it too.
 _EXTRA_ARGUMENTS = "vllm_xargs"
@@ -108,17 +111,38 @@ def api_of(path: str, body: Mapping[str, Any]) -> str:
 
 
 def without_kv_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a request body without ``kv_transfer_params``.
+    """Return a copy of a request body without ``kv_transfer_params``, but for well-formed hints.
 
     >>> without_kv_params({"prompt": "x", "vllm_xargs": {"kv_transfer_params": "a", "b": 1}})
     {'prompt': 'x', 'vllm_xargs': {'b': 1}}
+    >>> without_kv_params({"kv_transfer_params": {"hints": {"ends_session": True}, "remote_host": "a"}})
+    {'kv_transfer_params': {'hints': {'ends_session': True}}}
     """
     # Only an engine or a trusted proxy may set this field: it says from where an engine reads KV.
     kept = {key: value for key, value in body.items() if key != KV_PARAMS}
+    # Hints are about KV of the client's own tenant only.
+    if (hints := _hints(body)) is not None and not fault_of_hints(body):
+        kept[KV_PARAMS] = {HINTS: hints}
     extra = kept.get(_EXTRA_ARGUMENTS)
     if isinstance(extra, dict) and KV_PARAMS in extra:
         kept[_EXTRA_ARGUMENTS] = {key: value for key, value in extra.items() if key != KV_PARAMS}
     return kept
+
+
+def fault_of_hints(body: dict[str, Any]) -> str:
+    """Return why the hints in a request body are malformed; empty if they are not, or there are none."""
+    hints = _hints(body)
+    try:
+        if hints is not None:
+            parse_hints(hints)
+    except ProtocolError as error:
+        return str(error)
+    return ""
+
+
+def _hints(body: dict[str, Any]) -> Any:
+    params = body.get(KV_PARAMS)
+    return params.get(HINTS) if isinstance(params, dict) else None
 
 
 def encoded(body: Any, *, sort_keys: bool = False) -> bytes:
@@ -210,7 +234,7 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
     path, prompt = api_of(path, body), body.get("prompt")
     conditions = {
         AloneReason.ENDPOINT: path in DECODE_ONLY,
-        AloneReason.KV_PARAMS: body.get(KV_PARAMS),
+        AloneReason.KV_PARAMS: _names_kv(body.get(KV_PARAMS)),
         # A prefill engine answers with parameters for one prompt only, and the decode engine would use them
         # for all.
         AloneReason.PROMPTS: isinstance(prompt, list)
@@ -229,6 +253,11 @@ def decodes_alone(path: str, body: dict[str, Any]) -> AloneReason | None:
         AloneReason.INVALID: not _is_plain(path, body),
     }
     return next((reason for reason, applies in conditions.items() if applies), None)
+
+
+def _names_kv(params: Any) -> bool:
+    """Return whether ``kv_transfer_params`` say more than hints."""
+    return bool(params) and not (isinstance(params, dict) and params.keys() <= {HINTS})
 
 
 def _is_plain(path: str, body: dict[str, Any]) -> bool:

@@ -351,7 +351,7 @@ def _continued_body(path: str, body: dict[str, Any], known: Sequence[int], answe
     kept["return_token_ids"] = True
     if api_of(path, body) == CHAT:
         # vLLM takes these tokens in place of those of the messages.
-        kept[KV_PARAMS] = {"prompt_token_ids": list(known)}
+        kept[KV_PARAMS] = {**(body.get(KV_PARAMS) or {}), "prompt_token_ids": list(known)}
     else:
         kept["prompt"] = list(known)
         if kept.get("max_tokens") is None:
