@@ -322,6 +322,28 @@ ROWS: tuple[PanelRow, ...] = (
         ),
     ),
     row(
+        "Tenants, if some have settings",
+        panel(
+            "Prompt tokens by tenant",
+            "Prompt tokens of requests that could ask a source, and tokens that were loaded for them.",
+            "short",
+            rates("kvferry_tenant_prompt_tokens_total", "tenant", also="prompts"),
+            rates("kvferry_tenant_hit_tokens_total", "tenant", "tier", also="loaded"),
+        ),
+        panel(
+            "Used by tenant",
+            "Bytes that each tenant uses in a tier. In a directory, those of all engines.",
+            "bytes",
+            Query(level("kvferry_tenant_used_bytes", *_EACH, "tenant"), f"{_WHOSE} {{{{tenant}}}}"),
+        ),
+        panel(
+            "Evicted chunks by tenant",
+            "Chunks of each tenant that were evicted to make room.",
+            "ops",
+            rates("kvferry_tenant_evicted_chunks_total", "tenant", "tier"),
+        ),
+    ),
+    row(
         "Failures and leases",
         panel(
             "Failed, expired and dropped loads",
