@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from kvferry.connector.choosing import LocalPrefix
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.tiers import write_filter
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
 from kvferry.tools.plan.blocks import SnapshotSteps
@@ -175,6 +177,8 @@ def both(
     settings = ReplaySettings(tiers=tuple(tiers), policy=policy, engines=engines, admission=admission)
     simulation, served = Simulation(model, settings, unit_tokens), list[ServedEngine]()
     with ExitStack() as started:
+        # Two of 8 MiB for each engine would be kept until the next collection of garbage.
+        started.enter_context(patch.object(write_filter, "COLUMNS", 1 << 14))
         for _ in range(engines):
             one = served_engine(
                 model,

@@ -24,6 +24,8 @@ _Chunk = TypeVar("_Chunk")
 
 # The oldest declined chunks beyond this number are forgotten. Host memory rarely holds as many.
 MOST_DECLINED = 1 << 17
+# Of the sketch of a filter: 8 MiB.
+COLUMNS = 1 << 20
 
 
 class DeclineReason(StrEnum):
@@ -48,7 +50,7 @@ class UseSketch:
 
     _ROWS = 4
 
-    def __init__(self, columns: int = 1 << 20) -> None:
+    def __init__(self, columns: int) -> None:
         """Make an empty sketch. `columns` is a power of two."""
         self.most = columns // 2
         self._shift = np.uint64(64 - (columns.bit_length() - 1))
@@ -145,7 +147,7 @@ class WriteFilter(Generic[_Chunk]):
         if not keys or prompt_tokens < self.min_prompt_tokens or not (counts or self._waiting):
             return []
         if self._sketch is None:
-            self._sketch = UseSketch()
+            self._sketch = UseSketch(COLUMNS)
         needed = self._needed_uses(budget_left)
         uses = self._sketch.add(keys).tolist()
         return [

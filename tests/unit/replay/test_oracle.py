@@ -135,7 +135,7 @@ def test_windows_that_no_likely_prefix_needs_leave_files_first_in_both(name, tur
     steps=STEPS,
     slow=st.sampled_from(SLOW[1:]),
     room=st.integers(0, 20),
-    admission=st.builds(AdmissionSetting, st.integers(1, 3), st.sampled_from([0, 0, 20, 60])),
+    admission=st.builds(AdmissionSetting, st.integers(1, 3), st.sampled_from([0, 0, 20, 60]), st.none()),
 )
 @examples(8)
 def test_the_same_chunks_are_admitted_to_slow_tiers_in_both(name, turns, steps, slow, room, admission):

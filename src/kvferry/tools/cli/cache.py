@@ -217,7 +217,7 @@ def clear(
 def lookup(
     engine: _Engine, tokens: _Tokens, salt: _Salt = None, secret_file: _Secret = None, as_json: _Json = False
 ) -> None:
-    """Show how many tokens of a prompt each tier of a running engine has."""
+    """Show how many tokens of a prompt each of an engine's tiers has."""
     found = ask(engine, secret_file, "lookup", {"tokens": read_tokens(tokens), "salt": salt})
     if as_json:
         print(json.dumps(found))
@@ -288,7 +288,7 @@ def prefetch(
     secret_file: _Secret = None,
     as_json: _Json = False,
 ) -> None:
-    """Bring a prompt, or a session's last one, to an engine's host memory.
+    """Bring a prompt, or a session's last one, to host memory.
 
     The engine goes on reading after this command. Exit code 1 if no tier has anything of it.
     """
@@ -353,7 +353,7 @@ def tenant() -> None:
 
 @app.command()
 def drain(engine: _Engine, secret_file: _Secret = None, as_json: _Json = False) -> None:
-    """Stop a running engine's exchange of KV, so that it can be replaced.
+    """Stop an engine's exchange of KV, so that it can be replaced.
 
     Exit code 1 while leases, loads or writes are under way: repeat the command until it is 0.
     """
