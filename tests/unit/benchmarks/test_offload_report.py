@@ -36,7 +36,8 @@ FIRST = FirstToken(
     tokens=16_384,
     bytes=128 << 20,
     computed=(50.0, 40.0, 60.0),
-    warm={"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0)},
+    warm={"host": (0.5, 0.4, 0.5), "file": (1.0, 1.0, 1.0), "prefetched": (0.5, 0.5, 0.5)},
+    prefetching=(0.7, 0.6, 0.8),
 )
 
 
@@ -117,6 +118,7 @@ def test_a_first_token_is_compared_with_computing_it_in_the_same_round() -> None
     assert FIRST.times("host") == Spread(100.0, 100.0, 120.0)
     text = " ".join(shown(measured()).split())
     assert "in files 1.0 s (1.0 s-1.0 s) 50.0x (40.0-60.0)" in text
+    assert "prefetching took 700 ms (600 ms-800 ms)" in text
 
 
 class Connector:
