@@ -24,7 +24,8 @@ def test_reads_are_timed_and_their_way_is_named():
     _, moved, seconds = found.timed[-1]
     assert 0.01e9 < moved / seconds < 1000e9
     assert found.machine["cores"]
-    assert (found.strategy, found.not_shared) == ("shared", "")
+    assert "shared" in found.strategy.split("+"), "on a busy machine, small routes may be read directly too"
+    assert found.not_shared == ""
 
 
 @pytest.mark.long
