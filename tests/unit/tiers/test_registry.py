@@ -25,7 +25,7 @@ from kvferry.tiers.testing import StorageTierContract
 from kvferry.tools.doctor.storage import OWN_CHECKS
 
 DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
-SHARED = ("write", "load_weight", "min_uses", "min_prompt_tokens")
+SHARED = ("write", "load_weight")
 
 
 class OverFiles(StorageTierContract):
@@ -75,6 +75,7 @@ def test_the_settings_of_a_kind_are_documented(kind):
     assert title in DOCS.read_text(), "a section of docs/tiers.md"
     section = re.split(r'\*\*`\{"type"|\n## ', DOCS.read_text().split(title)[1])[0]
     fields = [field.name for field in msgspec.structs.fields(settings_class(kind))]
+    section += DOCS.read_text().split("\n## Wear\n")[1].split("\n## ")[0]  # of all kinds in storage
     assert [name for name in fields if name not in SHARED and f"| `{name}` |" not in section] == []
 
 
