@@ -173,6 +173,15 @@ class DirectorySpace:
             held_ledger.release(size, temporary)
             return False
 
+    def remove(self, found: os.stat_result, path: str) -> None:
+        """Remove a file, unless another file has replaced the file `found` at its path."""
+        with self._ledger.held() as held_ledger, suppress(FileNotFoundError):
+            check_folders(self.root, path)
+            if os.path.samestat(found, os.lstat(path)):
+                os.unlink(path)
+                held_ledger.release(found.st_size, path)
+                self._counter.add(evicted=1, evicted_bytes=found.st_size)
+
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and release its `size` reserved bytes.
 
