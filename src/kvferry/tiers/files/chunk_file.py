@@ -282,9 +282,11 @@ def read_encrypted(fd: int, chunk: Chunk, into: memoryview, keys: EncryptionKeys
         return read(fd, offset, size)
 
     header = read_header(read_header_at, os.fstat(fd).st_size)
-    if not is_expected(header, chunk):
-        return False
+    expected = is_expected(header, chunk)
+    # First, because it also tells whether the header is authentic.
     cipher = SegmentCipher(header, keys)
+    if not expected:
+        return False
     piece = memory[begin:]
     for at in range(0, len(into), piece_bytes):
         size = min(piece_bytes, len(into) - at)

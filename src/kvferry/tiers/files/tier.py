@@ -252,10 +252,10 @@ class FileTier(StorageTier):
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
         if is_regular(final):
-            if (found := self._unreadable.pop(chunk.key, None)) is None:
+            found = self._unreadable.pop(chunk.key, None)
+            # A file that stays unreadable would keep the chunk from this engine until it is evicted.
+            if found is None or not self._space.remove(found, final):
                 return PutOutcome.PRESENT
-            # Otherwise the chunk would be a miss here until its file is evicted.
-            self._space.remove(found, final)
         self._space.spare_files()
         tries = 0
         while True:

@@ -38,6 +38,7 @@ def write_marker(bucket: BucketClient) -> None:
 def _is_marked(bucket: BucketClient) -> bool:
     try:
         # The content, because some servers have an answer for any name.
-        return json.loads(bucket.get(ENCRYPTION_MARKER).read(0, _MOST_BYTES))["kvferry"] == _SIGNATURE
+        found = json.loads(bucket.get(ENCRYPTION_MARKER).read(0, _MOST_BYTES))
+        return bool(found["kvferry"] == _SIGNATURE)
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -17,12 +17,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from kvferry.common.errors import ChunkError, ConfigError, OtherKey
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import whole_pages
 from kvferry.tiers.format.chunk import TAG_BYTES, Buffer, Chunk, ChunkGroup
-from kvferry.tiers.format.decode import check_body, check_size, is_expected, make_header, read_header
+from kvferry.tiers.format.decode import (
+    ChunkHeader,
+    check_body,
+    check_size,
+    is_expected,
+    make_header,
+    read_header,
+)
 from kvferry.tiers.format.encryption import EncryptionKeys
 from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
@@ -33,6 +41,9 @@ from kvferry.tiers.objects.faults import Fault, Unavailable
 from kvferry.tiers.objects.marker import find_conflict, write_marker
 from kvferry.tiers.paths import chunk_name, quarantine_name
 from kvferry.tiers.storage_tier import StorageTier
+
+if TYPE_CHECKING:
+    from kvferry.tiers.format.cipher import SegmentCipher
 
 _log = logging.getLogger(__name__)
 
@@ -241,12 +252,12 @@ class ObjectTier(StorageTier):
 def _read(chunk: Chunk, found: OpenObject, into: memoryview, encryption: EncryptionKeys | None) -> str:
     """Read an object into memory, check and decrypt it. Return what differs if it has other groups."""
     header = read_header(found.read, found.size)
-    if not is_expected(header, chunk):
+    expected = is_expected(header, chunk)
+    # First, because it also tells whether the header is authentic.
+    cipher = _segment_cipher(header, encryption) if encryption is not None else None
+    if not expected:
         return f"it holds {_shape(header.chunk)}; {_shape(chunk)} was wanted"
-    if encryption is not None:
-        from kvferry.tiers.format.cipher import SegmentCipher  # noqa: PLC0415
-
-        cipher = SegmentCipher(header, encryption)
+    if cipher is not None:
         room = whole_pages(chunk.body_bytes + TAG_BYTES)
         found.fill(chunk.offsets[0], room[: chunk.body_bytes])
         cipher.decrypt(0, room, into)
@@ -254,6 +265,13 @@ def _read(chunk: Chunk, found: OpenObject, into: memoryview, encryption: Encrypt
     found.fill(header.chunk.offsets[0], into)
     check_body(header, into)
     return ""
+
+
+def _segment_cipher(header: ChunkHeader, encryption: EncryptionKeys) -> SegmentCipher:
+    # The library is loaded only where chunks are encrypted.
+    from kvferry.tiers.format.cipher import SegmentCipher  # noqa: PLC0415
+
+    return SegmentCipher(header, encryption)
 
 
 def _shape(chunk: Chunk) -> str:
