@@ -53,25 +53,28 @@ _MOST_EVICTED = 4
 _log = logging.getLogger(__name__)
 
 
-def check_directory(root: str, encrypted: bool | None = None) -> None:
+def check_directory(root: str, encrypted: bool | None = None) -> bool | None:
     """Raise ConfigError unless a directory exists, and this release can use its layout.
 
-    `encrypted` says whether the chunks in it must be encrypted; None if both can be used.
+    `encrypted` says whether the chunks in it must be encrypted; None if both can be used. Return whether they
+    are; None if there is no marker.
     """
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
         raise ConfigError(f"file tier: {root} {found}; make the directory, or mount the disk it is on")
     version = read_marker(root)
     if version is None:
-        return
+        return None
     if version not in (DIRECTORY_VERSION, ENCRYPTED_DIRECTORY_VERSION):
         raise ConfigError(
             f"file tier: {root} was written as directory version {version}, this release knows versions "
             f"{DIRECTORY_VERSION} and {ENCRYPTED_DIRECTORY_VERSION}; name another directory, or empty this "
             "one with the release that wrote it"
         )
+    is_encrypted = version == ENCRYPTED_DIRECTORY_VERSION
     if encrypted is not None:
-        check_encryption(root, found=version == ENCRYPTED_DIRECTORY_VERSION, expected=encrypted)
+        check_encryption(root, found=is_encrypted, expected=encrypted)
+    return is_encrypted
 
 
 def check_encryption(root: str, *, found: bool, expected: bool) -> None:

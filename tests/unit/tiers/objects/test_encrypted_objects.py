@@ -16,7 +16,7 @@ from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.paths import ENCRYPTION_MARKER, chunk_name
 from support.chunk_files import key, verify_bytes
 from support.encrypted import GROUP, PARTS, encrypted_chunk, keys, swap_segments, with_digests, write_keys
-from support.object_server import Line, Server, ill
+from support.object_server import Line, Server
 from support.objects import get, known, open_objects, put, warnings
 from support.stores import NAMESPACE, body, sections
 
@@ -172,9 +172,9 @@ def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did
     bucket = BucketClient(s3_url, s3_server.options, 4.0)
     before = names(bucket)
     with Line(s3_server) as line:
-        line.cut()
+        line.whole.clear()
         store = opened((s3_url, line.server), *(() if ids else ("a",)), timeout_seconds=1.0)
-        line.mend()
+        line.whole.set()
         for number in (1, 2):
             assert put(store, number) is PutOutcome.IO_ERROR
         assert store.faults[fault] == 2
@@ -184,9 +184,9 @@ def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did
 
 def test_an_engine_stores_once_the_store_answers(s3_server, s3_url):
     with Line(s3_server) as line:
-        line.cut()
+        line.whole.clear()
         store = opened((s3_url, line.server), "a", timeout_seconds=1.0)
-        line.mend()
+        line.whole.set()
         assert put(store, 1) is PutOutcome.STORED
     with pytest.raises(ConfigError, match="its chunks are encrypted"):
         opened((s3_url, s3_server))
@@ -194,11 +194,8 @@ def test_an_engine_stores_once_the_store_answers(s3_server, s3_url):
 
 def test_only_a_tier_without_a_key_warns_of_a_network_that_is_not_encrypted(caplog):
     for ids in ((), ("a",)):
-        with ill(b""):
-            elsewhere = Server(1).options | {"endpoint": "http://192.0.2.1:9"}
-            open_objects(
-                "s3://b/p", options=elsewhere, timeout_seconds=0.2, encryption=keys(*ids) if ids else None
-            )
+        elsewhere = Server(1).options | {"endpoint": "http://192.0.2.1:9"}
+        opened(("s3://b/p",), *ids, options=elsewhere, timeout_seconds=0.2)
     assert len([one for one in warnings(caplog) if "is spoken to without encryption" in one]) == 1
 
 
