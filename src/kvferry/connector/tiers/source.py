@@ -47,7 +47,6 @@ _MISSES = {
     GetOutcome.ABSENT: MissReason.EVICTED,
     GetOutcome.CORRUPT: MissReason.CHECKSUM,
     GetOutcome.OTHER_SHAPE: MissReason.CHECKSUM,
-    GetOutcome.OTHER_KEY: MissReason.CHECKSUM,
 }
 
 _REMEMBERED = {HostMissReason.EVICTED: MissReason.EVICTED, HostMissReason.FILLING: MissReason.STORING}
