@@ -164,6 +164,7 @@ def test_a_chunk_that_was_stored_in_the_meantime_does_not_refuse_an_engine(place
     assert get(opened(place, "a"), 1) is GetOutcome.HIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ids", "fault"), [(("a",), Fault.ENCRYPTED), ((), Fault.NOT_ENCRYPTED)])
 def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did(
     s3_server, s3_url, caplog, ids, fault
@@ -173,7 +174,7 @@ def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did
     before = names(bucket)
     with Line(s3_server) as line:
         line.whole.clear()
-        store = opened((s3_url, line.server), *(() if ids else ("a",)), timeout_seconds=1.0)
+        store = opened((s3_url, line.server), *(() if ids else ("a",)))
         line.whole.set()
         for number in (1, 2):
             assert put(store, number) is PutOutcome.IO_ERROR
@@ -182,10 +183,11 @@ def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did
     assert len([one for one in warnings(caplog) if f"{fault}; {fault.advice}" in one]) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_stores_once_the_store_answers(s3_server, s3_url):
     with Line(s3_server) as line:
         line.whole.clear()
-        store = opened((s3_url, line.server), "a", timeout_seconds=1.0)
+        store = opened((s3_url, line.server), "a")
         line.whole.set()
         assert put(store, 1) is PutOutcome.STORED
     with pytest.raises(ConfigError, match="its chunks are encrypted"):
