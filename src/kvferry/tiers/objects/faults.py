@@ -95,10 +95,13 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Convert an error of obstore to an `Unavailable` with reason and short detail."""
+    """Convert an error of obstore to an `Unavailable` with reason and short detail.
+
+    A FileNotFoundError is that of a missing bucket.
+    """
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
-    fault = _fault(said, debug)
+    fault = Fault.NO_BUCKET if isinstance(error, FileNotFoundError) else _fault(said, debug)
     detail = _detail(said, debug)
     if fault is Fault.UNEXPECTED and not detail:
         # The cause that obstore gives, without queries of URLs.

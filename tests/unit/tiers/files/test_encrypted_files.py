@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_off_is_a_miss(cache, stored, size):
     assert fetch(opened(cache, "a"), 1, GROUP)[0] is GetOutcome.CORRUPT
 
 
-def test_a_file_that_shrinks_during_a_fetch_is_a_miss(cache, monkeypatch):
+def test_a_file_that_shrinks_during_a_fetch_is_a_miss(cache, monkeypatch, caplog):
     keep(opened(cache, "a"), 1, LARGE)
     store, size = opened(cache, "a"), file_of(cache, 1).stat().st_size
 
@@ -170,6 +170,7 @@ def test_a_file_that_shrinks_during_a_fetch_is_a_miss(cache, monkeypatch):
     monkeypatch.setattr(chunk_file, "_read_more", cut)
     monkeypatch.setattr(chunk_file, "in_page_cache", lambda *_: False)
     assert fetch(store, 1, LARGE)[0] is GetOutcome.CORRUPT
+    assert f"the file ends after {size - 4096} of {size} bytes" in caplog.text
 
 
 def test_a_chunk_that_is_not_encrypted_is_a_miss(cache, stored, tmp_path):
@@ -181,11 +182,14 @@ def test_a_chunk_that_is_not_encrypted_is_a_miss(cache, stored, tmp_path):
 
 
 def test_a_chunk_of_another_group_is_a_miss_and_stays(cache, stored):
-    many = ChunkGroup("full", 64, tuple(ChunkSection(f"s{number}", 1, 4096) for number in range(99)))
+    many = ChunkGroup("full", 64, tuple(ChunkSection(f"s{number}", 1, 4096) for number in range(250)))
     assert fetch(opened(cache, "a"), 1, many)[0] is GetOutcome.OTHER_SHAPE
     assert fetch(opened(cache, "a"), 1, GROUP) == (GetOutcome.HIT, True)
-    keep(opened(cache, "a"), 2, many)  # its header is longer than the one that is expected
-    assert fetch(opened(cache, "a"), 2, GROUP)[0] is GetOutcome.OTHER_SHAPE
+    keep(opened(cache, "a"), 2, many)
+    small = ChunkGroup("full", 64, (ChunkSection("k", 1, 4096),))
+    # The header of the file is longer than the whole file that is expected.
+    assert fetch(opened(cache, "a"), 2, small)[0] is GetOutcome.OTHER_SHAPE
+    assert fetch(opened(cache, "a"), 2, many) == (GetOutcome.HIT, True)
 
 
 def test_keys_are_rotated(cache, stored, caplog):
