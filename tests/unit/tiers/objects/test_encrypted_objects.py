@@ -7,6 +7,7 @@ import pytest
 from kvferry.common.errors import ConfigError
 from kvferry.tiers.admin import verify_all
 from kvferry.tiers.format.chunk import ChunkGroup, ChunkSection
+from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tiers.objects.admin import BucketAdmin
 from kvferry.tiers.objects.client import BucketClient
@@ -164,6 +165,16 @@ def test_a_chunk_that_was_stored_in_the_meantime_does_not_refuse_an_engine(place
     assert get(opened(place, "a"), 1) is GetOutcome.HIT
 
 
+@pytest.mark.parametrize("ids", [(), ("a",)])
+def test_a_store_of_a_chunk_asks_for_no_marker(place, monkeypatch, ids):
+    def get(self, path):
+        raise AssertionError(path)
+
+    store = opened(place, *ids)
+    monkeypatch.setattr(BucketClient, "get", get)
+    assert put(store, 1) is PutOutcome.STORED
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ids", "fault"), [(("a",), Fault.ENCRYPTED), ((), Fault.NOT_ENCRYPTED)])
 def test_an_engine_that_could_not_look_at_its_start_stores_nothing_before_it_did(
@@ -209,6 +220,14 @@ def test_operators_check_a_bucket_without_the_key(place, bucket, stored):
     bucket.put(name(1), [bytes(stored)])
     [bad] = verify_all(admin).bad
     assert bad.why == "encrypted segment 1 is damaged: its checksum differs"
+
+
+def test_the_settings_name_the_key_file(place, tmp_path_factory):
+    url, server = place
+    file = write_keys(tmp_path_factory.mktemp("keys") / "keys", "a")
+    settings = ObjectSettings(url=url, options=server.options if server else {}, key_file=str(file))
+    put(settings.open(NAMESPACE, KeyTable(), []), 1, GROUP)
+    assert get(opened(place, "a"), 1, GROUP) is GetOutcome.HIT
 
 
 def test_a_trial_tells_of_a_conflict_and_leaves_nothing(place, bucket, tmp_path_factory):
