@@ -167,49 +167,20 @@ class Tiering:
         """
         ranks = [rank for machine in machines for rank in machine]
         canonical, shares = _canonical(config, engine, machines)
-        table, ports = KeyTable(), parse_port_range(config.ports)
-        self._arenas = Arenas(
-            _host_bytes(tiers),
+        tenants = config.weighted_tenants()
+        self._arenas, self._cache, self.weights = _open_cache(
+            tiers,
+            engine,
+            config,
             machines,
-            canonical,
             shares,
-            buffers=len(tiers.slow) * (READERS + WRITERS),
-            host=config.host,
-            ports=ports,
+            canonical=canonical,
+            tenants=tenants,
+            namespace=namespace,
+            keys=keys,
             wake=wake,
         )
-        arena = self._arenas.own
-        # A slot has room for the largest share.
-        sizes = [
-            max(group.chunk_bytes for group in groups)
-            for groups in zip(*(s.groups for s in shares), strict=True)
-        ]
-        policy: Callable[[int], EvictionPolicy] = EVICTION_POLICIES[tiers.host.eviction_policy]
-        if (tenants := config.weighted_tenants()) is not None:
-            tenants.check_limits(HOST, arena.region.length, max(sizes))
-            policy = partial(FairEviction, policy=policy, tenants=tenants, evicted=Counter())
-        host = HostTier(arena.region.length, sizes, policy, table, self._arenas.ready_bytes)
-        place = None
-        if keys is not None:
-            place = FleetPlace(
-                host_tier=host,
-                arena=arena,
-                groups=canonical.groups,
-                keys=keys,
-                peers=config.allowed_peers(),
-                host=config.host,
-                advertise_host=config.advertise_host or config.host,
-                ports=ports,
-                port_offset=engine.port_offset,
-                wake=wake,
-            )
-        opened = open_tiers(
-            tiers.slow, lambda: namespace(canonical), table, place, self._arenas.exchange, tenants
-        )
-        behind = [one for one, _ in opened]
-        self.weights = {HOST: tiers.host.load_weight, **{one.name: weight for one, weight in opened}}
-        self._cache = ChunkCache(host, arena.bytes_at, canonical.groups, behind)
-        self._pinned = PinnedChunks(host)
+        self._pinned = PinnedChunks(self._cache.host)
         # Other engines publish the blocks in their host memory themselves.
         self._bits = {
             bit: name
@@ -219,7 +190,9 @@ class Tiering:
         self._block_events: BlockEvents | None = None
         if describe_blocks is not None:
             blocks = lcm(*(one.block_tokens for one in engine.groups if one.kind is not GroupKind.STATE))
-            self._block_events = BlockEvents(describe_blocks, table, self._bits, events, blocks)
+            self._block_events = BlockEvents(
+                describe_blocks, self._cache.host.keys.table, self._bits, events, blocks
+            )
         self._prompts = Prompts(
             canonical,
             adapters,
@@ -256,12 +229,6 @@ class Tiering:
         )
         self._hinting = Hinting(self._cache, self._prompts, ranks[0].groups, canonical, config, events)
         self._events = TierEvents(self._cache, self._stores.dropped, events)
-        logger.info(
-            "tiers: chunks of %d tokens; host memory of %.2f GiB%s%s",
-            chunk_tokens, arena.region.length / 2**30,
-            f" on each of {len(machines)} machines" if len(machines) > 1 else "",
-            "".join(f", {one.name}" for one in behind),
-        )  # fmt: skip
         self._lost = ""  # why the arenas are not used any more
         rule.announce(events)
 
@@ -449,6 +416,67 @@ class Tiering:
         """Write queued chunks to storage for at most `_CLOSING_SECONDS`, then free the arena."""
         self._cache.shutdown(_CLOSING_SECONDS)
         self._arenas.close()
+
+
+def _open_cache(
+    tiers: Tiers,
+    engine: EngineFacts,
+    config: ConnectorConfig,
+    machines: Sequence[Sequence[RankGeometry]],
+    shares: Sequence[CanonicalForm],
+    *,
+    canonical: CanonicalForm,
+    tenants: Tenants | None,
+    namespace: NamespaceOf,
+    keys: Keys | None,
+    wake: Callable[[], None],
+) -> tuple[Arenas, ChunkCache, dict[str, float]]:
+    """Open host memory and the storage behind it. Return them, and the setting ``load_weight`` by tier."""
+    table, ports = KeyTable(), parse_port_range(config.ports)
+    arenas = Arenas(
+        _host_bytes(tiers),
+        machines,
+        canonical,
+        shares,
+        buffers=len(tiers.slow) * (READERS + WRITERS),
+        host=config.host,
+        ports=ports,
+        wake=wake,
+    )
+    arena = arenas.own
+    # A slot has room for the largest share.
+    sizes = [
+        max(group.chunk_bytes for group in groups) for groups in zip(*(s.groups for s in shares), strict=True)
+    ]
+    policy: Callable[[int], EvictionPolicy] = EVICTION_POLICIES[tiers.host.eviction_policy]
+    if tenants is not None:
+        tenants.check_limits(HOST, arena.region.length, max(sizes))
+        policy = partial(FairEviction, policy=policy, tenants=tenants, evicted=Counter())
+    host = HostTier(arena.region.length, sizes, policy, table, arenas.ready_bytes)
+    place = None
+    if keys is not None:
+        place = FleetPlace(
+            host_tier=host,
+            arena=arena,
+            groups=canonical.groups,
+            keys=keys,
+            peers=config.allowed_peers(),
+            host=config.host,
+            advertise_host=config.advertise_host or config.host,
+            ports=ports,
+            port_offset=engine.port_offset,
+            wake=wake,
+        )
+    opened = open_tiers(tiers.slow, lambda: namespace(canonical), table, place, arenas.exchange, tenants)
+    behind = [one for one, _ in opened]
+    logger.info(
+        "tiers: chunks of %d tokens; host memory of %.2f GiB%s%s",
+        canonical.chunk_tokens, arena.region.length / 2**30,
+        f" on each of {len(machines)} machines" if len(machines) > 1 else "",
+        "".join(f", {one.name}" for one in behind),
+    )  # fmt: skip
+    weights = {HOST: tiers.host.load_weight, **{one.name: weight for one, weight in opened}}
+    return arenas, ChunkCache(host, arena.bytes_at, canonical.groups, behind), weights
 
 
 def _canonical(
