@@ -12,9 +12,9 @@ hold the request, because a slow tier accepts only as many writes at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -93,12 +93,12 @@ class SimulatedTiers:
             wanted: (key, group, tier) of the other chunks, in the order of the prompt.
         """
         host = self._host
-        host.policy.pin_all(here)
+        host.pin_all(here)
         # If host memory has no room for all, the ranks first copy what it has room for to the engine's
         # blocks. Then these chunks can be evicted to make room for the others.
         while wanted or here:
-            ends = list(accumulate([host.chunk_bytes[group] for _, group, _ in wanted]))
-            fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
+            sizes = [host.chunk_bytes[group] for _, group, _ in wanted]
+            fitting = host.reserve([key for key, _, _ in wanted], sizes)
             if not (fitting or here):
                 return
             written: list[bytes] = []
@@ -106,12 +106,12 @@ class SimulatedTiers:
             for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
-                host.policy.pin_all(names)
+                host.pin_all(names)
                 for number in self._slow:
                     if number < tier:
                         written += self._write(number, group, self._admitted(number, group, names, None))
-            host.policy.unpin_all([key for key, _, _ in reversed(arriving)])
-            host.policy.unpin_all(here)
+            host.unpin_all([key for key, _, _ in reversed(arriving)])
+            host.unpin_all(here)
             host.policy.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
@@ -142,8 +142,8 @@ class SimulatedTiers:
                 admitted = self._admitted(number, group, keys, prompt_tokens)
                 written = self._write(number, group, admitted, cold)
                 # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
-                self._host.policy.pin_all(written)
-                self._host.policy.unpin_all(written)
+                self._host.pin_all(written)
+                self._host.unpin_all(written)
 
     def store_at_once(self, runs: Sequence[Run]) -> bool:
         """Store the chunks of all steps of a prompt, if the result is that of `store` for each step.
@@ -200,8 +200,8 @@ class SimulatedTiers:
             for key, group in self._filters[number].use(keys, prompt_tokens, tier.budget_left):
                 if key in self._host.held:
                     written = self._write(number, group, [key])
-                    self._host.policy.pin_all(written)
-                    self._host.policy.unpin_all(written)
+                    self._host.pin_all(written)
+                    self._host.unpin_all(written)
 
 
 class ComputedPrompt(NamedTuple):
