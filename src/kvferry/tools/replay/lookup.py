@@ -21,7 +21,7 @@ from kvferry.planning import (
     find_coverage,
     windows_survive_load,
 )
-from kvferry.tiers import EvictionPolicy, Slot, WriteBudget
+from kvferry.tiers import EvictionPolicy, Slot, TenantUsage, WriteBudget
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.settings import ServedModel
 
@@ -61,6 +61,11 @@ class ReadableTier:
     def __init__(self, chunk_bytes: Sequence[int], held: Mapping[bytes, object]) -> None:
         self.chunk_bytes, self.held = tuple(chunk_bytes), held
         self.counts = [TierCounts() for _ in chunk_bytes]
+
+    @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        """Usage by the labels of tenants; empty if they do not share the tier by weight."""
+        return {}
 
     def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
         held = self.held
@@ -105,6 +110,10 @@ class SimulatedTier(ReadableTier):
         self._is_shared = bool(self.policy.tenants)
         self._holds = Counter[bytes]()  # number of holds of each chunk that cannot be evicted
         self._held_bytes = 0
+
+    @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        return self.policy.tenants
 
     def hold(self, key: bytes) -> Slot | None:
         """Keep a chunk from being evicted until `close`; None if the tier does not have it."""
