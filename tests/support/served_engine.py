@@ -243,7 +243,7 @@ class ServedEngine:
 
     def prefetch_session(self, session: SessionName) -> None:
         """Bring the chunks of a session's last request to host memory, if the engine knows the session."""
-        if self.hinting._sessions.last(session) is not None:
+        if self.hinting._sessions.last(session) is not None and self.hinting._retained.most_bytes:
             self.hinting.prefetch_session(session)
             self._settle()
 

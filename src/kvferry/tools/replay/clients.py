@@ -95,8 +95,8 @@ def show_tenants(tenants: tuple[TenantOutcome, ...], report: Report) -> None:
     if tenants[0].without_hints is not None:
         columns.append(Column("without hints"))
     kinds = list(tenants[0].usage)
-    columns += [Column(f"{name} in the end", rank=1) for name in kinds]
-    columns += [Column(f"chunks evicted from {name}", rank=2) for name in kinds]
+    columns += [Column(f"in {name}", rank=1) for name in kinds]
+    columns += [Column(f"evicted from {name}", rank=2) for name in kinds]
     rows = []
     for one in tenants[:_MOST_SHOWN]:
         row = [one.label or "none", format_count(one.found.requests), f"{one.found.hit_rate:.1%}"]
@@ -121,6 +121,12 @@ class HintWorth:
     def gained(self) -> float:
         """Difference of the hit rates, as a share of the prompt tokens; negative for a loss."""
         return self.replayed.results.hit_rate - self.without_hints.results.hit_rate
+
+    @property
+    def gained_in_host(self) -> float:
+        """Difference of the shares of the prompt tokens that host memory provides."""
+        before, after = self.without_hints.results, self.replayed.results
+        return (after.tier_tokens[0] - before.tier_tokens[0]) / max(after.prompt_tokens, 1)
 
     @property
     def retained_bytes(self) -> int:
@@ -167,8 +173,9 @@ def show_worth(worth: HintWorth, report: Report) -> None:
     memory = "unlimited host memory" if host == UNLIMITED else f"{format_bytes(host)} of host memory"
     each = " for each engine" * (len(worth.replayed.engines) > 1)
     report.heading(
-        f"Hints are worth {_points(worth.gained)} points of the hit rate with {memory}{each}, of which they "
-        f"retain at most {format_bytes(worth.retained_bytes)}"
+        f"Hints are worth {_points(worth.gained)} points of the hit rate, and "
+        f"{_points(worth.gained_in_host)} points of that of host memory alone, with {memory}{each}, of "
+        f"which they retain at most {format_bytes(worth.retained_bytes)}"
     )
     report.note(f"Hints: {'; '.join(_texts(worth))}.")
     rows = []

@@ -99,7 +99,8 @@ class EngineHints:
 
     def prefetch(self, name: SessionName, seconds: float) -> None:
         """Bring the chunks of a session's last request to host memory, as many as tiers read meanwhile."""
-        if (last := self._sessions.last(name)) is None:
+        last = self._sessions.last(name)
+        if last is None or not self.retained.most_bytes:
             return
         find = partial(self._readable, *last, seconds)
         self._prefetches.begin(Prefetch(tenant=tenant_digest(name[0]), find=find))
