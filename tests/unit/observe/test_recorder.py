@@ -25,6 +25,7 @@ from kvferry.observe.recorder import RequestRecorder, recording_header, start_re
 from support.clock import Clock
 from support.engine_info import made_up
 from support.fake_engine import FakeEngine
+from support.lora import adapter
 from support.load_events import load_began, load_ended
 
 UNIT, PROMPT = 16, 40
@@ -150,16 +151,19 @@ def test_sessions_and_tenants_are_told_apart_and_not_named(tmp_path: Path) -> No
         "b": {"session_id": "s-1"},
         "c": {"session_id": "s-2"},
         "d": {"session_id": "s-1", "cache_salt": "secret"},
-        "e": {"adapter": SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path="/sql")},
+        "e": {"adapter": adapter(tmp_path)},
     }.items():
         serve(engine, ask(name, **more))
     lines = recorded(engine)
     first, again, other, salted, adapted = (line["session"] for line in lines)
-    assert first == again and len({first, other, salted}) == 3 and adapted == ""
+    assert first == again
+    assert len({first, other, salted}) == 3
+    assert adapted == ""
     tenants = ["", "", "", tenant_of("secret", None).hex(), tenant_of(None, "sql").hex()]
     assert [line["tenant"] for line in lines] == tenants
     text = engine.path.read_text()
-    assert "secret" not in text and "s-1" not in text
+    assert "secret" not in text
+    assert "s-1" not in text
 
 
 def test_equal_prompts_have_equal_keys_in_all_engines_unless_their_salts_differ(tmp_path: Path) -> None:

@@ -277,12 +277,13 @@ def store_chunks(
             runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
         return runs
 
+    stored = min(keys.computed_tokens, prompt.storable) // size * size
     cold, unneeded = set[bytes](), dict[bytes, int]()
     generated = prompt.tokens // size  # number of the first chunk with generated tokens
     if model.has_cold_chunks:
         likely = (*ends, prompt.found, prompt.shared_tokens)
         cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
-        unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
+        unneeded = _unneeded(model, keys, (*likely, stored))
     # The steps of a prompt usually leave what a single step would, and one is much faster.
     at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
