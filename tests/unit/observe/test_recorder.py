@@ -25,8 +25,8 @@ from kvferry.observe.recorder import RequestRecorder, recording_header, start_re
 from support.clock import Clock
 from support.engine_info import made_up
 from support.fake_engine import FakeEngine
-from support.lora import adapter
 from support.load_events import load_began, load_ended
+from support.lora import adapter
 
 UNIT, PROMPT = 16, 40
 TEXT = list(range(1000, 1000 + PROMPT))
