@@ -172,10 +172,12 @@ def show_worth(worth: HintWorth, report: Report) -> None:
     host, prompt = worth.replayed.settings.tiers[0].capacity_bytes, worth.replayed.results.prompt_tokens
     memory = "unlimited host memory" if host == UNLIMITED else f"{format_bytes(host)} of host memory"
     each = " for each engine" * (len(worth.replayed.engines) > 1)
+    kept = worth.retained_bytes
+    retained = f", of which they retain at most {format_bytes(kept)}" * bool(kept)
     report.heading(
         f"Hints are worth {_points(worth.gained)} points of the hit rate, and "
-        f"{_points(worth.gained_in_host)} points of that of host memory alone, with {memory}{each}, of "
-        f"which they retain at most {format_bytes(worth.retained_bytes)}"
+        f"{_points(worth.gained_in_host)} points of that of host memory alone, with {memory}{each}"
+        f"{retained}"
     )
     report.note(f"Hints: {'; '.join(_texts(worth))}.")
     rows = []
