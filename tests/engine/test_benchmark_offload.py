@@ -33,5 +33,5 @@ def test_hooks_and_first_tokens_are_measured_once_through(tmp_path: Path) -> Non
     assert hooks["storing"]["hooks"]
     assert "build_connector_meta" in hooks["by_hook"]
     assert first["as_fast"]["host"]["median"] > 1
-    assert set(first["warm"]) == {"host", "file"}
+    assert set(first["warm"]) == {"host", "file", "prefetched"}
     assert list(tmp_path.iterdir()) == []

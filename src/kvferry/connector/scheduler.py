@@ -30,7 +30,8 @@ from kvferry.connector.events import EventStream
 from kvferry.connector.messages import CHANGED, MOVED, StepOrders, StepReports, WorkerInfo
 from kvferry.connector.peers.peering import Peering
 from kvferry.connector.source import RunningLoads, Source
-from kvferry.connector.tiers.tiering import NamespaceOf, Tiering
+from kvferry.connector.tiers.opening import NamespaceOf
+from kvferry.connector.tiers.tiering import Tiering
 from kvferry.geometry import RankGeometry
 from kvferry.tiers.names import PEER
 from kvferry.tiers.paths import boot_id

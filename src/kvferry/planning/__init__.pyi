@@ -8,6 +8,8 @@ from kvferry.planning.coverage import (
     TierNumbers as TierNumbers,
     chunks_to_load as chunks_to_load,
     find_coverage as find_coverage,
+    longest_prefixes as longest_prefixes,
+    needed_chunk_range as needed_chunk_range,
     widest_group as widest_group,
 )
 from kvferry.planning.descriptors import Int64s as Int64s, merge as merge

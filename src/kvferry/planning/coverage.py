@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -233,6 +233,61 @@ def find_coverage(
     return _covered(groups, chunked, tier_numbers)
 
 
+class Prefixes(NamedTuple):
+    """The longest prefixes of a prompt that can be loaded, in tokens, at least the engine's own prefix."""
+
+    tokens: int
+    # If only groups that attend to all tokens count. Without such groups, it is the engine's own prefix.
+    attention_tokens: int
+    group_tokens: tuple[int, ...]  # if only one group counts
+
+
+def longest_prefixes(
+    groups: Sequence[GroupPattern], chunked: ChunkedPrompt, held: Sequence[bytes]
+) -> Prefixes:
+    """Return the longest prefixes of a prompt that no other source loads a part of.
+
+    They are those of `find_coverage`. For prompts of a few dozen chunks, this takes a tenth of the time, most
+    of which is the making of arrays.
+
+    Args:
+        held: for each group, a byte for each chunk: 1 if a tier holds it, else 0.
+    """
+    size, local = chunked.chunk_tokens, chunked.local_tokens
+    first, after = local // size, chunked.chunks
+    if chunked.tokens > longest_usable_prefix(groups, chunked.prompt):
+        after -= 1
+    if chunked.tokens <= local:
+        after = 0
+
+    rows = list(zip(groups, held, strict=True))
+    each = [_last_end(group, chunked, row, first, after) for group, row in rows]
+    common, last = min(each), max(each)
+    while first <= common < last:  # the groups that can continue later may not be able to continue here
+        last = common
+        common = min([_last_end(group, chunked, row, first, last + 1) for group, row in rows])
+    ends = [min((last + 1) * size, chunked.tokens) if last >= first else local for last in (common, *each)]
+    attention = [end for group, end in zip(groups, ends[1:], strict=True) if attends_to_all(group.kind)]
+    return Prefixes(ends[0], min(attention, default=local), tuple(ends[1:]))
+
+
+def _last_end(group: GroupPattern, chunked: ChunkedPrompt, held: bytes, first: int, after: int) -> int:
+    """Return the last chunk of ``[first, after)`` that can end a prefix; less than `first` if none can."""
+    if group.kind is GroupKind.STATE:
+        return held.rfind(1, first, after)
+    if attends_to_all(group.kind):
+        gap = held.find(0, first, after)
+        return (after if gap < 0 else gap) - 1
+    last = after - 1
+    while last >= first:
+        end = min((last + 1) * chunked.chunk_tokens, chunked.tokens)
+        low = max(first_attended(group, min(end, chunked.prompt - 1)), chunked.local_tokens)
+        if low >= end or (gap := held.rfind(0, low // chunked.chunk_tokens, last + 1)) < 0:
+            break
+        last = gap - 1  # all ends between the gap and `last` need the missing chunk too
+    return last
+
+
 def _covered(
     groups: Sequence[GroupPattern],
     chunked: ChunkedPrompt,
@@ -287,12 +342,18 @@ def chunks_to_load(
 
 
 def _chunks(group: GroupPattern, span: LoadSpan, chunked: ChunkedPrompt) -> Int64s:
+    needed = needed_chunk_range(group, span, chunked.chunk_tokens)
+    return np.arange(needed.start, needed.stop, dtype=np.int64)
+
+
+def needed_chunk_range(group: GroupPattern, span: LoadSpan, chunk_tokens: int) -> range:
+    """Return the indices of the chunks of one group that a load needs, as `chunks_to_load` does for all."""
     low, high = needed_tokens(group, span)
     if low >= high:
-        return np.zeros(0, np.int64)
+        return range(0)
     # The snapshot lies at the end of the last chunk.
     first = high - 1 if group.kind is GroupKind.STATE else low
-    return np.arange(first // chunked.chunk_tokens, -(-high // chunked.chunk_tokens), dtype=np.int64)
+    return range(first // chunk_tokens, -(-high // chunk_tokens))
 
 
 def _slowest(

@@ -37,6 +37,8 @@ class SpaceUsage:
     charged: int | None = None  # bytes in use, with space that is reserved for chunks being written
     free: int | None = None  # free bytes on the disk
     free_files: int | None = None  # free inodes on the disk
+    write_per_day: int | None = None  # bytes that may be written per day; None for no limit
+    write_budget_left: float | None = None  # share of an hour's budget that is left now, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class CacheTotals:
     charged: int | None
     free: int | None
     free_files: int | None
+    write_per_day: int | None
+    write_budget_left: float | None
     total_bytes: int  # bytes of all kvferry files
     namespaces: int  # number of namespaces with at least one file
     chunks: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, given, strategies as st
+from hypothesis import assume, event, example, given, strategies as st
 
 from kvferry.common.errors import TransferError
 from kvferry.geometry import GroupKind
@@ -17,6 +17,7 @@ from kvferry.planning.coverage import (
     MissingChunk,
     chunks_to_load,
     find_coverage,
+    longest_prefixes,
     longest_usable_prefix,
     widest_group,
 )
@@ -177,6 +178,23 @@ def test_longest_prefix_without_slow_tiers_uses_the_faster_ones_only(case: Case,
     taken = [row[chunks] for row, chunks in zip(case.tier_numbers, loaded(case, tokens), strict=True)]
     assert slowest == max((int(one.max()) for one in taken if len(one)), default=0)
     event(f"{slowest} of {place}")
+
+
+@examples(300)
+@given(cases())
+@example(Case([group(FULL)], ChunkedPrompt(9, 4, 11, 10), np.zeros((1, 3), np.int64)))  # all is there already
+def test_prefixes_found_without_arrays_equal_a_search_token_by_token(case: Case):
+    case = replace(case, chunked=replace(case.chunked, first=0))
+    held = [bytes(row) for row in case.available.astype(np.uint8)]
+    found = longest_prefixes(case.groups, case.chunked, held)
+    expected = oracle(case)
+    assert (found.tokens, found.group_tokens) == (expected.tokens, expected.per_group)
+    assert (
+        found.attention_tokens
+        == find_coverage(case.groups, case.chunked, case.tier_numbers).full_attention_tokens
+    )
+    event("something to gain" if found.tokens > case.chunked.local_tokens else "nothing to gain")
+    event(f"groups agree: {len({*found.group_tokens}) == 1}")
 
 
 @examples(60)

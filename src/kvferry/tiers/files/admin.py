@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.common.errors import ConfigError
 from kvferry.common.machine import require_posix
@@ -13,7 +14,7 @@ from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFil
 from kvferry.tiers.files import chunk_file
 from kvferry.tiers.files.chunk_file import open_regular
 from kvferry.tiers.files.full_disk import DiskRoom
-from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout, read_ledger
+from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout, read_ledger, read_write_budget
 from kvferry.tiers.files.opening import PATIENCE_SECONDS, check_directory, read_marker, unusable_directory
 from kvferry.tiers.files.space import DirectorySpace, quarantine_file
 from kvferry.tiers.format.chunk import Buffer
@@ -52,7 +53,10 @@ class DirectoryAdmin(CacheAdmin):
         capacity, charged = read_ledger(self.where) or (None, None)
         with _as_config_error(self.where):
             room = DiskRoom.of(self.where)
-        return SpaceUsage(capacity, charged, room.free, room.free_files)
+        found = SpaceUsage(capacity, charged, room.free, room.free_files)
+        if (budget := read_write_budget(self.where)) is None:
+            return found
+        return replace(found, write_per_day=budget.bytes_per_day, write_budget_left=budget.left(time.time()))
 
     def collect(self, capacity: int | None = None) -> CollectResult:
         # The tier's own code evicts, so that a command and engines agree about order and bytes.

@@ -111,10 +111,14 @@ def stat(where: _Where, option: _Options = None, as_json: _Json = False) -> None
     if as_json:
         print(json.dumps(asdict(found)))
         return
-    namespaces = counted(found.namespaces, "namespace")
+    namespaces, budget = counted(found.namespaces, "namespace"), ""
+    if found.write_per_day is not None and found.write_budget_left is not None:
+        left = f"{found.write_budget_left:.0%} of an hour's budget is left"
+        budget = f"{format_bytes(found.write_per_day)} a day; {left}"
     for name, value in (
         ("capacity", cache.no_capacity if found.capacity is None else format_bytes(found.capacity)),
         ("in use", format_bytes(found.total_bytes)),
+        ("may be written", budget),
         ("free on disk", "" if found.free is None else format_bytes(found.free)),
         ("free inodes", "" if found.free_files is None else f"{found.free_files:,}"),
         ("chunks", f"{found.chunks:,} of {namespaces}, {format_bytes(found.chunk_bytes)}"),

@@ -8,17 +8,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from kvferry.connector import Hints, LocalPrefix, last_boundary_before, saves_computation
 from kvferry.geometry import GroupKind
 from kvferry.planning import (
-    NO_TIER,
     STATE_BLOCKS,
     ChunkedPrompt,
     attends_to_all,
-    find_coverage,
     first_attended,
+    longest_prefixes,
 )
 from kvferry.tiers import EVICTION_POLICIES
 from kvferry.tools.replay.arrivals import Arrived
@@ -66,16 +63,10 @@ class EngineCache:
         # key.
         in_whole_run = len(keys.whole[0]) * self._run >= tokens
         rows = keys.rows(-(-tokens // self._run) * self._run if in_whole_run else tokens)
-        if (
-            model.has_one_row
-        ):  # the result of `find_coverage` without its arrays, which would take twice as long
-            runs = next((number for number, key in enumerate(rows[0]) if key not in held), len(rows[0]))
-            leading_tokens = min(runs * self._run, tokens)
-            return LocalPrefix(leading_tokens, leading_tokens)
-        numbers = np.array([[0 if key in held else NO_TIER for key in row] for row in rows], np.int64)
-        found = find_coverage(model.groups, ChunkedPrompt(tokens, self._run, prompt), numbers)
+        held_runs = [bytes(map(held.__contains__, row)) for row in rows]
+        found = longest_prefixes(model.groups, ChunkedPrompt(tokens, self._run, prompt), held_runs)
         whole = found.tokens
-        return LocalPrefix(max(found.full_attention_tokens, whole) if model.attention else whole, whole)
+        return LocalPrefix(max(found.attention_tokens, whole) if model.attention else whole, whole)
 
     def keep(self, request: TraceRequest, keys: RequestKeys, snapshots: Sequence[int], shared: int) -> None:
         """Allocate the blocks of a request, let it run, and keep those that later requests can share.

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, takewhile
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.planning import (
-    NO_TIER,
     ChunkedPrompt,
-    Coverage,
-    TierNumbers,
-    chunks_to_load,
-    find_coverage,
+    LoadSpan,
+    longest_prefixes,
+    needed_chunk_range,
     windows_survive_load,
 )
 from kvferry.tiers import EvictionPolicy, Slot, TenantUsage, WriteBudget
@@ -286,6 +284,11 @@ class Found(NamedTuple):
     wanted: Wanted
 
 
+# Numbers of a chunk that no tier holds, and of one in host memory. In bytes, tiers are numbered from 1.
+_NOT_HELD, _IN_HOST = 0, 1
+_IS_HELD = bytes([0]) + bytes([1]) * 255
+
+
 def look_up(
     model: ServedModel, tiers: Sequence[ReadableTier], prompt: int, keys: RequestKeys, local: int
 ) -> Found | None:
@@ -298,84 +301,57 @@ def look_up(
         tokens -= tokens % size
     if not tokens:
         return None
-    if model.has_one_row:
-        return _leading_chunks(tiers, keys.rows(tokens)[0], tokens, size, local)
     # Most prompts of a trace are new, and their first chunk tells it without a look-up of the others.
     if model.attention and local < size:
         first = keys.first(model.attention[0], tokens)
-        if not any(first in tier.held for tier in tiers):
+        if first not in tiers[0].held and not any(first in tier.held for tier in tiers[1:]):
             return None
-    rows = keys.rows(tokens)
-    covered = find_coverage(
-        model.groups, ChunkedPrompt(tokens, size, prompt, local), _tier_numbers(tiers, rows)
+    rows, chunked = keys.rows(tokens), ChunkedPrompt(tokens, size, prompt, local)
+    numbers = [_tier_numbers(tiers, row) for row in rows]
+    held = numbers if len(tiers) == 1 else [row.translate(_IS_HELD) for row in numbers]
+    found = longest_prefixes(model.groups, chunked, held)
+    if found.tokens <= local:
+        return Found(*found, (0,) * len(tiers), Wanted())
+    span = LoadSpan(local, found.tokens, prompt)
+    needed = [needed_chunk_range(group, span, size) for group in model.groups]
+    tier_tokens = _tokens_by_tier(numbers[model.widest], chunked, found.tokens, len(tiers))
+    return Found(*found, tier_tokens, _wanted(rows, numbers, needed))
+
+
+def _wanted(rows: Sequence[Sequence[bytes]], numbers: Sequence[bytes], needed: Sequence[range]) -> Wanted:
+    if len(rows) == 1:
+        first, after = needed[0].start, needed[0].stop
+        keys = rows[0][first:after]
+        return Wanted(keys, [0] * len(keys), [number - _IN_HOST for number in numbers[0][first:after]])
+    places = sorted((chunk, group) for group, chunks in enumerate(needed) for chunk in chunks)
+    return Wanted(
+        [rows[group][chunk] for chunk, group in places],
+        [group for _, group in places],
+        [numbers[group][chunk] - _IN_HOST for chunk, group in places],
     )
-    return _found(model, covered, rows, len(tiers))
 
 
-def _leading_chunks(
-    tiers: Sequence[ReadableTier], row: Sequence[bytes], tokens: int, size: int, local: int
-) -> Found | None:
-    """Do the work of `look_up` for a model with one group, which attends to all tokens."""
-    # Such a model needs all chunks from the first one, so the leading chunks that are held are the result of
-    # `find_coverage`. Its arrays would make the replay of such a model take 1.5 to 3 times as long.
-    first = local // size
-    held: Sequence[bytes] = list(takewhile(tiers[0].held.__contains__, islice(row, first, None)))
-    numbers = [0] * len(held)
-    if len(tiers) > 1 and first + len(held) < len(row):
-        more = list(takewhile(NO_TIER.__ne__, _fastest(tiers, islice(row, first + len(held), None))))
-        numbers += more
-        held = row[first : first + len(numbers)]
-    if not (held or first):
-        return None
-    provided = [0] * len(tiers)
-    end = min((first + len(held)) * size, tokens)
-    if end <= local:
-        return Found(local, local, (local,), tuple(provided), Wanted())
-    for tier in range(1, len(tiers)):
-        provided[tier] = numbers.count(tier) * size
-    provided[0] = len(held) * size - sum(provided)
-    provided[numbers[0]] -= local - first * size
-    provided[numbers[-1]] -= (first + len(held)) * size - end
-    return Found(end, end, (end,), tuple(provided), Wanted(held, [0] * len(held), numbers))
+def _tokens_by_tier(numbers: bytes, chunked: ChunkedPrompt, end: int, tiers: int) -> tuple[int, ...]:
+    """Return the tokens that each tier provides, as `Coverage.tokens_by_tier`, for all tiers."""
+    size, local = chunked.chunk_tokens, chunked.local_tokens
+    if tiers == 1:
+        return (end - local,)
+    first, after = local // size, -(-end // size)
+    # A load does not need a chunk that no tier holds, for example before a window. It counts as host memory.
+    each = [max(number, _IN_HOST) - _IN_HOST for number in numbers[first:after]]
+    found = [each.count(tier) * size for tier in range(tiers)]
+    found[each[0]] -= local - first * size
+    found[each[-1]] -= after * size - end
+    return tuple(found)
 
 
-def _found(model: ServedModel, covered: Coverage, rows: Sequence[Sequence[bytes]], tiers: int) -> Found:
-    end, slowest = covered.longest()
-    local, chunks, tokens = covered.chunked.local_tokens, list[tuple[int, int, int]](), [0] * tiers
-    if end > local:
-        for group, of in enumerate(chunks_to_load(model.groups, covered.chunked, end)):
-            numbers = covered.tier_numbers[group, of].tolist()
-            chunks += zip(of.tolist(), [group] * len(numbers), numbers, strict=True)
-        if len(rows) > 1:
-            chunks.sort()
-        tokens[0] = end - local
-        if slowest:
-            sums = covered.tokens_by_tier(model.widest, local, end).tolist()
-            tokens[: len(sums)] = sums
-    wanted = Wanted(
-        [rows[group][chunk] for chunk, group, _ in chunks],
-        [group for _, group, _ in chunks],
-        [tier for _, _, tier in chunks],
-    )
-    return Found(end, covered.full_attention_tokens, covered.per_group, tuple(tokens), wanted)
-
-
-def _tier_numbers(tiers: Sequence[ReadableTier], rows: Iterable[Sequence[bytes]]) -> TierNumbers:
-    """Return the number of the tier that each chunk would be loaded from, int64 of shape (groups, chunks)."""
-    table = list(rows)
-    flat = list(chain.from_iterable(table))
-    numbers = np.full(len(flat), NO_TIER, np.int64)
-    for number, held in reversed(_in_order(tiers)):
-        numbers[np.frombuffer(bytes([key in held for key in flat]), np.bool_)] = number
-    return numbers.reshape(len(table), -1)
-
-
-def _fastest(tiers: Sequence[ReadableTier], keys: Iterable[bytes]) -> Iterator[int]:
-    order = _in_order(tiers)
-    for key in keys:
-        yield next((number for number, held in order if key in held), NO_TIER)
-
-
-def _in_order(tiers: Sequence[ReadableTier]) -> list[tuple[int, Mapping[bytes, object]]]:
-    """Return the number of each tier and its chunks, in the order in which an engine looks for a chunk."""
-    return [(number, tier.held) for number, tier in enumerate(tiers)]
+def _tier_numbers(tiers: Sequence[ReadableTier], row: Sequence[bytes]) -> bytes:
+    """Return the number of the fastest tier that holds each chunk."""
+    numbers = bytearray(map(tiers[0].held.__contains__, row))
+    for number, tier in enumerate(tiers[1:], _IN_HOST + 1):
+        held, at = tier.held, numbers.find(_NOT_HELD)
+        while at >= 0:
+            if row[at] in held:
+                numbers[at] = number
+            at = numbers.find(_NOT_HELD, at + 1)
+    return bytes(numbers)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.units import format_bytes
 from kvferry.keys import tenant_of
 from kvferry.tiers import admin as survey
 from kvferry.tiers.files.admin import DirectoryAdmin
@@ -104,6 +105,16 @@ def test_stat_says_what_there_is_and_may_be(cache):
     assert max(map(len, said.splitlines())) <= 80
     (cache / "ledger").write_bytes(b"")
     assert "unknown: the ledger is damaged" in kvferry("stat", cache)
+
+
+def test_stat_says_how_much_may_be_written(tmp_path):
+    keep(open_store(tmp_path, capacity=1 << 26, write_per_day=24 * 4 * FILE_BYTES), 0)
+    said = kvferry("stat", tmp_path)
+    found = re.search(r"may be written +(.*) a day; (\d+)% of an hour's budget is left\n", said)
+    assert found is not None
+    assert found[1] == format_bytes(24 * 4 * FILE_BYTES)
+    assert 75 <= int(found[2]) <= 80  # a chunk of four is written
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_verify_names_what_is_bad_and_moves_it_only_when_told_to(cache):
