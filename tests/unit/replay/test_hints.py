@@ -93,13 +93,14 @@ def test_a_session_that_has_ended_leaves_room_for_others():
 
 
 def test_only_the_last_turn_ends_a_session():
+    # Host memory has room for two prompts, and the other one is older.
     trace = [
-        prompt(UNIT, 1, at=0.0, session="s"),
-        prompt(UNIT, 2, at=1.0),
+        prompt(UNIT, 2, at=0.0),
+        prompt(UNIT, 1, at=1.0, session="s"),
         prompt(UNIT, 3, at=2.0),
         prompt(UNIT, 1, at=3.0, session="s"),
     ]
-    assert found(replayed(trace, "ends_session", chunks=3 * CHUNKS, has_sessions=True)) == UNIT
+    assert found(replayed(trace, "ends_session", chunks=2 * CHUNKS, has_sessions=True)) == UNIT
 
 
 FILE = ("file=unlimited",)
