@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from unittest.mock import patch
+from dataclasses import dataclass, replace
+from unittest.mock import Mock, patch
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.connector.choosing import LocalPrefix
+from kvferry.connector.config import read_tenants
+from kvferry.connector.hints import NO_HINTS, Hints, HintSpan
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.canonical import canonical_form_of
 from kvferry.keys.chunk import ChunkKeys
+from kvferry.keys.tenant import tenant_of
 from kvferry.tiers import write_filter
 from kvferry.tools.models.layout import EngineShape, lay_out
 from kvferry.tools.models.store import LayerCache
@@ -22,6 +26,7 @@ from kvferry.tools.plan.blocks import SnapshotSteps
 from kvferry.tools.plan.kept import StoredForm
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
 from kvferry.tools.replay.engine import NO_PREFIX, Hit
+from kvferry.tools.replay.hints import HintSetting, parse_hint
 from kvferry.tools.replay.lookup import SimulatedTier
 from kvferry.tools.replay.settings import (
     ADMIT_ALL,
@@ -70,6 +75,11 @@ class Turn:
     prompt: tuple[int, ...]
     answer: tuple[int, ...] = ()
     local: LocalPrefix = NO_PREFIX
+    tenant: str = ""
+    session: str = ""
+    hints: Hints = NO_HINTS
+    at: float = 0.0  # seconds at which it begins and ends
+    prefetched: bool = False  # True if the chunks of its session's last request are brought to host memory
 
 
 class GivenCache:
@@ -106,10 +116,23 @@ class Both:
         hits: list[Hit] = []
         request = self._request(turn)
         self._cache.local = turn.local
+        if turn.prefetched:
+            self._prefetch(turn, engine)
+        self.simulation._client_hints = (
+            Mock(of=lambda _: turn.hints) if self.simulation.settings.hints else None
+        )
         self.simulation._on_hit = lambda _, hit: hits.append(hit)
         self.simulation._route = lambda *_: engine
         self.simulation.run([request])
-        real = self.served[engine].serve([*turn.prompt], [*turn.answer], turn.local)
+        self.served[engine].now = turn.at
+        real = self.served[engine].serve(
+            [*turn.prompt],
+            [*turn.answer],
+            turn.local,
+            cache_salt=turn.tenant or None,
+            session_id=turn.session or None,
+            hints=None if turn.hints is NO_HINTS else msgspec.to_builtins(turn.hints),
+        )
         (hit,) = hits
         return (hit.local_tokens, *hit.tier_tokens), (real.local_tokens, *real.tier_tokens)
 
@@ -123,13 +146,29 @@ class Both:
                 found.append(({self._names[key] for key in tier.held}, theirs))
         return found
 
+    def retained(self) -> list[tuple[set[bytes], set[bytes]]]:
+        """Return the keys of the retained chunks, simulated and real."""
+        found = []
+        for simulated, served in zip(self.simulation.engines, self.served, strict=True):
+            served.hinting._retained.check_integrity()
+            mine, theirs = simulated.hints.retained._chunks, served.hinting._retained._chunks
+            found.append(({self._names[key] for key in mine}, set(theirs)))
+        return found
+
+    def _prefetch(self, turn: Turn, engine: int) -> None:
+        self.simulation.engines[engine].set_time(turn.at)
+        self.simulation.engines[engine].hints.prefetch((turn.tenant, turn.session), 1e9)
+        self.served[engine].now = turn.at
+        self.served[engine].prefetch_session((turn.tenant, turn.session))
+
     def _request(self, turn: Turn) -> TraceRequest:
         """Make the request of a trace, and learn the names of its chunks."""
         tokens, prompt, size = [*turn.prompt, *turn.answer], len(turn.prompt), self._model.chunk_tokens
         groups = range(len(self._model.groups))
         request = trace_request(turn, self._unit)
         made = keys_of_each([request], size, len(groups))[0]
-        real = PromptChunks(self._model.groups, ChunkKeys(size, tokens))
+        tenant = tenant_of(turn.tenant, None)
+        real = PromptChunks(self._model.groups, ChunkKeys(size, tokens, salt=turn.tenant, tenant=tenant))
         for group in groups:
             names = {key: real.key(group, number) for number, key in enumerate(made.whole[group])}
             if prompt % size:
@@ -143,12 +182,14 @@ def trace_request(turn: Turn, unit_tokens: int) -> TraceRequest:
     """Return the request as a trace has it, with identities made from its token ids."""
     units = ChunkKeys(unit_tokens, [*turn.prompt, *turn.answer]).chunks()
     return TraceRequest(
-        arrival=0.0,
+        arrival=turn.at,
         prompt_tokens=len(turn.prompt),
         output_tokens=len(turn.answer),
         unit_tokens=unit_tokens,
         prefix_ids=np.array([_first_bytes(key) for key in units], np.uint64),
         prompt_id=_first_bytes(ChunkKeys(unit_tokens, turn.prompt).at(len(turn.prompt))),
+        session=turn.session,
+        tenant=turn.tenant,
     )
 
 
@@ -167,14 +208,24 @@ def both(
     admission: AdmissionSetting = ADMIT_ALL,
     unit_tokens: int = 1,
     engines: int = 1,
+    hint_share: float | None = None,
+    tenants: Mapping[str, object] | None = None,
 ) -> Iterator[Both]:
-    """Start engines twice, each with tiers of these capacities in bytes."""
+    """Start engines twice, each with tiers of these capacities in bytes. `hint_share` None: no hints."""
     capacities = {"host": host_bytes, **slow}
     tiers = [
         TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1e9)
         for kind, capacity in capacities.items()
     ]
-    settings = ReplaySettings(tiers=tuple(tiers), policy=policy, engines=engines, admission=admission)
+    settings = ReplaySettings(
+        tiers=tuple(tiers),
+        policy=policy,
+        engines=engines,
+        admission=admission,
+        hints=None if hint_share is None else HintSetting((parse_hint("ends_session"),), hint_share),
+        tenants=read_tenants(tenants),
+    )
+    more = {} if hint_share is None else {"hint_share": hint_share}
     simulation, served = Simulation(model, settings, unit_tokens), list[ServedEngine]()
     with ExitStack() as started:
         # Two of 8 MiB for each engine would be kept until the next collection of garbage.
@@ -188,6 +239,8 @@ def both(
                 slow=slow,
                 admission=admission,
                 fleet=served,
+                tenants=tenants,
+                **more,
             )
             served.append(started.enter_context(one))
         yield Both(served, simulation, model, unit_tokens)
@@ -229,3 +282,37 @@ def conversations(
         turns.append(Turn(prompt, tuple(own[500 : 500 + more]), local))
         seen += [prompt, (*prompt, *turns[-1].answer)]
     return turns
+
+
+def hinted(turns: Sequence[Turn], tenants: Sequence[str] = ("", "a", "b")) -> st.SearchStrategy[list[Turn]]:
+    """The same requests at growing times, some with sessions, tenants and hints."""
+    position = st.sampled_from([0, 8, 12, 20, 40])
+    spans = st.builds(
+        HintSpan,
+        start=position,
+        end=st.one_of(st.none(), st.sampled_from([8, 17, 30, 64])),
+        store=st.sampled_from([True, True, True, False]),
+        retain_seconds=st.sampled_from([0.0, 3.0, 1000.0, 1000.0]),
+        priority=st.sampled_from([0, 0, 5]),
+    )
+    hints = st.one_of(
+        st.just(NO_HINTS),
+        st.builds(
+            Hints,
+            spans=st.lists(spans, max_size=2).map(tuple),
+            ends_session=st.sampled_from([False, False, True]),
+        ),
+    )
+    each = st.tuples(
+        st.sampled_from(tenants), st.sampled_from(["", "s", "t"]), hints, st.floats(0, 2), st.booleans()
+    )
+
+    def made(drawn: list[tuple[str, str, Hints, float, bool]]) -> list[Turn]:
+        found, now = list[Turn](), 0.0
+        for turn, (tenant, session, hint, gap, prefetched) in zip(turns, drawn, strict=True):
+            now += gap
+            more = {"session": session, "hints": hint, "at": now, "prefetched": prefetched and bool(session)}
+            found.append(replace(turn, tenant=tenant, **more))
+        return found
+
+    return st.lists(each, min_size=len(turns), max_size=len(turns)).map(made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from unittest.mock import patch
 
+from kvferry.cache.sessions import SessionName
 from kvferry.cache.tier_queue import TierQueue
 from kvferry.connector.choosing import LocalPrefix
 from kvferry.connector.config import ConnectorConfig, parse_config
@@ -15,6 +16,7 @@ from kvferry.connector.engine import CacheGroup, DescribeBlocks, EngineFacts, Pl
 from kvferry.connector.events import EventStream
 from kvferry.connector.messages import StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
+from kvferry.connector.tiers.hinting import Hinting
 from kvferry.geometry import Group, GroupKind, RankGeometry
 from kvferry.planning.select import first_attended
 from kvferry.tiers.eviction.policies import LRU
@@ -168,6 +170,7 @@ class ServedEngine:
         self._pool = BlockPool(BLOCKS)
         self._names = count()
         self._local = NO_PREFIX
+        self.now = 0.0
         kinds = {group.kind for group in model.groups}
         self._completes = kinds == {GroupKind.FULL, GroupKind.STATE}
         self.half = SchedulerHalf(
@@ -181,6 +184,11 @@ class ServedEngine:
             prefix_cache=self if self._completes else None,
             describe_blocks=describe_blocks,
         )
+        self.hinting._clock = self.hinting._prefetches._clock = lambda: self.now
+
+    @property
+    def hinting(self) -> Hinting:
+        return self.half._tiering._hinting
 
     @property
     def queues(self) -> Sequence[TierQueue]:
@@ -200,12 +208,14 @@ class ServedEngine:
         assert tokens < self._local.tokens
         self._local = LocalPrefix(tokens, min(self._local.resumable_tokens, tokens))
 
-    def serve(self, prompt: list[int], answer: list[int], local: LocalPrefix = NO_PREFIX) -> Found:
-        """Serve a request of whose prompt the engine has a prefix."""
+    def serve(
+        self, prompt: list[int], answer: list[int], local: LocalPrefix = NO_PREFIX, **more: object
+    ) -> Found:
+        """Serve a request of whose prompt the engine has a prefix. `more` are fields of `PlainRequest`."""
         for tier in self.tiers:
             if isinstance(tier, OthersMemory):
                 tier.keys.clear()  # answers to earlier questions are forgotten after a while
-        request = PlainRequest(request_id=f"r{next(self._names)}", prompt_token_ids=prompt)
+        request = PlainRequest(request_id=f"r{next(self._names)}", prompt_token_ids=prompt, **more)
         self._local = (
             local if self._completes else LocalPrefix(local.resumable_tokens, local.resumable_tokens)
         )
@@ -230,6 +240,12 @@ class ServedEngine:
         self._settle()
         assert self._pool.get_num_free_blocks() == BLOCKS - 1
         return found
+
+    def prefetch_session(self, session: SessionName) -> None:
+        """Bring the chunks of a session's last request to host memory, if the engine knows the session."""
+        if self.hinting._sessions.last(session) is not None and self.hinting._retained.most_bytes:
+            self.hinting.prefetch_session(session)
+            self._settle()
 
     def _load(self, request: PlainRequest, blocks: Blocks) -> Found:
         while (tokens := self.half.admission.matched(request, self._local.tokens)) is None:
@@ -313,8 +329,9 @@ def served_engine(
     fleet: Sequence[ServedEngine] = (),
     events: EventStream | None = None,
     describe_blocks: DescribeBlocks | None = None,
+    **more: object,
 ) -> Iterator[ServedEngine]:
-    """Start an engine with host memory and slow tiers of these capacities in bytes.
+    """Start an engine with host memory and slow tiers of these capacities in bytes, and `more` settings.
 
     The engine reads the host memory of the engines in `fleet` if `slow` names a fleet tier.
     """
@@ -344,6 +361,7 @@ def served_engine(
             "chunk_tokens": model.chunk_tokens,
             "snapshot_tokens": model.form.snapshot_tokens,
             "first_snapshot_tokens": model.form.requested_first,
+            **more,
         }
     )
     groups = tuple(

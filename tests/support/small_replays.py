@@ -39,7 +39,7 @@ def model(config: dict[str, object] = DENSE, **settings: int | None) -> ServedMo
     return served_model(read_model(config, "auto", name="small"), side, KeptSettings(**settings))
 
 
-def prompt(tokens: int, *units: int, at: float = 0.0, session: str = "") -> TraceRequest:
+def prompt(tokens: int, *units: int, at: float = 0.0, **more: object) -> TraceRequest:
     """Return a request whose units have the given content; the last may be incomplete."""
     assert len(units) == -(-tokens // UNIT)
     ids = chained(np.array(units))
@@ -50,7 +50,7 @@ def prompt(tokens: int, *units: int, at: float = 0.0, session: str = "") -> Trac
         unit_tokens=UNIT,
         prefix_ids=ids[: tokens // UNIT],
         prompt_id=int(ids[-1]),
-        session=session,
+        **more,
     )
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
-from kvferry.cache.chunk_cache import ChunkCache, Fetch, PromptChunk
-from kvferry.cache.retained import RetainedChunks
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.chunk_cache import Fetch, PromptChunk
+from kvferry.cache.retained import HoldingTier, RetainedChunks
 from kvferry.common.units import format_bytes
 from kvferry.tiers.storage_tier import KeySearch
 
@@ -32,6 +36,26 @@ KEPT_SECONDS = 30.0
 """Time for which a prefetched chunk is retained, for a request that needs it."""
 
 _DEADLINE_SECONDS = 30.0
+
+
+class PrefetchedTier(HoldingTier, Protocol):
+    """Host memory, as far as prefetches need it."""
+
+    @property
+    def chunk_bytes(self) -> tuple[int, ...]: ...
+
+    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]: ...
+
+
+class FetchingCache(Protocol):
+    """`ChunkCache` as far as prefetches need it, or a simulated one."""
+
+    @property
+    def host(self) -> PrefetchedTier: ...
+
+    def fetch(self, wanted_chunks: Iterable[PromptChunk]) -> Fetch: ...
+
+    def cancel(self, fetch: Fetch) -> None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -71,7 +95,7 @@ class Prefetches:
     """
 
     def __init__(
-        self, cache: ChunkCache, retained: RetainedChunks, clock: Callable[[], float] = time.monotonic
+        self, cache: FetchingCache, retained: RetainedChunks, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.waiting: OrderedDict[bytes, deque[Prefetch]] = OrderedDict()
         self.ended: list[Prefetch] = []

@@ -10,13 +10,26 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from kvferry.tiers.host.tier import HostTier, Slot
+from kvferry.tiers.host.tier import Slot
 from kvferry.tiers.tenants import Tenants
 
 _MOST_STALE = 1024
 """Number of outdated entries that a heap may have, beside as many as there are chunks."""
+
+
+class HoldingTier(Protocol):
+    """Host memory, as far as hints need it: `HostTier`, or a simulated one. The methods are those of it."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    def hold(self, key: bytes) -> Slot | None: ...
+
+    def close(self, slot: Slot) -> None: ...
+
+    def make_cold(self, keys: Sequence[bytes]) -> None: ...
 
 
 class _Rank(NamedTuple):
@@ -43,7 +56,7 @@ class RetainedChunks:
         used_bytes: bytes of all retained chunks.
     """
 
-    def __init__(self, host: HostTier, share: float, tenants: Tenants | None = None) -> None:
+    def __init__(self, host: HoldingTier, share: float, tenants: Tenants | None = None) -> None:
         """Begin without chunks. Without `tenants`, all have the same weight."""
         self.most_bytes, self.used_bytes = int(share * host.capacity_bytes), 0
         self._host, self._tenants = host, tenants or Tenants({})

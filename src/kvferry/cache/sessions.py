@@ -5,36 +5,39 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
-from kvferry.cache.prompt_chunks import PromptChunks
+from kvferry.cache.retained import HoldingTier, RetainedChunks
 
 SessionName: TypeAlias = tuple[str, str]
 """Cache salt and session id. Content under another salt has other keys, so tenants share no chunks."""
+
+# The chunks of a request.
+_Chunks = TypeVar("_Chunks")
 
 MOST_KEYS = 1 << 18
 """Maximum number of chunk keys of all remembered sessions together."""
 
 
 @dataclass(slots=True)
-class _Session:
+class _Session(Generic[_Chunks]):
     keys: dict[bytes, None] = field(default_factory=dict)  # in the order of their first use
-    last: PromptChunks | None = None
+    last: _Chunks | None = None
 
 
-class Sessions:
+class Sessions(Generic[_Chunks]):
     """The remembered sessions, of which the least recently used are forgotten first. Not thread-safe."""
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys, self._count = most_keys, 0
-        self._sessions: OrderedDict[SessionName, _Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionName, _Session[_Chunks]] = OrderedDict()
         self._users = Counter[bytes]()  # number of sessions by key of a chunk that they have used
         self._shared: set[bytes] = set()  # keys of `_users` that a request without a session has used
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def use(self, name: SessionName | None, keys: Sequence[bytes], chunks: PromptChunks) -> None:
+    def use(self, name: SessionName | None, keys: Sequence[bytes], chunks: _Chunks) -> None:
         """Record the chunks of an ended request. `name` is None for a request without a session."""
         if name is None:
             if self._users:
@@ -50,7 +53,7 @@ class Sessions:
         while self._count > self._most_keys:
             self._forget(next(iter(self._sessions)))
 
-    def last(self, name: SessionName | None) -> PromptChunks | None:
+    def last(self, name: SessionName | None) -> _Chunks | None:
         """Return the chunks of the last request of a session; None if the session is not remembered."""
         session = None if name is None else self._sessions.get(name)
         return None if session is None else session.last
@@ -84,3 +87,13 @@ class Sessions:
             if not self._users[key]:
                 del self._users[key]
                 self._shared.discard(key)
+
+
+def end_session(
+    name: SessionName | None, sessions: Sessions[_Chunks], retained: RetainedChunks, host: HoldingTier
+) -> int:
+    """Have the chunks that only this session has used evicted first. Return their number."""
+    own = sessions.end(name)
+    retained.release(own)
+    host.make_cold(own[::-1])  # the end of a prompt before its start
+    return len(own)

@@ -10,6 +10,7 @@ from kvferry.connector.config import (
     ConnectorConfig as ConnectorConfig,
     Tiers as Tiers,
     parse_config as parse_config,
+    read_tenants as read_tenants,
     read_tiers as read_tiers,
     tier_settings as tier_settings,
 )
@@ -22,7 +23,7 @@ from kvferry.connector.events import (
     RequestEvent as RequestEvent,
     SourceMiss as SourceMiss,
 )
-from kvferry.connector.hints import parse_hints as parse_hints
+from kvferry.connector.hints import Hints as Hints, HintSpan as HintSpan, parse_hints as parse_hints
 from kvferry.connector.loads import Loads as Loads
 from kvferry.connector.messages import (
     Load as Load,

@@ -2,6 +2,15 @@
 
 from kvferry.keys.chunk import KEY_BYTES, ChunkKeys, Item, prompt_digest
 from kvferry.keys.namespace import Namespace, differences
-from kvferry.keys.tenant import tenant_of
+from kvferry.keys.tenant import TENANT_BYTES, tenant_of
 
-__all__ = ["KEY_BYTES", "ChunkKeys", "Item", "Namespace", "differences", "prompt_digest", "tenant_of"]
+__all__ = [
+    "KEY_BYTES",
+    "TENANT_BYTES",
+    "ChunkKeys",
+    "Item",
+    "Namespace",
+    "differences",
+    "prompt_digest",
+    "tenant_of",
+]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from typing import Any
 from kvferry.common.errors import ConfigError, Unnameable
 from kvferry.common.files import open_private
 from kvferry.common.machine import fcntl
-from kvferry.connector.content import Adapters, keys_of
+from kvferry.connector.content import Adapters, keys_of, tenant_of_request
 from kvferry.connector.engine import EngineFacts, Request
 from kvferry.connector.events import Arrived, Event, Finished, LoadBegan, Scheduled, log_errors, short_id
+from kvferry.connector.hints import session_of
 from kvferry.keys import ChunkKeys
+from kvferry.keys.tenant import NOBODY
 from kvferry.observe.line_file import LineFile
 
 logger = logging.getLogger(__name__)
@@ -169,6 +172,21 @@ def start_recording(
     )
 
 
+def _session_digest(request: Request) -> str:
+    """Return what stands for a request's session, 16 hex digits; empty without a session."""
+    if (session := session_of(request)) is None:
+        return ""
+    # Salt and id, so that nobody without the salt can tell whose session it is.
+    text = "\0".join((_EPOCH, *session)).encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _tenant_digest(request: Request) -> str:
+    """Return the digest of a request's tenant in hex; empty with neither a salt nor an adapter."""
+    tenant = tenant_of_request(request)
+    return "" if tenant == NOBODY else tenant.hex()
+
+
 class RequestRecorder:
     """Writes a line for each request that has ended. Only the engine's thread calls this class."""
 
@@ -215,7 +233,8 @@ class RequestRecorder:
             "end": self._unix(self._clock()),
             "prompt_tokens": prompt,
             "output_tokens": total - prompt,
-            "session": "",
+            "session": _session_digest(request),
+            "tenant": _tenant_digest(request),
             "local_tokens": known.local_tokens or 0,
             "loaded": dict(known.loaded or {}),
         }

@@ -5,6 +5,7 @@ from kvferry.tiers.admin import (
     verify_all as verify_all,
 )
 from kvferry.tiers.eviction import EVICTION_POLICIES as EVICTION_POLICIES, EvictionPolicy as EvictionPolicy
+from kvferry.tiers.eviction.fair import FairEviction as FairEviction
 from kvferry.tiers.files.admin import DirectoryAdmin as DirectoryAdmin
 from kvferry.tiers.files.chunk_file import (
     read_all as read_all,
@@ -32,6 +33,7 @@ from kvferry.tiers.format.chunk import (
 from kvferry.tiers.format.decode import chunk_group as chunk_group
 from kvferry.tiers.host.arena import Arena as Arena
 from kvferry.tiers.host.settings import HostSettings as HostSettings, check_available as check_available
+from kvferry.tiers.host.tier import Slot as Slot
 from kvferry.tiers.names import (
     FLEET as FLEET,
     HOST as HOST,
@@ -52,5 +54,6 @@ from kvferry.tiers.paths import (
 )
 from kvferry.tiers.registry import TIER_KINDS as TIER_KINDS
 from kvferry.tiers.storage_tier import StorageSettings as StorageSettings, StorageTier as StorageTier
+from kvferry.tiers.tenants import OTHERS as OTHERS, Tenants as Tenants, TenantUsage as TenantUsage
 from kvferry.tiers.write_budget import WriteBudget as WriteBudget
 from kvferry.tiers.write_filter import WriteFilter as WriteFilter

@@ -19,13 +19,14 @@ from kvferry.connector.content import Adapters
 from kvferry.connector.engine import CacheGroup, PlainRequest
 from kvferry.connector.events import Arrived, Event, Finished, LoadOutcome, MissReason, Scheduled
 from kvferry.geometry import GroupKind
-from kvferry.keys import ChunkKeys
+from kvferry.keys import ChunkKeys, tenant_of
 from kvferry.observe.line_file import LineFile
 from kvferry.observe.recorder import RequestRecorder, recording_header, start_recording
 from support.clock import Clock
 from support.engine_info import made_up
 from support.fake_engine import FakeEngine
 from support.load_events import load_began, load_ended
+from support.lora import adapter
 
 UNIT, PROMPT = 16, 40
 TEXT = list(range(1000, 1000 + PROMPT))
@@ -137,9 +138,32 @@ def test_a_request_is_one_line(engine: FakeEngine) -> None:
         "prompt_tokens": PROMPT,
         "output_tokens": 10,
         "session": "",
+        "tenant": "",
         "local_tokens": 32,
         "loaded": {},
     }
+
+
+def test_sessions_and_tenants_are_told_apart_and_not_named(tmp_path: Path) -> None:
+    engine = recording(tmp_path)
+    for name, more in {
+        "a": {"session_id": "s-1"},
+        "b": {"session_id": "s-1"},
+        "c": {"session_id": "s-2"},
+        "d": {"session_id": "s-1", "cache_salt": "secret"},
+        "e": {"adapter": adapter(tmp_path)},
+    }.items():
+        serve(engine, ask(name, **more))
+    lines = recorded(engine)
+    first, again, other, salted, adapted = (line["session"] for line in lines)
+    assert first == again
+    assert len({first, other, salted}) == 3
+    assert adapted == ""
+    tenants = ["", "", "", tenant_of("secret", None).hex(), tenant_of(None, "sql").hex()]
+    assert [line["tenant"] for line in lines] == tenants
+    text = engine.path.read_text()
+    assert "secret" not in text
+    assert "s-1" not in text
 
 
 def test_equal_prompts_have_equal_keys_in_all_engines_unless_their_salts_differ(tmp_path: Path) -> None:

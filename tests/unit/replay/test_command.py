@@ -368,3 +368,87 @@ def test_bad_input_gets_one_sentence(folder: Path, arguments: tuple[str, ...], m
     assert code != 0
     assert message in output
     assert "Traceback" not in output
+
+
+TABLE = """arrival,prompt_tokens,output_tokens,session,tenant
+0,1024,1,s,acme
+{flood}
+9,1024,1,s,acme
+"""
+HINTED = ("replay", "table.csv", "--model", "config.json", "--engine-blocks", "0", "--tier", "host=4MiB")
+
+
+@pytest.fixture
+def table(folder: Path) -> None:
+    flood = "\n".join(f"{n / 10},1024,1,f{n},other" for n in range(10, 60))
+    Path("table.csv").write_text(TABLE.format(flood=flood))
+
+
+def test_hints_are_shown_beside_the_same_replay_without(table: None) -> None:
+    hint = ("--hint", "retain_seconds=60,priority=1", "--hint-share", "0.25")
+    code, output = run(*HINTED, *hint)
+    assert code == 0, output
+    assert "Hints are worth +1.9 points of the hit rate" in output
+    assert "they retain at most 1 MiB" in output.replace("\n", " ")
+    assert max(map(len, output.splitlines())) <= 80
+    code, output = run(*HINTED, *hint, "--json", "--curve")
+    found = json.loads(output)
+    assert found["hints"]["hints"] == ["retain_seconds=60,priority=1"]
+    assert found["hints"]["hit_rate_without_hints"] == 0
+    by_tenant = {
+        one["tenant"]: (one["hit_rate"], one["hit_rate_without_hints"]) for one in found["by_tenant"]
+    }
+    assert by_tenant == {"acme": (0.5, 0), "other": (0, 0)}
+    assert all(point["hit_rate_without_hints"] <= point["hit_rate"] for point in found["curve"])
+
+
+def test_weights_of_tenants_decide_whose_chunks_are_evicted(table: None) -> None:
+    code, output = run(*HINTED, "--json")
+    assert code == 0, output
+    assert json.loads(output)["hit_rate"] == 0
+    code, output = run(*HINTED, "--json", "--tenants", '{"acme": {"weight": 3}}')
+    assert code == 0, output
+    tenants = {one["tenant"]: one for one in json.loads(output)["by_tenant"]}
+    assert tenants["acme"]["hit_rate"] == 0.5
+    assert tenants["acme"]["tiers"][0] == {"name": "host", "used_bytes": 1024 * TOKEN_BYTES, "evicted": 0}
+    assert tenants["others"]["tiers"][0]["evicted"] > 0
+    code, output = run(*HINTED, "--tenants", '{"acme": {"weight": 3}}')
+    assert "evicted from" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            ("--hint", "ends_session"),
+            "trace.jsonl has no sessions, and ends_session and prefetch are about sess",
+        ),
+        (
+            ("--hint", "keep=3"),
+            "--hint 'keep=3': Object contains unknown field `keep`; write retain_seconds=600",
+        ),
+        (
+            ("--hint-share", "0.1"),
+            "--hint-share is about hints, and there is none; add --hint, or leave it out",
+        ),
+        (
+            ("--hint", "store=false", "--hint-share", "0.5"),
+            "--hint-share is 0.5; give a share from 0 to 0.25",
+        ),
+        (("--tenants", "acme"), "--tenants 'acme' is not JSON; write an object such as"),
+        (("--tenants", '{"a": {"weights": 1}}'), "weights"),
+        (
+            ("--tier", "host=1MiB", "--tenants", '{"a": {"limit": 0.01}}'),
+            "the limit of a is 0.01 of the host",
+        ),
+        (("--hint", "store=false", *TARGET), "leave out"),
+        (("--tenants", "{}", *TARGET), "leave out"),
+    ],
+)
+def test_wrong_hints_and_tenants_are_refused_in_a_sentence(
+    folder: Path, options: tuple[str, ...], problem: str
+) -> None:
+    code, output = run("replay", "trace.jsonl", "--model", "config.json", *options)
+    assert code == 1
+    assert problem in " ".join(output.split())

@@ -13,7 +13,7 @@ from kvferry.geometry.canonical import derive as length
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tools.models.store import LayerCache
 from kvferry.tools.replay.settings import AdmissionSetting
-from support.engine_pairs import Both, Turn, both, conversations, small_model
+from support.engine_pairs import Both, Turn, both, conversations, hinted, small_model
 from support.examples import examples
 from support.models import attention, state
 
@@ -182,6 +182,24 @@ def test_engines_read_the_same_chunks_of_each_others_host_memory_in_both(
     host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
     with both(model, rank, host_bytes=host, slow=slow, engines=3) as pair:
         check(pair, turns, engines)
+
+
+def check_hinted(pair: Both, turns: list[Turn]) -> None:
+    for turn in turns:
+        check(pair, [turn])
+        for mine, theirs in pair.retained():
+            assert mine == theirs, turn
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(data=st.data(), steps=STEPS, room=st.integers(0, 20), share=st.sampled_from([0.0, 0.1, 0.25]))
+@examples(8)
+def test_hints_retain_and_evict_the_same_chunks_in_both(name, data, steps, room, share):
+    model, rank = of_blocks(name, steps)
+    turns = data.draw(conversations(most_tokens=LONGEST, requests=12).flatmap(hinted))
+    host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
+    with both(model, rank, host_bytes=host, slow=data.draw(st.sampled_from(SLOW)), hint_share=share) as pair:
+        check_hinted(pair, turns)
 
 
 def test_engine_asks_others_for_what_only_a_slower_tier_of_its_own_has():

@@ -15,7 +15,7 @@ from kvferry.cache.chunk_cache import ChunkCache, PromptChunk
 from kvferry.cache.prefetching import Prefetch, Prefetches
 from kvferry.cache.prompt_chunks import PromptChunks
 from kvferry.cache.retained import RetainedChunks
-from kvferry.cache.sessions import SessionName, Sessions
+from kvferry.cache.sessions import SessionName, Sessions, end_session
 from kvferry.common.errors import ConfigError, ProtocolError
 from kvferry.common.limited_log import LimitedLog
 from kvferry.common.text import shown
@@ -55,7 +55,7 @@ class Hinting:
         self._events, self._clock, self._most_seconds = events, clock, config.hint_seconds
         self._retained = RetainedChunks(cache.host, config.hint_share, config.weighted_tenants())
         self._prefetches = Prefetches(cache, self._retained, clock)
-        self._sessions = Sessions()
+        self._sessions = Sessions[PromptChunks]()
         self._hints: dict[str, Hints] = {}
         # The request that began each prefetch; none for those of operators.
         self._prefetched_for: dict[Prefetch, str] = {}
@@ -152,10 +152,7 @@ class Hinting:
 
     def end_session(self, session: SessionName) -> int:
         """Make the chunks cold that only this session has used. Return their number."""
-        own = self._sessions.end(session)
-        self._retained.release(own)
-        self._cache.host.make_cold(own[::-1])  # the end of a prompt before its start
-        return len(own)
+        return end_session(session, self._sessions, self._retained, self._cache.host)
 
     def forget_salt(self, salt: str) -> None:
         """Give up what is held for the requests of a cache salt, whose chunks are not found any more."""

@@ -29,7 +29,9 @@ from kvferry.tools.cli.traces import open_for_curve, print_notes, progress
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvferry.tiers import Tenants
     from kvferry.tools.replay.engine import Hit
+    from kvferry.tools.replay.hints import HintSetting
     from kvferry.tools.replay.settings import (
         AdmissionSetting,
         RecordedEngine,
@@ -83,6 +85,20 @@ class ReplayOptions:
     )
     bandwidth: list[str] | None = option(
         None, "KIND=GB/S", "Speed of loads from a kind of tier in GB/s, as in file=6. Repeatable."
+    )
+    hint: list[str] | None = option(
+        None,
+        "KEY=VALUE,...",
+        "A hint that clients send, as in docs/hints.md: retain_seconds=600,end=4096; store=false,start=4096; "
+        "ends_session; prefetch=session,lead_seconds=10. Repeatable: all are sent. Also replays without.",
+    )
+    hint_share: float | None = option(
+        None, "SHARE", "Share of host memory that hints may take; by default the setting's, 0.1."
+    )
+    tenants: str | None = option(
+        None,
+        "JSON",
+        "Weights and limits of tenants, as in the setting tenants. A name alone is that in the trace.",
     )
     engines: int = count(1, "Number of engines.")
     route: str = option("prefix", "NAME", "Choice of the engine: prefix, session, least-busy or random.")
@@ -148,6 +164,7 @@ def replay(options: ReplayOptions) -> None:
         "--target-hit": sizing,
         "--curve": options.curve,
         "the comparison with all chunks": admission != ADMIT_ALL,
+        "--hint": bool(options.hint),
     }
     asked_by = next((name for name, asked in several_passes.items() if asked), None)
     trace = (
@@ -164,6 +181,8 @@ def replay(options: ReplayOptions) -> None:
         pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
         policy=options.policy,
         admission=admission,
+        hints=_hints(trace, options),
+        tenants=_tenants(options.tenants),
         route=options.route,  # type: ignore[arg-type]  # checked by the class
         prefill_tokens_per_second=options.prefill_tokens_per_second,
         seed=options.seed,
@@ -189,12 +208,19 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size
 
-    others = options.bandwidth, options.requests, options.endurance, settings.admission != ADMIT_ALL
+    others = (
+        options.bandwidth,
+        options.requests,
+        options.endurance,
+        settings.admission != ADMIT_ALL,
+        options.hint,
+        options.tenants,
+    )
     if any(others) or settings.engines > 1 or len(settings.tiers) > 1:
         raise ConfigError(
             "--target-hit looks for the size of one engine's tiers; leave out --bandwidth, --requests, "
-            "--engines, --endurance, --min-uses, --min-prompt-tokens, --write-per-day and any --tier but "
-            "host=SIZE"
+            "--engines, --endurance, --min-uses, --min-prompt-tokens, --write-per-day, --hint, --tenants and "
+            "any --tier but host=SIZE"
         )
     assert options.target_hit is not None  # noqa: S101 - the caller has checked it
     host = settings.tiers[0].capacity_bytes if options.tier else None
@@ -215,6 +241,43 @@ def _admission(options: ReplayOptions) -> AdmissionSetting:
     if per_day == 0:
         raise ConfigError("--write-per-day is 0; give a size above 0, or leave it out for no limit")
     return AdmissionSetting(options.min_uses, options.min_prompt_tokens, per_day)
+
+
+def _hints(trace: Trace, options: ReplayOptions) -> HintSetting | None:
+    """Return the hints of clients. Reads the trace if one is about sessions."""
+    from kvferry.connector import ConnectorConfig
+    from kvferry.tools.replay.hints import HintSetting, count_turns, parse_hint
+
+    if not options.hint:
+        if options.hint_share is not None:
+            raise ConfigError("--hint-share is about hints, and there is none; add --hint, or leave it out")
+        return None
+    share = ConnectorConfig().hint_share if options.hint_share is None else options.hint_share
+    setting = HintSetting(tuple(map(parse_hint, options.hint)), share)
+    if not setting.needs_sessions:
+        return setting
+    return replace(setting, turns=count_turns(trace.name, progress(trace, "sessions")))
+
+
+def _tenants(text: str | None) -> Tenants | None:
+    """Return the weights of tenants, or raise ConfigError."""
+    from kvferry.connector import read_tenants
+    from kvferry.tiers import OTHERS
+    from kvferry.tools.replay.content import tenant_digest
+
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'--tenants {text!r} is not JSON; write an object such as {{"acme": {{"weight": 3}}}}'
+        ) from error
+    if isinstance(given, dict):
+        for name, one in given.items():
+            if isinstance(one, dict) and name != OTHERS and not one.keys() & {"salt_digest", "adapter"}:
+                one["salt_digest"] = tenant_digest(name).hex()
+    return read_tenants(given)
 
 
 def _endurance(options: ReplayOptions) -> Endurance:
@@ -297,6 +360,7 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
         complete, points = False, tuple[CurvePoint, ...]()
+        without_hints: Simulation | None = None
         try:
             simulation.run(progress(trace, "replay"))
             wear = wear_of(simulation, endurance)
@@ -304,6 +368,9 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
                 everything = Simulation(model, replace(settings, admission=ADMIT_ALL), trace.unit_tokens)
                 everything.run(progress(trace, "all chunks"))
                 wear = [*wear_of(everything, endurance), *wear]
+            if settings.hints is not None:
+                without_hints = Simulation(model, replace(settings, hints=None), trace.unit_tokens)
+                without_hints.run(progress(trace, "without hints"))
             points = tuple(hit_rate_curve(partial(progress, trace), simulation)) if options.curve else ()
             complete = True
         except KeyboardInterrupt:  # a long replay says much before its end
@@ -314,6 +381,7 @@ def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options:
         complete,
         points,
         tuple(wear) if complete else (),
+        without_hints if complete else None,
         tells_prefixes=trace.tells_prefixes,
     )
 

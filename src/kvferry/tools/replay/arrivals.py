@@ -53,16 +53,26 @@ class Arrivals:
         requests: first turns, in order of arrival.
         concurrency: number of sessions at once. Each further one begins when another has ended, whatever the
             time of its first turn is. 0 if sessions begin at their times.
+        ahead_seconds: time before its arrival at which a request with a recorded time is known.
+        on_known: called with the present time, the time of arrival and the request, when these are known.
     """
 
     def __init__(
-        self, requests: Iterable[TraceRequest], keys_of_each: KeysOfEach, concurrency: int = 0
+        self,
+        requests: Iterable[TraceRequest],
+        keys_of_each: KeysOfEach,
+        concurrency: int = 0,
+        *,
+        ahead_seconds: float = 0.0,
+        on_known: Callable[[float, float, TraceRequest], None] | None = None,
     ) -> None:
         self._keys_of_each, self._is_limited = keys_of_each, concurrency > 0
         self._firsts = self._first_turns(requests)
         # A later turn gets its keys when it arrives, because they take more memory than the request.
         self._waiting: list[tuple[float, int, TraceRequest, _Line, Arrived | None]] = []
         self._count, self.depend_on_ends = 0, self._is_limited
+        self._ahead_seconds, self._on_known = ahead_seconds, on_known
+        self._newest_first = 0.0  # time of the latest first turn that is known
         for _ in range(concurrency or 1):
             self._begin_session(0.0)
 
@@ -81,6 +91,8 @@ class Arrivals:
             return Arrived(request, keys, block_keys, line)
         if not self._is_limited:
             self._begin_session(at)
+            while self._newest_first < at + self._ahead_seconds and self._begin_session(at):
+                pass
         return first if first.request is request else first._replace(request=request)
 
     def ended(self, arrived: Arrived, now: float) -> None:
@@ -109,19 +121,29 @@ class Arrivals:
             line.then(now)
         else:
             self.depend_on_ends = True
-            self._push(now + turn.delay, turn, line)
+            self._push(now, now + turn.delay, turn, line)
 
-    def _begin_session(self, now: float) -> None:
-        if (first := next(self._firsts, None)) is not None:
-            at = now if self._is_limited else first.request.arrival
-            self._push(at, first.request, first.line, first)
+    def _begin_session(self, now: float) -> bool:
+        """Schedule the next first turn. Return False if there is none."""
+        if (first := next(self._firsts, None)) is None:
+            return False
+        self._newest_first = now if self._is_limited else first.request.arrival
+        self._push(now, self._newest_first, first.request, first.line, first)
+        return True
 
-    def _push(self, at: float, request: TraceRequest, line: _Line, first: Arrived | None = None) -> None:
+    def _push(
+        self, now: float, at: float, request: TraceRequest, line: _Line, first: Arrived | None = None
+    ) -> None:
         self._count += 1
+        if self._on_known is not None:
+            self._on_known(now, at, request)
         heappush(self._waiting, (at, self._count, request, line, first))
 
     def _first_turns(self, requests: Iterable[TraceRequest]) -> Iterator[Arrived]:
-        then = self._begin_session if self._is_limited else _nothing
+        def then(now: float) -> None:
+            if self._is_limited:
+                self._begin_session(now)
+
         for batch in in_batches(requests):
             lines = [_Line(request.later, then) for request in batch]
             yield from map(Arrived._make, zip(batch, *self._keys_of_each(batch), lines, strict=True))

@@ -6,16 +6,22 @@ made from those. As in an engine, equal keys mean equal content of one KV cache 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.keys import TENANT_BYTES, tenant_of
 from kvferry.tools.replay.trace.base import GOLDEN, SECOND, Ids, TraceRequest, batches, mixed, places_within
 
 KEY_BYTES = 8
 _KEYS = np.dtype(f"V{KEY_BYTES}")
+# Zeros between the identity in a key and the tenant, which then is at its place in keys that serve.
+_BEFORE_TENANT = bytes(KEY_BYTES)
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * TENANT_BYTES}}}")
 # Number of a unit that no request has.
 _BEYOND = 1 << 62
 
@@ -32,6 +38,21 @@ def _group_keys(ids: Ids, groups: int) -> list[list[bytes]]:
     own = ids[None, :] + np.arange(groups, dtype=np.uint64)[:, None] * GOLDEN
     found: list[list[bytes]] = own.view(_KEYS).tolist()
     return found
+
+
+@lru_cache(1 << 16)
+def tenant_digest(name: str) -> bytes:
+    """Return the tenant in the keys of a request's chunks, from its name in the trace.
+
+    Recorded traces have the digest itself, in hex. Any other name stands for a cache salt.
+    """
+    return bytes.fromhex(name) if _DIGEST.fullmatch(name) else tenant_of(name, None)
+
+
+def _of_tenant(keys: Iterable[bytes], tenant: str) -> list[bytes]:
+    """Return keys of chunks of a tenant. Chunks of two tenants have different keys."""
+    ending = _BEFORE_TENANT + tenant_digest(tenant)
+    return [key + ending for key in keys]
 
 
 class RequestKeys:
@@ -83,6 +104,19 @@ class RequestKeys:
             found[at:at] = self.tail(prompt)
         return found
 
+    def of_span(self, first: int, end: int, prompt: int) -> list[bytes]:
+        """Return those of `in_order` whose chunks have tokens from `first` up to, and not including, `end`.
+
+        The same as `PromptChunks.keys_of_span`.
+        """
+        groups, size, keys = len(self.whole), self.chunk_tokens, self.in_order(prompt)
+        # The incomplete chunk at the end of the prompt, and the chunk that the answer makes of it, have one
+        # number.
+        tail = prompt // size if prompt % size else len(keys)
+        numbers = first // size, -(-end // size)
+        begin, stop = ((number + (number > tail)) * groups for number in numbers)
+        return keys[begin:stop]
+
     def tail(self, tokens: int) -> tuple[bytes, ...]:
         """Return the key, in each group, of the incomplete last chunk of the request's first tokens.
 
@@ -90,8 +124,9 @@ class RequestKeys:
             tokens: length of the prompt, or a shorter prefix that ends in the prompt's last unit.
         """
         if tokens not in self._tails:
-            found = _tails([self._request], self.chunk_tokens, len(self.whole), [tokens])
-            self._tails[tokens] = found[0]
+            (found,) = _tails([self._request], self.chunk_tokens, len(self.whole), [tokens])
+            tenant = self._request.tenant
+            self._tails[tokens] = tuple(_of_tenant(found, tenant)) if tenant else found
         return self._tails[tokens]
 
 
@@ -121,7 +156,12 @@ def keys_of_each(
             known[tokens] = tail
     found, begin = [], 0
     for request, end, known in zip(requests, counts.cumsum().tolist(), tails, strict=True):
-        found.append(RequestKeys(request, chunk_tokens, [keys[begin:end] for keys in flat], known))
+        whole = [keys[begin:end] for keys in flat]
+        if request.tenant:
+            whole = [_of_tenant(keys, request.tenant) for keys in whole]
+            for tokens, tail in known.items():
+                known[tokens] = tuple(_of_tenant(tail, request.tenant))
+        found.append(RequestKeys(request, chunk_tokens, whole, known))
         begin = end
     return found
 

@@ -49,11 +49,18 @@ class CurvePoint:
 
     capacity_bytes: int
     hit_rate: float
+    hit_rate_without_hints: float | None = None  # None if no hints were given
 
 
 def curve_as_json(points: Iterable[CurvePoint]) -> list[dict[str, float]]:
     """Return the points of a curve as values that can be written as JSON."""
-    return [{"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate} for one in points]
+    found = []
+    for one in points:
+        values = {"capacity_bytes": one.capacity_bytes, "hit_rate": one.hit_rate}
+        if one.hit_rate_without_hints is not None:
+            values["hit_rate_without_hints"] = one.hit_rate_without_hints
+        found.append(values)
+    return found
 
 
 class _Sums:
@@ -183,7 +190,8 @@ def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]
     largest = max(stored, 2 * least)
     pool = BlockPool(settings.pool.blocks * settings.engines)
     # One pass is enough if the chunks form a stack and all of them have one size.
-    if settings.policy == "lru" and model.has_one_row:
+    is_stack = settings.policy == "lru" and settings.hints is None and settings.tenants is None
+    if is_stack and model.has_one_row:
         distances = StackDistances(
             model.groups[0].chunk_bytes, model.chunk_tokens, _capacities(largest, least)
         )
@@ -199,7 +207,11 @@ def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]
         host = replace(settings.tiers[0], capacity_bytes=min(capacity, UNLIMITED))
         alone = replace(settings, tiers=(host,), engines=1, pool=pool, prefill_tokens_per_second=0.0)
         results = Simulation(model, alone, replayed.unit_tokens).run(requests(f"curve, pass {number}"))
-        found.append(CurvePoint(capacity, results.hit_rate))
+        before = None
+        if settings.hints is not None:
+            same = Simulation(model, replace(alone, hints=None), replayed.unit_tokens)
+            before = same.run(requests(f"curve without hints, pass {number}")).hit_rate
+        found.append(CurvePoint(capacity, results.hit_rate, before))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from kvferry.connector import LocalPrefix, last_boundary_before, saves_computation
+from kvferry.connector import Hints, LocalPrefix, last_boundary_before, saves_computation
 from kvferry.geometry import GroupKind
 from kvferry.planning import (
     STATE_BLOCKS,
@@ -20,10 +20,11 @@ from kvferry.planning import (
 from kvferry.tiers import EVICTION_POLICIES
 from kvferry.tools.replay.arrivals import Arrived
 from kvferry.tools.replay.content import RequestKeys, keys_of_each
+from kvferry.tools.replay.hinting import EngineHints
 from kvferry.tools.replay.lookup import Found, look_up
 from kvferry.tools.replay.settings import BlockGroup, ServedModel
 from kvferry.tools.replay.tiers import ComputedPrompt, SimulatedTiers, snapshots_of, store_chunks
-from kvferry.tools.replay.trace.base import TraceRequest
+from kvferry.tools.replay.trace.base import MAX_TOKENS, TraceRequest
 
 # Prefix of a prompt of which the engine has nothing.
 NO_PREFIX = LocalPrefix(0, 0)
@@ -188,6 +189,7 @@ class SimulatedEngine:
     model: ServedModel
     tiers: SimulatedTiers
     cache: EngineCache
+    hints: EngineHints | None = None
     # Requests that arrived and have not ended, the running one first.
     queue: deque[Arrived] = field(default_factory=deque)
     # Time in seconds at which the engine would have ended its requests without tiers.
@@ -211,13 +213,24 @@ class SimulatedEngine:
         shared = local.tokens if local.needs_load and not completed else 0
         return Running(arrived, hit, shared)
 
-    def finish(self, running: Running) -> None:
-        """Compute the rest of an admitted prompt, store its chunks, and keep its blocks."""
+    def set_time(self, now: float) -> None:
+        """Tell the tiers the time, in seconds since the start of the trace."""
+        self.tiers.set_time(now)
+        if self.hints is not None:
+            self.hints.set_time(now)
+
+    def finish(self, running: Running, hints: Hints | None = None) -> None:
+        """Compute the rest of an admitted prompt, store its chunks, keep its blocks, and apply its hints."""
         request, keys, block_keys, _ = running.arrived
         found = min(running.hit.found, request.prompt_tokens - 1)  # the last token is always computed
-        prompt = ComputedPrompt(request.prompt_tokens, found, running.shared, running.hit.shared_tokens)
+        storable = MAX_TOKENS if hints is None else hints.stored_tokens(MAX_TOKENS)
+        prompt = ComputedPrompt(
+            request.prompt_tokens, found, running.shared, running.hit.shared_tokens, storable
+        )
         snapshots = snapshots_of(self.model, prompt)
-        store_chunks(self.model, self.tiers, keys, prompt, snapshots)
+        used = store_chunks(self.model, self.tiers, keys, prompt, snapshots)
+        if self.hints is not None and hints is not None:
+            self.hints.finished(request, hints, keys, used)
         steps = self.model.form.steps
         loaded_state = self.model.state is not None and any(running.hit.tier_tokens)
         if loaded_state and found % steps.block_tokens == 0 and steps.retains(found):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.planning import (
     ChunkedPrompt,
@@ -13,7 +19,7 @@ from kvferry.planning import (
     needed_chunk_range,
     windows_survive_load,
 )
-from kvferry.tiers import EvictionPolicy, WriteBudget
+from kvferry.tiers import EvictionPolicy, Slot, TenantUsage, WriteBudget
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.settings import ServedModel
 
@@ -54,6 +60,11 @@ class ReadableTier:
         self.chunk_bytes, self.held = tuple(chunk_bytes), held
         self.counts = [TierCounts() for _ in chunk_bytes]
 
+    @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        """Usage by the labels of tenants; empty if they do not share the tier by weight."""
+        return {}
+
     def lacks(self, keys: Iterable[bytes]) -> list[bytes]:
         held = self.held
         return [key for key in keys if key not in held]
@@ -75,7 +86,7 @@ class SimulatedTier(ReadableTier):
     Methods take the keys of chunks that are evicted before all others as `cold`.
 
     Attributes:
-        policy: ranks the chunks in `held`. Callers may pin and rank chunks, but not add or evict any.
+        policy: ranks the chunks in `held`. Callers may rank chunks, but not pin, add or evict any.
         budget: limit on what `write` writes; None for no limit.
         now: seconds since the start of the trace, which only the budget needs.
     """
@@ -93,6 +104,64 @@ class SimulatedTier(ReadableTier):
         super().__init__(chunk_bytes, self._groups)
         self.capacity_bytes, self.used_bytes = capacity_bytes, 0
         self.policy = policy(capacity_bytes)
+        # The policy may tell tenants apart, and then evicts by the tenant of the chunk that is stored.
+        self._is_shared = bool(self.policy.tenants)
+        self._holds = Counter[bytes]()  # number of holds of each chunk that cannot be evicted
+        self._held_bytes = 0
+
+    @property
+    def tenants(self) -> Mapping[str, TenantUsage]:
+        return self.policy.tenants
+
+    def hold(self, key: bytes) -> Slot | None:
+        """Keep a chunk from being evicted until `close`; None if the tier does not have it."""
+        if (group := self._groups.get(key)) is None:
+            return None
+        size = self.chunk_bytes[group]
+        if not self._holds[key]:
+            self.policy.pin(key)
+            self._held_bytes += size
+        self._holds[key] += 1
+        return Slot(key, group, 0, size, 0)
+
+    def close(self, slot: Slot) -> None:
+        self._holds[slot.key] -= 1
+        if not self._holds[slot.key]:
+            del self._holds[slot.key]
+            self._held_bytes -= slot.size
+            self.policy.unpin(slot.key)
+
+    def contains(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        return np.array([key in self.held for key in keys], np.bool_)
+
+    def make_cold(self, keys: Sequence[bytes]) -> None:
+        self.policy.make_cold(keys)
+
+    def pin_all(self, keys: Iterable[bytes]) -> None:
+        """Keep chunks from being evicted until `unpin_all`."""
+        holds = self._holds
+        self.policy.pin_all([key for key in keys if key not in holds] if holds else keys)
+
+    def unpin_all(self, keys: Iterable[bytes]) -> None:
+        holds = self._holds
+        self.policy.unpin_all([key for key in keys if key not in holds] if holds else keys)
+
+    def reserve(self, keys: Sequence[bytes], sizes: Sequence[int], reserved: int = 0) -> int:
+        """Make room for new chunks, beside `reserved` bytes. Return for how many of the first ones there is.
+
+        The caller admits these.
+        """
+        ends = list(accumulate(sizes))
+        if not self._is_shared:
+            return bisect_right(ends, self.make_room(reserved + ends[-1]) - reserved) if ends else 0
+        for number, (key, end) in enumerate(zip(keys, ends, strict=True)):
+            self.policy.expect(key, sizes[number])
+            while self.policy.is_over_limit or self.used_bytes + reserved + end > self.capacity_bytes:
+                if (victim := self.policy.evict()) is None:
+                    self.policy.unexpect(key)
+                    return number
+                self._forget([victim])
+        return len(ends)
 
     def make_room(self, size: int) -> int:
         """Evict chunks until `size` bytes are free, or none is left to evict. Return the free bytes."""
@@ -112,10 +181,12 @@ class SimulatedTier(ReadableTier):
 
     def fits_beside(self, size: int, keys: Iterable[Sequence[bytes]]) -> bool:
         """Return True if the tier has room for `size` bytes without the eviction of any of `keys`."""
+        if self._is_shared:
+            return False
         missing = self.used_bytes + size - self.capacity_bytes
         if missing <= 0:
             return True
-        if size > self.capacity_bytes or (oldest := self.policy.oldest(missing)) is None:
+        if size > self.capacity_bytes - self._held_bytes or (oldest := self.policy.oldest(missing)) is None:
             return False
         evicted = frozenset(oldest)
         return all(map(evicted.isdisjoint, keys))
@@ -139,8 +210,7 @@ class SimulatedTier(ReadableTier):
         reserved = 0
         for group, keys in runs:
             size = self.chunk_bytes[group]
-            free = self.make_room(reserved + size * len(keys)) - reserved
-            fitting = min(len(keys), free // size)
+            fitting = self.reserve(keys, [size] * len(keys), reserved)
             self.counts[group].dropped += len(keys) - fitting
             reserved += size * fitting
             # Admitted from the last to the first, so that the last one is evicted first.
@@ -153,9 +223,9 @@ class SimulatedTier(ReadableTier):
         """Write those chunks of one group that are not held, one after the other. Return their keys."""
         size = self.chunk_bytes[group]
         new = self._affordable(self.lacks(keys), group)
-        if any(key in cold for key in new):  # the next chunk may evict one of these
+        if self._is_shared or any(key in cold for key in new):  # the next chunk may evict one of these
             for key in new:
-                if self.make_room(size) >= size:
+                if self.reserve([key], [size]):
                     self.admit([key], group, cold)
         elif new and (fitting := self.make_room(size * len(new)) // size):
             self.admit(new[-fitting:], group)

@@ -16,11 +16,12 @@ from kvferry.common.units import counted, format_bytes, parse_size
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import CanonicalGroup
 from kvferry.planning import attends_to_all, needed_chunks, widest_group
-from kvferry.tiers import EVICTION_POLICIES, FLEET, HOST
+from kvferry.tiers import EVICTION_POLICIES, FLEET, HOST, Tenants
 from kvferry.tools.models import ModelReading
 from kvferry.tools.plan.contents import lay_out_engine
 from kvferry.tools.plan.kept import KeptSettings, StoredForm, stored_form
 from kvferry.tools.plan.side import EngineSide, shape
+from kvferry.tools.replay.hints import HintSetting
 
 # Capacity in bytes of a tier without a limit.
 UNLIMITED = 1 << 62
@@ -249,6 +250,8 @@ class ReplaySettings:
     # Name of the eviction policy of host memory. Storage evicts the least recently used chunks.
     policy: str = "lru"
     admission: AdmissionSetting = ADMIT_ALL
+    hints: HintSetting | None = None  # None if clients send none
+    tenants: Tenants | None = None  # weights, by the tenants in chunks' keys; None to let all use all
     route: RouteName = "prefix"
     # Tokens that an engine computes per second; 0 to assume that a request has ended before the next one
     # arrives.

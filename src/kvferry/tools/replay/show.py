@@ -10,6 +10,15 @@ from statistics import median_low
 from typing import Any, TypeVar
 
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds
+from kvferry.tools.replay.clients import (
+    HintWorth,
+    TenantOutcome,
+    show_tenants,
+    show_worth,
+    tenants_as_json,
+    tenants_of,
+    worth_as_json,
+)
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
 from kvferry.tools.replay.lookup import TierCounts
 from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
@@ -91,11 +100,20 @@ class Outcome:
     complete: bool
     curve: tuple[CurvePoint, ...] = ()  # hit rate by capacity of host memory; empty if it was not computed
     wear: tuple[TierWear, ...] = ()  # of each tier in storage; with an admission filter also without it
+    without_hints: Simulation | None = None  # the same replay without hints, if there are any
     tells_prefixes: bool = True  # False if the trace has only lengths, so that its hit rate means nothing
 
     @cached_property
     def tiers(self) -> tuple[TierOutcome, ...]:
         return tuple(map(self._tier, range(len(self.simulation.tiers))))
+
+    @cached_property
+    def worth(self) -> HintWorth | None:
+        return None if self.without_hints is None else HintWorth(self.simulation, self.without_hints)
+
+    @cached_property
+    def tenants(self) -> tuple[TenantOutcome, ...]:
+        return tenants_of(self.simulation, self.without_hints)
 
     def _tier(self, number: int) -> TierOutcome:
         setting, same = self.simulation.settings.tiers[number], self.simulation.tiers[number]
@@ -129,25 +147,38 @@ def show(found: Outcome, report: Report) -> None:
     else:
         report.heading("The trace cannot tell how many of the prompt tokens need not be computed")
         report.text("It has only lengths, and every prompt is taken as new.")
+    if found.worth is not None:
+        report.text()
+        show_worth(found.worth, report)
     report.text()
     report.heading("Chunks")
     report.table(_CHUNKS, [_chunks(tier) for tier in found.tiers])
     if settings.engines > 1:
         _show_engines(found, report)
+    if found.tenants and found.tells_prefixes:
+        report.text()
+        show_tenants(found.tenants, report)
     if len(results.waits):
         report.text()
-        report.heading("Time to the first token, without decoding")
-        waits = ("with the tiers", results.waits), ("without tiers", results.waits_without_tiers)
-        rows = []
-        for name, times in filter(itemgetter(1), waits):
-            seconds = [*(times.quantile(share) for share in (0.5, 0.9, 0.99)), times.mean]
-            rows.append((name, *map(format_seconds, seconds)))
-        report.table(_WAITS, rows)
+        _show_waits(found, report)
     if found.wear:
         report.text()
         _show_wear(found, report)
     if found.curve:
         show_curve(found.curve, settings, report)
+
+
+def _show_waits(found: Outcome, report: Report) -> None:
+    results = found.simulation.results
+    report.heading("Time to the first token, without decoding")
+    waits = [("with the tiers", results.waits), ("without tiers", results.waits_without_tiers)]
+    if found.without_hints is not None:
+        waits.insert(1, ("without hints", found.without_hints.results.waits))
+    rows = []
+    for name, times in filter(itemgetter(1), waits):
+        seconds = [*(times.quantile(share) for share in (0.5, 0.9, 0.99)), times.mean]
+        rows.append((name, *map(format_seconds, seconds)))
+    report.table(_WAITS, rows)
 
 
 def _show_wear(found: Outcome, report: Report) -> None:
@@ -247,10 +278,18 @@ def show_curve(points: Sequence[CurvePoint], settings: ReplaySettings, report: R
     report.text()
     report.heading(f"Hit rate by capacity of host memory{beside}")
     rows = [
-        (format_bytes(point.capacity_bytes), f"{point.hit_rate:.1%}", "#" * round(point.hit_rate * _BAR))
+        (
+            format_bytes(point.capacity_bytes),
+            f"{point.hit_rate:.1%}",
+            "" if point.hit_rate_without_hints is None else f"{point.hit_rate_without_hints:.1%}",
+            "#" * round(point.hit_rate * _BAR),
+        )
         for point in thinned(points, 16)
     ]
-    report.table(_CURVE, rows)
+    if settings.hints is None:
+        report.table(_CURVE, [(capacity, rate, bar) for capacity, rate, _, bar in rows])
+    else:
+        report.table((*_CURVE[:2], Column("without hints"), _CURVE[2]), rows)
 
 
 def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
@@ -411,6 +450,8 @@ def as_json(found: Outcome) -> dict[str, Any]:
             }
             for number, one in enumerate(simulation.engines)
         ],
+        "by_tenant": tenants_as_json(found.tenants) if known else [],
+        "hints": worth_as_json(found.worth),
         "wear": wear_as_json(found.wear),
         "time_to_first_token": waits,
         "curve": curve_as_json(found.curve),

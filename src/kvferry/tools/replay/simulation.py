@@ -10,20 +10,24 @@ find its chunks, and the next turn of its session is scheduled. Without a speed
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
-from math import ceil, exp, isfinite, log
+from math import ceil, exp, inf, isfinite, log
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers import EVICTION_POLICIES, FLEET
+from kvferry.tiers import EVICTION_POLICIES, FLEET, EvictionPolicy, FairEviction
 from kvferry.tools.replay.arrivals import Arrivals, Arrived
+from kvferry.tools.replay.content import tenant_digest
 from kvferry.tools.replay.engine import EngineCache, Hit, Running, SimulatedEngine
 from kvferry.tools.replay.fleet import FleetMemory, OthersMemory, SharedHostMemory
+from kvferry.tools.replay.hinting import EngineHints
+from kvferry.tools.replay.hints import ClientHints, SessionName, session_name
 from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier
 from kvferry.tools.replay.settings import ReplaySettings, RouteName, ServedModel, TierSetting
 from kvferry.tools.replay.tiers import SimulatedTiers
@@ -150,6 +154,19 @@ class Times:
         return 0.0
 
 
+@dataclass(slots=True)
+class TenantResults:
+    """Sums over the counted requests of a tenant, or of all that have one label."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / max(self.prompt_tokens, 1)
+
+
 @dataclass(slots=True, kw_only=True)
 class Results:
     """Sums over the counted requests of a replay. Tokens are tokens of prompts."""
@@ -175,6 +192,8 @@ class Results:
     # The same if the engines had no tiers. Empty if requests arrived when others had ended, because without
     # tiers they would have arrived later.
     waits_without_tiers: Times = field(default_factory=Times)
+    # By label; without ``--tenants``, by the names in the trace. Empty if the trace names no tenants.
+    by_tenant: dict[str, TenantResults] = field(default_factory=partial(defaultdict, TenantResults))
 
     @property
     def seconds(self) -> float:
@@ -224,6 +243,12 @@ class Results:
         for number, tokens in enumerate(hit.group_tokens):
             self.group_tokens[number] += tokens
 
+    def add_tenant(self, label: str, request: TraceRequest, hit: Hit) -> None:
+        found = self.by_tenant[label]
+        found.requests += 1
+        found.prompt_tokens += request.prompt_tokens
+        found.hit_tokens += hit.found
+
 
 class Simulation:
     """A replay in progress, at first with idle engines and empty caches.
@@ -259,6 +284,11 @@ class Simulation:
         self._first_arrival: float | None = None
         self._last_arrival = 0.0
         self._ends: list[tuple[float, int, SimulatedEngine, Running]] = []
+        self._client_hints = None if settings.hints is None else ClientHints(settings.hints)
+        self._lead_seconds = None if settings.hints is None else settings.hints.lead_seconds
+        # (time, seconds until the session's next turn, session) of prefetches that will begin.
+        self._prefetches: list[tuple[float, float, SessionName]] = []
+        self._engine_of: dict[SessionName, SimulatedEngine] = {}  # engine of each session's last request
 
     @property
     def seconds(self) -> float:
@@ -271,10 +301,19 @@ class Simulation:
         If a KeyboardInterrupt or another exception ends the replay, `results` has the sums so far.
         """
         keys_of_each = self.engines[0].cache.keys_of_each
-        arrivals = Arrivals(requests, keys_of_each, self.settings.concurrency)
+        arrivals = Arrivals(
+            requests,
+            keys_of_each,
+            self.settings.concurrency,
+            ahead_seconds=self._lead_seconds or 0.0,
+            on_known=self._schedule_prefetch if self._lead_seconds else None,
+        )
         try:
             while self._ends or isfinite(arrivals.time):
-                if self._ends and self._ends[0][0] <= arrivals.time:
+                end = self._ends[0][0] if self._ends else inf
+                if self._prefetches and self._prefetches[0][0] < min(end, arrivals.time):
+                    self._prefetch()
+                elif end <= arrivals.time:
                     self._end(arrivals)
                 else:
                     self._arrive(arrivals.pop())
@@ -300,6 +339,8 @@ class Simulation:
         self._seen += 1
         if self._seen > self.settings.skip:
             self.results.add(arrived.request, running.hit)
+            if arrived.request.tenant or self.settings.tenants is not None:
+                self.results.add_tenant(self._label(arrived.request), arrived.request, running.hit)
             engine.count(running)
             if self._on_hit is not None:
                 self._on_hit(arrived.request, running.hit)
@@ -307,7 +348,7 @@ class Simulation:
 
     def _begin(self, engine: SimulatedEngine, now: float) -> None:
         """Admit the first request of an engine's queue, and schedule the end of its prefill."""
-        engine.tiers.set_time(now)
+        engine.set_time(now)
         request, running = engine.queue[0].request, self._admit(engine, engine.queue[0])
         seconds = self._prefill_seconds(engine, request, running.hit, now)
         heappush(self._ends, (now + seconds, self._seen, engine, running))
@@ -332,13 +373,33 @@ class Simulation:
     def _end(self, arrivals: Arrivals) -> None:
         """End the prefill that ends next, and begin what waits for it."""
         now, _, engine, running = heappop(self._ends)
-        engine.tiers.set_time(now)
-        engine.finish(running)
+        engine.set_time(now)
+        request = running.arrived.request
+        engine.finish(running, None if self._client_hints is None else self._client_hints.of(request))
+        if self._lead_seconds and (name := session_name(request)) is not None:
+            self._engine_of[name] = engine
         engine.queue.popleft()
         self._queues[engine.number] -= 1
         arrivals.ended(running.arrived, now)
         if engine.queue:
             self._begin(engine, now)
+
+    def _schedule_prefetch(self, now: float, at: float, request: TraceRequest) -> None:
+        begin = max(now, at - (self._lead_seconds or 0.0))
+        if begin < at and (name := session_name(request)) is not None:
+            heappush(self._prefetches, (begin, at - begin, name))
+
+    def _prefetch(self) -> None:
+        now, seconds, name = heappop(self._prefetches)
+        # No engine knows a session before the end of its first turn.
+        if (engine := self._engine_of.get(name)) is not None and engine.hints is not None:
+            engine.set_time(now)
+            engine.hints.prefetch(name, seconds)
+
+    def _label(self, request: TraceRequest) -> str:
+        if self.settings.tenants is None:
+            return request.tenant
+        return self.settings.tenants.of(tenant_digest(request.tenant)).name
 
     def _engine(self, number: int) -> SimulatedEngine:
         host, *slow = self.settings.tiers
@@ -347,10 +408,14 @@ class Simulation:
         slow_tiers = [self._slow_tier(at, one) for at, one in enumerate(slow, 1)]
         tiers = SimulatedTiers(memory, slow_tiers, self.settings.admission)
         cache = EngineCache(self.model, self.settings.pool.blocks, self.unit_tokens)
-        return SimulatedEngine(number, self.model, tiers, cache)
+        engine = SimulatedEngine(number, self.model, tiers, cache)
+        if (hints := self.settings.hints) is not None:
+            speeds = [tier.bytes_per_second for tier in self.settings.tiers]
+            engine.hints = EngineHints(self.model, tiers, hints, self.settings.tenants, speeds)
+        return engine
 
     def _host(self, number: int, setting: TierSetting) -> SimulatedTier:
-        sizes, policy = self._chunk_bytes, EVICTION_POLICIES[self.settings.policy]
+        sizes, policy = self._chunk_bytes, self._policy(self.settings.policy, setting, self._chunk_bytes)
         if self.fleet is None:
             return SimulatedTier(setting.capacity_bytes, sizes, policy)
         return SharedHostMemory(self.fleet, number, setting.capacity_bytes, sizes, policy)
@@ -367,8 +432,20 @@ class Simulation:
             sizes = [group.file_bytes for group in self.model.form.groups]
             # Storage evicts the least recently used chunks, whatever the policy of host memory is.
             per_day = self.settings.admission.write_per_day
-            known.append(SimulatedTier(setting.capacity_bytes, sizes, EVICTION_POLICIES["lru"], per_day))
+            policy = self._policy("lru", setting, sizes)
+            known.append(SimulatedTier(setting.capacity_bytes, sizes, policy, per_day))
         return known[-1]
+
+    def _policy(
+        self, name: str, setting: TierSetting, chunk_bytes: Sequence[int]
+    ) -> Callable[[int], EvictionPolicy]:
+        """Return what makes the eviction policy of a tier, shared by weight with ``--tenants``."""
+        tenants, policy = self.settings.tenants, EVICTION_POLICIES[name]
+        # Tenants share no bucket, as where requests are served.
+        if tenants is None or setting.kind == "object":
+            return policy
+        tenants.check_limits(setting.kind, setting.capacity_bytes, max(chunk_bytes))
+        return lambda capacity_bytes: FairEviction(capacity_bytes, policy, tenants, Counter())
 
     @property
     def _chunk_bytes(self) -> list[int]:

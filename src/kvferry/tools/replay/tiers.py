@@ -12,9 +12,9 @@ hold the request, because a slow tier accepts only as many writes at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from kvferry.tiers import WriteFilter
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier, Wanted
 from kvferry.tools.replay.settings import ADMIT_ALL, AdmissionSetting, ServedModel
+from kvferry.tools.replay.trace.base import MAX_TOKENS
 
 
 class Run(NamedTuple):
@@ -49,6 +50,7 @@ class SimulatedTiers:
     """The tiers of one engine.
 
     Attributes:
+        host: host memory.
         tiers: host memory, then the slow tiers, the fastest first. Engines may share slow tiers.
         has_asked: True if the engine has asked other engines for the chunks of the running request.
     """
@@ -57,7 +59,7 @@ class SimulatedTiers:
         self, host: SimulatedTier, slow: Sequence[ReadableTier], admission: AdmissionSetting = ADMIT_ALL
     ) -> None:
         self.tiers: tuple[ReadableTier, ...] = (host, *slow)
-        self._host, self.has_asked = host, False
+        self.host, self.has_asked = host, False
         # Tiers that store chunks, by number.
         self._storing = {n: tier for n, tier in enumerate(self.tiers) if isinstance(tier, SimulatedTier)}
         self._slow = {n: tier for n, tier in self._storing.items() if n}
@@ -75,7 +77,7 @@ class SimulatedTiers:
         """Count the reads of a prefix, and copy chunks of slow tiers into host memory."""
         keys, groups, tiers = wanted
         here = keys if not any(tiers) else [key for key, tier in zip(keys, tiers, strict=True) if not tier]
-        self._host.policy.touch_all(here[::-1])
+        self.host.policy.touch_all(here[::-1])
         sizes, sources = [0] * len(self.tiers), list(zip(groups, tiers, strict=True))
         for group, tier in set(sources):
             one = (group, tier)
@@ -92,13 +94,13 @@ class SimulatedTiers:
             here: keys of chunks that the load reads from host memory.
             wanted: (key, group, tier) of the other chunks, in the order of the prompt.
         """
-        host = self._host
-        host.policy.pin_all(here)
+        host = self.host
+        host.pin_all(here)
         # If host memory has no room for all, the ranks first copy what it has room for to the engine's
         # blocks. Then these chunks can be evicted to make room for the others.
         while wanted or here:
-            ends = list(accumulate([host.chunk_bytes[group] for _, group, _ in wanted]))
-            fitting = bisect_right(ends, host.make_room(ends[-1])) if wanted else 0
+            sizes = [host.chunk_bytes[group] for _, group, _ in wanted]
+            fitting = host.reserve([key for key, _, _ in wanted], sizes)
             if not (fitting or here):
                 return
             written: list[bytes] = []
@@ -106,12 +108,12 @@ class SimulatedTiers:
             for (tier, group), each in groupby(arriving, itemgetter(2, 1)):
                 names = [key for key, _, _ in each]
                 host.admit(names, group)
-                host.policy.pin_all(names)
+                host.pin_all(names)
                 for number in self._slow:
                     if number < tier:
                         written += self._write(number, group, self._admitted(number, group, names, None))
-            host.policy.unpin_all([key for key, _, _ in reversed(arriving)])
-            host.policy.unpin_all(here)
+            host.unpin_all([key for key, _, _ in reversed(arriving)])
+            host.unpin_all(here)
             host.policy.make_newest(written)
             here, wanted = [], wanted[fitting:]
 
@@ -135,15 +137,22 @@ class SimulatedTiers:
                 self._filters[number].put_back(key, group)
         return written
 
+    def bring(self, key: bytes, group: int) -> None:
+        """Copy a chunk from the fastest tier that has it into host memory, unless there is no room for it."""
+        number = next((n for n, tier in enumerate(self.tiers) if key in tier.held), 0)
+        if number:
+            self.tiers[number].count_reads([key], group)
+            self._fetch([], [(key, group, number)])
+
     def store(self, runs: Iterable[Run], prompt_tokens: int, cold: Collection[bytes] = ()) -> None:
-        stored = self._host.store(self._pieces(runs), cold)
+        stored = self.host.store(self._pieces(runs), cold)
         for number in self._slow:
             for group, keys in stored:
                 admitted = self._admitted(number, group, keys, prompt_tokens)
                 written = self._write(number, group, admitted, cold)
                 # A write pins the chunk while it lasts, and the end of the pin ranks it as the latest used.
-                self._host.policy.pin_all(written)
-                self._host.policy.unpin_all(written)
+                self.host.pin_all(written)
+                self.host.unpin_all(written)
 
     def store_at_once(self, runs: Sequence[Run]) -> bool:
         """Store the chunks of all steps of a prompt, if the result is that of `store` for each step.
@@ -157,7 +166,7 @@ class SimulatedTiers:
         new, kept = list(map(self._new, runs)), [run.keys for run in runs]
         stores = []
         for tier in self._storing.values():
-            lacking = new if tier is self._host else list(map(tier.lacks, new))
+            lacking = new if tier is self.host else list(map(tier.lacks, new))
             size = sum(
                 [tier.chunk_bytes[run.group] * len(keys) for run, keys in zip(runs, lacking, strict=True)]
             )
@@ -172,14 +181,14 @@ class SimulatedTiers:
 
     def _new(self, run: Run) -> list[bytes]:
         """Return the keys of a run that must be stored in host memory."""
-        new = self._host.lacks(run.keys)
+        new = self.host.lacks(run.keys)
         if len(self.tiers) == 1 or not new:
             return new
         unchanged: Sequence[bytes] = run.keys[: run.unchanged]
         for tier in self.tiers:
             if self.has_asked or not tier.is_searched:
                 unchanged = tier.lacks(unchanged)
-        return [*unchanged, *self._host.lacks(run.keys[run.unchanged :])]
+        return [*unchanged, *self.host.lacks(run.keys[run.unchanged :])]
 
     def _pieces(self, runs: Iterable[Run]) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield the new keys of each run in pieces, as an engine orders their stores."""
@@ -195,13 +204,13 @@ class SimulatedTiers:
         for tier in self._storing.values():
             tier.policy.mark_used(keys, tokens)
         if cold:
-            self._host.policy.make_cold(cold)
+            self.host.policy.make_cold(cold)
         for number, tier in self._slow.items():
             for key, group in self._filters[number].use(keys, prompt_tokens, tier.budget_left):
-                if key in self._host.held:
+                if key in self.host.held:
                     written = self._write(number, group, [key])
-                    self._host.policy.pin_all(written)
-                    self._host.policy.unpin_all(written)
+                    self.host.pin_all(written)
+                    self.host.unpin_all(written)
 
 
 class ComputedPrompt(NamedTuple):
@@ -215,6 +224,7 @@ class ComputedPrompt(NamedTuple):
     # Length in tokens of the longest prefix whose full-attention chunks the tiers and the engine had at
     # look-up.
     shared_tokens: int
+    storable: int = MAX_TOKENS  # number of tokens, from the start, whose chunks may be stored
 
 
 def snapshots_of(model: ServedModel, prompt: ComputedPrompt) -> list[int]:
@@ -238,12 +248,19 @@ def store_chunks(
     keys: RequestKeys,
     prompt: ComputedPrompt,
     snapshots: Sequence[int],
-) -> None:
-    """Store the chunks of a request that its engine has computed in `tiers`, and mark its prompt as used."""
+) -> list[bytes]:
+    """Store the chunks of a request that its engine has computed in `tiers`, and mark its prompt as used.
+
+    Return the keys of the chunks that later prompts need.
+    """
     size, state = model.chunk_tokens, model.state
     used = keys.in_order(prompt.tokens if state is None else 0)
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
-    kept = [at for at in snapshots if keeps_snapshot(at, size, model.form.snapshot_tokens, ends)]
+    kept = [
+        at
+        for at in snapshots
+        if at <= prompt.storable and keeps_snapshot(at, size, model.form.snapshot_tokens, ends)
+    ]
     if state is not None:
         # A request passes over the snapshots between the one that it continued from and its own.
         ends_used = [at // size - 1 for at in {*kept, prompt.found} if at and at % size == 0]
@@ -260,23 +277,27 @@ def store_chunks(
             runs.append(Run(state, [keys.whole[state][at // size - 1] for at in snapshots], 0))
         return runs
 
+    stored = min(keys.computed_tokens, prompt.storable) // size * size
     cold, unneeded = set[bytes](), dict[bytes, int]()
     generated = prompt.tokens // size  # number of the first chunk with generated tokens
     if model.has_cold_chunks:
         likely = (*ends, prompt.found, prompt.shared_tokens)
         cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
-        unneeded = _unneeded(model, keys, (*likely, keys.computed_tokens // size * size))
+        unneeded = _unneeded(model, keys, (*likely, stored))
     # The steps of a prompt usually leave what a single step would, and one is much faster.
     at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
         for begin, end in pairwise((0, *_step_ends(model, prompt, keys))):
             tiers.store(runs_of(begin, end), prompt.tokens, cold)
+    if unneeded:
+        used = [key for key in used if key not in unneeded]
     tiers.mark_used(
-        [key for key in used if key not in unneeded] if unneeded else used,
+        used,
         max(keys.computed_tokens, prompt.tokens),
         prompt.tokens,
         cold=[key for key, number in unneeded.items() if number >= generated],
     )
+    return used
 
 
 def _step_ends(model: ServedModel, prompt: ComputedPrompt, keys: RequestKeys) -> Iterator[int]:
@@ -303,9 +324,13 @@ def _attention_runs(
         storable: chunks of the request that each group may store, ascending.
     """
     size = model.chunk_tokens
-    first, last = (at // size for at in step)
+    first, last = (min(at, prompt.storable) // size for at in step)
     unchanged = (prompt.found + 1) // size
-    tail = prompt.tokens % size and step[0] < prompt.tokens <= step[1] and model.state is None
+    tail = (
+        prompt.tokens % size
+        and step[0] < prompt.tokens <= min(step[1], prompt.storable)
+        and model.state is None
+    )
     runs: list[Run] = []
     for group, numbers in enumerate(storable):
         if some := numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]:

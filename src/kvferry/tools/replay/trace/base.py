@@ -106,6 +106,7 @@ class TraceRequest:
     prefix_ids: Ids
     prompt_id: int  # identity of the whole prompt. Used only if the prompt ends inside a unit.
     session: str = ""
+    tenant: str = ""  # requests of different tenants share no content. Empty if the trace names none
     recorded: RecordedHits | None = None
     # Turns that follow the first one of a session. They can be iterated once.
     later: Iterator[TraceRequest] = _NO_TURNS

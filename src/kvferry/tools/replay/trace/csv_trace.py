@@ -6,6 +6,7 @@ The columns, with other names that are accepted in any case, with or without spa
 - ``prompt_tokens``, ``input_tokens``, ``input_length``, ``context_tokens`` or ``request_tokens``.
 - ``output_tokens``, ``output_length``, ``generated_tokens`` or ``response_tokens``.
 - ``session`` or ``session_id``, optional.
+- ``tenant``, ``tenant_id`` or ``cache_salt``, optional.
 
 The traces of Azure (https://github.com/Azure/AzurePublicDataset) and BurstGPT
 (https://github.com/HPMLL/BurstGPT) have such columns.
@@ -36,11 +37,13 @@ from kvferry.tools.replay.trace.workload import Outline, Passage, write_out
 DEFAULT_UNIT_TOKENS = 256
 
 _ARRIVAL, _PROMPT, _OUTPUT, _SESSION = "arrival", "prompt_tokens", "output_tokens", "session"
+_TENANT = "tenant"
 _NAMES = {
     _ARRIVAL: ("arrival", "arrivalseconds", "timestamp", "time"),
     _PROMPT: ("prompttokens", "inputtokens", "inputlength", "contexttokens", "requesttokens"),
     _OUTPUT: ("outputtokens", "outputlength", "generatedtokens", "responsetokens"),
     _SESSION: ("session", "sessionid"),
+    _TENANT: ("tenant", "tenantid", "cachesalt"),
 }
 
 
@@ -81,7 +84,7 @@ class CsvTrace(FileTrace):
     def _outlines(self, arrivals: ArrivalTimes) -> Iterator[Outline]:
         conversations = Conversations()
         at_arrival, at_prompt, at_output = (self._columns[role] for role in (_ARRIVAL, _PROMPT, _OUTPUT))
-        at_session = self._columns.get(_SESSION)
+        at_session, at_tenant = self._columns.get(_SESSION), self._columns.get(_TENANT)
         to_seconds: Callable[[str], float] | None = None
         for number, row in self._rows():
             try:
@@ -89,16 +92,18 @@ class CsvTrace(FileTrace):
                 seconds = to_seconds(row[at_arrival])
                 prompt_tokens = _count(row[at_prompt], 1)
                 output_tokens = _count(row[at_output], 0)
-                session = "" if at_session is None else row[at_session]
+                session, tenant = ("" if at is None else row[at] for at in (at_session, at_tenant))
             except (IndexError, OverflowError, ValueError) as error:
                 raise self._file.refusal(
                     number,
                     f"found {shown(','.join(row))}; expected an arrival like the first request's, "
                     f"1 to {MAX_TOKENS:,} prompt tokens, and 0 to {MAX_TOKENS:,} output tokens",
                 ) from error
-            passages = conversations.passages(session, number, prompt_tokens, output_tokens)
+            # Sessions of two tenants may have one name.
+            owner = f"{tenant}\0{session}" if tenant and session else session
+            passages = conversations.passages(owner, number, prompt_tokens, output_tokens)
             arrival = arrivals.arrival(number, seconds)
-            yield Outline(arrival, prompt_tokens, output_tokens, passages, session)
+            yield Outline(arrival, prompt_tokens, output_tokens, passages, session, tenant)
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yield all rows but the header, with the numbers of their last lines."""

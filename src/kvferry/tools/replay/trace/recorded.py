@@ -3,8 +3,8 @@
 The first line is a header, ``{"kvferry_trace": 1, "unit_tokens": 16, ...}``. Each further line is a request::
 
     {"arrival": 1764240000.25, "end": 1764240003.5, "prompt_tokens": 40, "output_tokens": 12,
-     "keys": "AAAAAAAAAAEAAAAAAAAAAgAAAAAAAAAD", "prompt_key": "AAAAAAAAAAQ=", "session": "",
-     "local_tokens": 16, "loaded": {"host": 16}}
+     "keys": "AAAAAAAAAAEAAAAAAAAAAgAAAAAAAAAD", "prompt_key": "AAAAAAAAAAQ=", "session": "9f3c51d07b2e6a84",
+     "tenant": "5f0c2a9b11de", "local_tokens": 16, "loaded": {"host": 16}}
 
 Times are seconds since 1970. ``keys`` has 8 bytes, little-endian, for each whole unit of prompt and output,
 in base64. ``prompt_key`` is the same for the whole prompt. An engine that is started again repeats the header
@@ -62,6 +62,7 @@ class _Request(msgspec.Struct, gc=False, frozen=True):
     local_tokens: OutputTokens
     loaded: dict[str, OutputTokens]
     session: str = ""
+    tenant: str = ""
 
 
 class _Index:
@@ -181,6 +182,7 @@ class RecordedTrace(FileTrace):
             prefix_ids=np.frombuffer(record.keys, "<u8").astype(np.uint64, copy=False),
             prompt_id=int.from_bytes(record.prompt_key[:_KEY_BYTES], "little"),
             session=record.session,
+            tenant=record.tenant,
             recorded=RecordedHits(record.local_tokens, record.loaded),
         )
 

@@ -65,6 +65,7 @@ class Outline(NamedTuple):
     output_tokens: int
     passages: Sequence[Passage]
     session: str = ""
+    tenant: str = ""
 
 
 def text_units(seed: int, first_unit: int, last_unit: int) -> Ids:
@@ -135,6 +136,7 @@ def _written(batch: Sequence[Outline], unit_tokens: int) -> Iterator[TraceReques
             prefix_ids=prefixes[end - total : end],
             prompt_id=prompt_id,
             session=outline.session,
+            tenant=outline.tenant,
         )
 
 
