@@ -49,10 +49,13 @@ class LoadSizes:
     files: int = 20
 
 
+FULL_SIZES = LoadSizes()
+
+
 def measure(
     job: SafetyJob,
     progress: Callable[[str], None],
-    sizes: LoadSizes = LoadSizes(),
+    sizes: LoadSizes = FULL_SIZES,
 ) -> list[ProtectionCost]:
     """Load a prompt, and its files one by one, with and without checksums, and return the costs.
 
@@ -67,7 +70,7 @@ def measure(
     """
     chunk_bytes = chunk_group(job.reading).chunk_bytes
     chunks = max(job.tokens // CHUNK_TOKENS, -(-sizes.least_bytes // chunk_bytes))
-    _check_room(sizes.memory, 2 * chunks * chunk_bytes)
+    check_room(sizes.memory, 2 * chunks * chunk_bytes)
     with (
         TemporaryDirectory(prefix="kvferry-bench-", dir=sizes.memory) as folder,
         prompt_in_files(job.reading, chunks * CHUNK_TOKENS, Path(folder)) as loads,
@@ -79,30 +82,34 @@ def measure(
         prompts, files = [], []
         for number in range(job.repeats):
             progress(f"loading, round {number + 1} of {job.repeats}")
-            prompts.append(_pairs(loads.load, sizes.prompts))
-            files.append(_pairs(lambda: loads.read(next(numbers) % loads.chunks), sizes.files))
+            prompts.append(_checked_and_not(loads.load, sizes.prompts))
+            files.append(_checked_and_not(lambda: loads.read(next(numbers) % loads.chunks), sizes.files))
     tokens, mebibytes = loads.chunks * CHUNK_TOKENS, loads.chunk_bytes >> 20
     walls, cpus = (
         [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
         for name in ("wall", "cpu")
     )
     return [
-        _cost(f"load of {tokens:,} tokens into blocks, on the clock", walls, TARGET),
-        _cost("the same, of processors", cpus, TARGET),
-        _cost(f"of that, a file of {mebibytes} MiB read", files, None),
+        cost(_PART, f"load of {tokens:,} tokens into blocks, on the clock", walls, TARGET),
+        cost(_PART, "the same, of processors", cpus, TARGET),
+        cost(_PART, f"of that, a file of {mebibytes} MiB read", files),
     ]
 
 
-def _pairs(load: Callable[[], _Took], pairs: int) -> tuple[list[_Took], list[_Took]]:
-    """Load with and without checksums, in alternating order. Return the times with and the times without."""
-    on, off = list[_Took](), list[_Took]()
-    for number in range(pairs):
-        if number % 2:
-            off.append(_without(load))
-        on.append(load())
-        if not number % 2:
-            off.append(_without(load))
-    return on, off
+def _checked_and_not(load: Callable[[], _Took], number: int) -> tuple[list[_Took], list[_Took]]:
+    return pairs(load, lambda: _without(load), number)
+
+
+def pairs(on: Callable[[], _Took], off: Callable[[], _Took], number: int) -> tuple[list[_Took], list[_Took]]:
+    """Call `on` and `off` so many times, in alternating order. Return the times of each."""
+    took_on, took_off = list[_Took](), list[_Took]()
+    for index in range(number):
+        if index % 2:
+            took_off.append(off())
+        took_on.append(on())
+        if not index % 2:
+            took_off.append(off())
+    return took_on, took_off
 
 
 def _without(load: Callable[[], _Took]) -> _Took:
@@ -110,9 +117,12 @@ def _without(load: Callable[[], _Took]) -> _Took:
         return load()
 
 
-def _cost(work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None) -> ProtectionCost:
+def cost(
+    part: str, work: str, rounds: Sequence[Sequence[Sequence[float]]], target: float | None = None
+) -> ProtectionCost:
+    """Return the cost of a protection from the times with and without it, several of each per round."""
     on, off = (tuple(float(np.median(pair[side])) for pair in rounds) for side in (0, 1))
-    return ProtectionCost(part=_PART, work=work, on=on, off=off, target=target)
+    return ProtectionCost(part=part, work=work, on=on, off=off, target=target)
 
 
 @contextmanager
@@ -127,10 +137,11 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def _check_room(memory: Path, needed: int) -> None:
+def check_room(memory: Path, needed: int) -> None:
+    """Raise ConfigError if a folder has less than the needed bytes of free space."""
     free = shutil.disk_usage(memory).free
     if needed > free:
         raise ConfigError(
-            f"{memory} has {free >> 20} MiB free, measuring checksums takes {needed >> 20} MiB; enlarge it, "
+            f"{memory} has {free >> 20} MiB free, measuring takes {needed >> 20} MiB; enlarge it, "
             "or choose fewer layers or tokens"
         )

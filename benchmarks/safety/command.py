@@ -13,8 +13,9 @@ from kvferry.tools.cli.options import without_none
 
 def safety(
     parts: Annotated[
-        str, typer.Option(help="Parts to measure, separated by commas: lease, verify, checksum, curve.")
-    ] = "lease,verify,checksum,curve",
+        str,
+        typer.Option(help="Parts to measure, separated by commas: lease, verify, checksum, encrypt, curve."),
+    ] = "lease,verify,checksum,encrypt,curve",
     geometry: Annotated[
         str, typer.Option(help="Model whose KV cache to move, as `kvferry plan` takes it.")
     ] = "Llama-3.1-8B",
@@ -36,8 +37,8 @@ def safety(
     lease: a transfer between two processes, with the check that the producer still has the blocks, and
     without. verify: transfers between engines that are alike and that are not, verified (verify_transfers)
     and not, in seconds and in processor time of both sides. checksum: a prompt loaded from files in memory
-    into an engine's blocks. curve: what channels between engines say over ZeroMQ, encrypted and plain, and
-    its share of a transfer.
+    into an engine's blocks. encrypt: the same, from files that are encrypted and from others. curve: what
+    channels between engines say over ZeroMQ, encrypted and plain, and its share of a transfer.
     """
     from rich.console import Console
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.safety import checksum as checksum_cost, curve, lease as lease_cost, verify
+from benchmarks.safety import checksum as checksum_cost, curve, encryption, lease as lease_cost, verify
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from kvferry.tools.measuring.rounds import MachineFacts, machine_facts
 
@@ -13,6 +13,7 @@ PARTS: Mapping[str, Callable[[SafetyJob, Callable[[str], None]], list[Protection
     "lease": lease_cost.measure,
     "verify": verify.measure,
     "checksum": checksum_cost.measure,
+    "encrypt": encryption.measure,
     "curve": curve.measure,
 }
 """Functions that measure the cost of a protection, by its name."""

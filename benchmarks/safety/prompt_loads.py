@@ -25,6 +25,7 @@ from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tiers.files.tier import FileSettings, FileTier
 from kvferry.tiers.format.chunk import ChunkGroup
 from kvferry.tiers.format.decode import chunk_group
+from kvferry.tiers.format.encryption import EncryptionKeys
 from kvferry.tiers.host.tier import HostTier, Slot
 from kvferry.tiers.index import KeyTable
 from kvferry.tiers.names import TIERS, GetOutcome, PutOutcome
@@ -56,6 +57,7 @@ class PromptLoads:
     Attributes:
         chunks: number of chunks of the prompt.
         chunk_bytes: size of a chunk, in bytes.
+        group: format of a chunk as a file.
     """
 
     def __init__(self, ranks: RankPair, store: FileTier, group: ChunkGroup, mover: ChunkMover) -> None:
@@ -70,7 +72,7 @@ class PromptLoads:
         Raises:
             TransferError: a chunk cannot be stored.
         """
-        self._ranks, self._store, self._group, self._mover = ranks, store, group, mover
+        self._ranks, self._store, self.group, self._mover = ranks, store, group, mover
         self.chunks, self.chunk_bytes = ranks.chunks, ranks.chunk_bytes
         self._keys = [blake2b(b"%d" % number, digest_size=32).digest() for number in range(self.chunks)]
         self._load = Load(
@@ -136,7 +138,7 @@ class PromptLoads:
         self._cache.clear()
         into = self._ranks.arena.bytes_at(number * self.chunk_bytes, self.chunk_bytes)
         cpu = time.thread_time()
-        what = self._store.get(self._keys[number], self._group, into)
+        what = self._store.get(self._keys[number], self.group, into)
         seconds = time.thread_time() - cpu
         if what is not GetOutcome.HIT:
             raise TransferError(f"a chunk that was just stored is {what}; check this machine's memory")
@@ -158,7 +160,7 @@ class PromptLoads:
         pieces = tuple(Piece(0, number, offset) for number, offset in enumerate(offsets))
         ranks.routes(stores=True).store(StoreOrder("", pieces, ranks.store_tables, range(ranks.tokens)))
         for key, offset in zip(self._keys, offsets, strict=True):
-            done = store.put(key, self._group, ranks.arena.bytes_at(offset, self.chunk_bytes))
+            done = store.put(key, self.group, ranks.arena.bytes_at(offset, self.chunk_bytes))
             if done is not PutOutcome.STORED:
                 raise TransferError(f"a chunk is {done}, expected {PutOutcome.STORED}")
 
@@ -182,13 +184,16 @@ def _others_cpu() -> float:
 
 
 @contextmanager
-def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterator[PromptLoads]:
+def prompt_in_files(
+    reading: ModelReading, tokens: int, folder: Path, encryption: EncryptionKeys | None = None
+) -> Iterator[PromptLoads]:
     """Store a prompt in files, and yield the object that loads it.
 
     Args:
         reading: description of the model's KV cache.
         tokens: length of the prompt in tokens. Only whole chunks are stored, and at least one.
         folder: empty folder for the files.
+        encryption: keys of the files; None if they are not encrypted.
 
     Raises:
         ConfigError: memory or the folder cannot be used.
@@ -199,7 +204,9 @@ def prompt_in_files(reading: ModelReading, tokens: int, folder: Path) -> Iterato
         (canonical,) = canonical_form_of([ranks.source.geometry], CHUNK_TOKENS).groups
         group = chunk_group(canonical, CHUNK_TOKENS)
         capacity = 2 * ranks.chunks * ranks.chunk_bytes
-        store = FileTier(folder, bench_namespace(group), capacity=capacity, table=KeyTable())
+        store = FileTier(
+            folder, bench_namespace(group), capacity=capacity, encryption=encryption, table=KeyTable()
+        )
         mover = ChunkMover((0, 0))
         stack.callback(mover.close)
         loads = PromptLoads(ranks, store, group, mover)

@@ -10,7 +10,8 @@ KVFerryError
 ├── ProtocolError          a message cannot be decoded, or has values that are out of bounds
 ├── TransferError          bytes could not be moved, or the moved bytes may be wrong
 ├── ChunkError             a chunk cannot be written to a tier, or a chunk in a tier is damaged
-│   └── OtherVersion       a chunk has another format version; the release that wrote it can read it
+│   ├── OtherVersion       a chunk has another format version; the release that wrote it can read it
+│   └── OtherKey           a chunk is encrypted with a key that this engine does not have
 └── defined next to the code that raises them, in `kvferry.transport`: AddressNotAllowed; in
     `kvferry.tools.serving`: LaunchError, ListenError, FleetLost (engines), MalformedBody (router),
     CompletionError (demo); in `kvferry.tools.doctor`: IdentifyError, CheckTimeout
@@ -67,3 +68,7 @@ class ChunkError(KVFerryError):
 
 class OtherVersion(ChunkError):
     """Raised if this release cannot read the format version of a chunk, which is not damaged."""
+
+
+class OtherKey(ChunkError):
+    """Raised if a chunk is encrypted with a key that this engine does not have. It need not be damaged."""

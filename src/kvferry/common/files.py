@@ -68,6 +68,51 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
+def read_private(
+    descriptor: int,
+    where: str,
+    path: str | os.PathLike[str],
+    *,
+    content: str,
+    harm: str,
+    remedy: str,
+    owners: tuple[int, ...],
+    closed_to: int,
+    most: int,
+) -> bytes:
+    """Return the first `most` bytes of an open file with a secret, and close it.
+
+    Args:
+        where, content, harm, remedy: parts of messages: the setting with the path, what the file holds, what
+            others could do with it, and what else to do.
+        owners: user ids that may own the file.
+        closed_to: permissions that the file must not have.
+
+    Raises:
+        ConfigError: it is no regular file, has another owner, or is open to others.
+        OSError: it cannot be read.
+    """
+    try:
+        # The open file is checked, not its name, which may lead to another file by now.
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{where} is no regular file; name the file with {content}")
+        if found.st_uid not in owners:
+            raise ConfigError(
+                f"{where} belongs to user {found.st_uid}, expected {os.geteuid()}; "
+                f"chown it to {os.geteuid()}, or {remedy}"
+            )
+        if found.st_mode & closed_to:
+            raise ConfigError(
+                f"{where} can be used by others than its owner (mode {stat.S_IMODE(found.st_mode):o}), who "
+                f"{harm}; chmod 600 {path} (a Kubernetes Secret: defaultMode 0400), and if others may have "
+                "read it, make a new key"
+            )
+        return os.read(descriptor, most)
+    finally:
+        os.close(descriptor)
+
+
 def check_umask(status: str | None = None) -> None:
     """Raise ConfigError if the umask takes the owner's permissions from the files that this process creates.
 

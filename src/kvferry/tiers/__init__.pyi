@@ -21,6 +21,7 @@ from kvferry.tiers.files.ledger import read_ledger as read_ledger
 from kvferry.tiers.files.opening import (
     DEFAULT_CAPACITY_DIVISOR as DEFAULT_CAPACITY_DIVISOR,
     check_directory as check_directory,
+    check_encryption as check_encryption,
     try_directory as try_directory,
 )
 from kvferry.tiers.files.tier import FileSettings as FileSettings, FileTier as FileTier

@@ -67,6 +67,7 @@ class GetOutcome(StrEnum):
     ABSENT = "absent"
     CORRUPT = "corrupt"  # moved to quarantine
     OTHER_SHAPE = "other shape"  # a good chunk, but not of the requested group
+    OTHER_KEY = "other key"  # encrypted with a key that this engine does not have
     IO_ERROR = "I/O error"
     BUSY = "busy"  # the tier has it, but refuses to send more for a moment
     LATE = "late"  # it did not arrive in time, and may still arrive

@@ -23,10 +23,14 @@ from kvferry.keys.tenant import TENANT_BYTES, tenant_of_key
 
 # Version of the layout of a directory, which the marker contains.
 DIRECTORY_VERSION = 1
+# Version of the layout of a directory whose chunks are encrypted.
+ENCRYPTED_DIRECTORY_VERSION = 2
 MARKER = "kvferry.json"
 LEDGER = "ledger"
 QUARANTINE = "quarantine"
 NAMESPACE_NOTE = "namespace.json"
+# In object storage: the chunks are encrypted.
+ENCRYPTION_MARKER = "encryption.json"
 
 # A folder for chunks, inside a namespace's folder.
 BUCKET = re.compile(r"[0-9a-f]{2}")
@@ -140,10 +144,12 @@ def entry_kind(name: str) -> EntryKind | None:
     >>> entry_kind(chunk_name(bytes(32), bytes(16))), entry_kind("00/mine.kv")
     (<EntryKind.CHUNK: 'chunk'>, None)
     """
+    if name == ENCRYPTION_MARKER:
+        return EntryKind.NOTE
     found: EntryKind | _Layout | None = _LAYOUT
     for part in name.split("/"):
         found = None if found is None or isinstance(found, EntryKind) else _find(found, part)
-    # Object storage has no other files, and none beside the folders.
+    # Object storage has no other files, and no others beside the folders.
     kinds = (EntryKind.CHUNK, EntryKind.NOTE, EntryKind.QUARANTINED)
     return found if "/" in name and found in kinds else None
 

@@ -22,7 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.common.errors import ConfigError
-from kvferry.common.files import create_private_file
+from kvferry.common.files import create_private_file, read_private
 from kvferry.common.machine import has_posix, pwd, require_posix
 
 SECRET_BYTES = 32  # size in bytes of the secrets that kvferry creates
@@ -165,26 +165,19 @@ def _machine_secret(place: _KeyLocation, directory: int) -> bytes:
 def _secret_in(descriptor: int, place: _KeyLocation, closed_to: int, owners: tuple[int, ...]) -> bytes:
     """Check the permissions (bits to be closed) and owners of a file, return its secret, and close it."""
     try:
-        # The open file is checked, not its name, which may lead to another file by now.
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{place} is no regular file; name the file with the engines' secret")
-        if found.st_uid not in owners:
-            raise ConfigError(
-                f"{place} belongs to user {found.st_uid}, expected {os.geteuid()}; "
-                f"chown it to {os.geteuid()}, or {_REMEDY}"
-            )
-        if found.st_mode & closed_to:
-            raise ConfigError(
-                f"{place} can be used by others than its owner (mode {stat.S_IMODE(found.st_mode):o}), who "
-                f"would be peers of this engine; chmod 600 {place.path} (a Kubernetes Secret: defaultMode "
-                "0400), and if others may have read it, make a new key"
-            )
-        text = os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
+        text = read_private(
+            descriptor,
+            str(place),
+            place.path,
+            content="the engines' secret",
+            harm="would be peers of this engine",
+            remedy=_REMEDY,
+            owners=owners,
+            closed_to=closed_to,
+            most=MAX_SECRET_BYTES + 1,
+        ).strip()
     except OSError as error:
         raise ConfigError(f"{place}: {_why(error)}; {_NAME_ONE}") from error
-    finally:
-        os.close(descriptor)
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
         size = f"more than {MAX_SECRET_BYTES}" if len(text) > MAX_SECRET_BYTES else f"{len(text)}"
         raise ConfigError(

@@ -33,7 +33,7 @@ def _run(*arguments: str) -> None:
         (("offload", "--path", "/nowhere"), "--path /nowhere is not a folder; create it"),
         (
             ("safety", "--parts", "curve,locks"),
-            "--parts locks is not known; choose from lease, verify, checksum, curve",
+            "--parts locks is not known; choose from lease, verify, checksum, encrypt, curve",
         ),
         (("choice", "--sources", "peers"), "--sources peers is not known; choose one of connectors, tiers"),
         (("choice", "--trace", "/nowhere"), "--trace /nowhere: No such file or directory; name a file"),

@@ -7,7 +7,7 @@ import pytest
 import zmq
 from rich.console import Console
 
-from benchmarks.safety import checksum as checksum_cost, curve, report as safety_report
+from benchmarks.safety import checksum as checksum_cost, curve, encryption, report as safety_report
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.measure import MeasuredSafety
 from benchmarks.safety.prompt_loads import prompt_in_files
@@ -93,6 +93,18 @@ def test_damaged_file_is_noticed_by_its_checksum_or_only_in_the_blocks(tmp_path,
             loads.check()
 
 
+def test_encryption_is_measured_in_loads_of_a_prompt_and_in_writes_and_reads_of_its_files(tmp_path):
+    job = SafetyJob(parts=("encrypt",), reading=ONE_LAYER, tokens=512, repeats=7)
+    sizes = checksum_cost.LoadSizes(memory=tmp_path, least_bytes=1, prompts=2, files=2)
+    costs = encryption.measure(job, lambda _: None, sizes)
+    assert [cost.part for cost in costs] == ["encrypt"] * 4
+    assert costs[0].work == "load of 512 tokens into blocks, on the clock"
+    assert all(len(cost.on) == len(cost.off) == 7 and min(cost.on + cost.off) > 0 for cost in costs)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="measuring takes"):
+        encryption.measure(job, lambda _: None, replace(sizes, least_bytes=1 << 50))
+
+
 def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(tmp_path):
     job = SafetyJob(parts=("checksum",), reading=ONE_LAYER, tokens=512, repeats=7)
     sizes = checksum_cost.LoadSizes(memory=tmp_path, least_bytes=1, prompts=2, files=2)
@@ -100,5 +112,5 @@ def test_checksums_are_measured_in_loads_of_a_prompt_and_in_reads_of_its_files(t
     assert [cost.target for cost in costs] == [0.15, 0.15, None]
     assert costs[0].work == "load of 512 tokens into blocks, on the clock"
     assert all(len(cost.on) == len(cost.off) == 7 and min(cost.on + cost.off) > 0 for cost in costs)
-    with pytest.raises(ConfigError, match="measuring checksums takes"):
+    with pytest.raises(ConfigError, match="measuring takes"):
         checksum_cost.measure(job, lambda _: None, replace(sizes, least_bytes=1 << 50))

@@ -11,6 +11,7 @@ from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tools.doctor import storage
 from kvferry.tools.doctor.finding import ProcessResult, State
 from kvferry.tools.doctor.machine import Mount
+from support.encrypted import write_keys
 
 MARK = "kvferry doctor: "
 GIB = 1 << 30
@@ -116,6 +117,20 @@ def test_a_directory_that_cannot_be_written_is_bad(number, advice):
     found = looked(end={"failed": "because", "number": number})
     assert found[0].state is State.BAD
     assert advice in found[0].advice
+
+
+def test_keys_must_fit_the_directory(tmp_path):
+    file = write_keys(tmp_path / "keys", "a")
+    encrypted = FileSettings("/kv", key_file=str(file))
+    assert worst(looked(encrypted, encrypted=True)) is worst(looked(encrypted=False)) is State.OK
+    for settings, found in ((encrypted, False), (FileSettings("/kv"), True)):
+        [said] = looked(settings, encrypted=found)
+        assert said.state is State.BAD
+        assert "encrypted, and the tier has" in said.found
+        assert "another directory" in said.advice
+    file.chmod(0o644)
+    [said] = looked(encrypted)
+    assert "can be used by others than its owner" in said.found
 
 
 def test_a_mount_that_hangs_is_named():

@@ -23,6 +23,7 @@ from kvferry.tiers.registry import (
 )
 from kvferry.tiers.testing import StorageTierContract
 from kvferry.tools.doctor.storage import OWN_CHECKS
+from support.encrypted import write_keys
 
 DOCS = Path(__file__).parents[3] / "docs" / "tiers.md"
 SHARED = ("write", "load_weight")
@@ -51,6 +52,18 @@ class TestObjectTier(OverFiles):
 
     def settings(self, folder):
         return ObjectSettings(f"file://{folder}")
+
+
+class TestEncryptedFileTier(TestFileTier):
+    def settings(self, folder):
+        keys = write_keys(folder.with_name(f"{folder.name}.keys"), "a")
+        return FileSettings(str(folder), key_file=str(keys))
+
+
+class TestEncryptedObjectTier(TestObjectTier):
+    def settings(self, folder):
+        keys = write_keys(folder.with_name(f"{folder.name}.keys"), "a")
+        return ObjectSettings(f"file://{folder}", key_file=str(keys))
 
 
 # It stores nothing, so the contract of storage is not its own.

@@ -18,8 +18,16 @@ import numpy as np
 from kvferry.common.errors import ChunkError
 from kvferry.common.machine import fcntl
 from kvferry.tiers.files.page_cache import in_page_cache
-from kvferry.tiers.format.chunk import ALIGNMENT, Buffer, Chunk
-from kvferry.tiers.format.decode import PIECE_BYTES, check_body, is_chunk, make_header, read_header
+from kvferry.tiers.format.chunk import ALIGNMENT, SEGMENT_BYTES, TAG_BYTES, Buffer, Chunk
+from kvferry.tiers.format.decode import (
+    PIECE_BYTES,
+    check_body,
+    is_chunk,
+    is_expected,
+    make_header,
+    read_header,
+)
+from kvferry.tiers.format.encryption import EncryptionKeys
 
 # Only this user, because a chunk reveals its prompt.
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
@@ -239,20 +247,72 @@ def _read_more(fd: int, piece: memoryview, begin: int, *, direct: bool) -> int:
     return read
 
 
+def write_encrypted(fd: int, chunk: Chunk, body: memoryview, keys: EncryptionKeys) -> None:
+    """Encrypt a chunk into an empty file, and zero the padding of the body."""
+    # The library is loaded only where chunks are encrypted.
+    from kvferry.tiers.format.cipher import encrypt_chunk, encrypted_room  # noqa: PLC0415
+
+    write_all(fd, (encrypt_chunk(chunk, body, keys.newest, whole_pages(encrypted_room(chunk))),))
+
+
+def read_encrypted(fd: int, chunk: Chunk, into: memoryview, keys: EncryptionKeys) -> bool:
+    """Read and decrypt a chunk into memory. Return whether the file is exactly the expected chunk.
+
+    `into` has the size of the chunk's body. Its content is valid only if the result is True. False: the file
+    is valid, but describes other groups, tokens or sections.
+
+    Raises:
+        ChunkError: the file is damaged, is not encrypted, or contains another chunk.
+        OtherKey: the file is encrypted with a key that `keys` lacks.
+    """
+    from kvferry.tiers.format.cipher import SegmentCipher  # noqa: PLC0415
+
+    cached = in_page_cache(fd, chunk.file_bytes)
+    piece_bytes, begin = PIECE_BYTES if cached else STORAGE_PIECE_BYTES, chunk.offsets[0]
+    first = min(piece_bytes, len(into))
+    memory = whole_pages(begin + first + TAG_BYTES)
+    # Header and first piece in one read: a small chunk needs no other.
+    done = read_all(fd, (memory[: begin + first],), direct=not cached)
+
+    def read_header_at(offset: int, size: int) -> Buffer:
+        if offset + size <= done:
+            return memory[offset : offset + size]
+        # The header of other groups may be longer. It is read at offsets that direct I/O refuses.
+        set_direct(fd, on=False)
+        return read(fd, offset, size)
+
+    header = read_header(read_header_at, os.fstat(fd).st_size)
+    expected = is_expected(header, chunk)
+    # First, because it also tells whether the header is authentic.
+    cipher = SegmentCipher(header, keys)
+    if not expected:
+        return False
+    piece = memory[begin:]
+    for at in range(0, len(into), piece_bytes):
+        size = min(piece_bytes, len(into) - at)
+        if at:
+            done += _read_more(fd, piece[:size], begin + at, direct=not cached)
+        if done < begin + at + size:
+            raise ChunkError(f"the file ends after {done} of {chunk.file_bytes} bytes")
+        # At once, while the piece is in the CPU cache.
+        cipher.decrypt(at // SEGMENT_BYTES, piece[: size + TAG_BYTES], into[at : at + size])
+    return True
+
+
 def explain_refusal(fd: int, chunk: Chunk, body: memoryview) -> None:
     """Raise an error that says why `read_chunk` into `body` returned False.
 
     Return if the header is valid and has the expected key, but describes other groups, tokens or sections.
-    ChunkError: the file is damaged, or contains another chunk. OSError: it cannot be read, or has changed.
+    ChunkError: the file is damaged, or contains another chunk. OtherKey: it is encrypted. OSError: it cannot
+    be read, or has changed.
     """
     # Headers are read at offsets and in sizes that direct I/O refuses.
     set_direct(fd, on=False)
     header = read_header(partial(read, fd), os.fstat(fd).st_size)
-    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
-        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
-    if header.chunk != chunk:
+    if not is_expected(header, chunk):
         return
-    check_body(header, body)
+    if header.encryption is None:
+        check_body(header, body)
     raise OSError(errno.EIO, "the header changed between two reads")
 
 

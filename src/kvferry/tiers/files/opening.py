@@ -29,7 +29,13 @@ from kvferry.tiers.files.chunk_file import (
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, DiskRoom, shortage
 from kvferry.tiers.files.ledger import HeldLedger, Ledger, LockTimeout
 from kvferry.tiers.files.space import DirectorySpace
-from kvferry.tiers.paths import DIRECTORY_VERSION, MARKER, NAMESPACE_NOTE, QUARANTINE
+from kvferry.tiers.paths import (
+    DIRECTORY_VERSION,
+    ENCRYPTED_DIRECTORY_VERSION,
+    MARKER,
+    NAMESPACE_NOTE,
+    QUARANTINE,
+)
 
 _SIGNATURE = "file tier"
 
@@ -47,22 +53,48 @@ _MOST_EVICTED = 4
 _log = logging.getLogger(__name__)
 
 
-def check_directory(root: str) -> None:
-    """Raise ConfigError unless a directory exists, and this release can use its layout."""
+def check_directory(root: str, encrypted: bool | None = None) -> bool | None:
+    """Raise ConfigError unless a directory exists, and this release can use its layout.
+
+    `encrypted` says whether the chunks in it must be encrypted; None if both can be used. Return whether they
+    are; None if there is no marker.
+    """
     if not os.path.isdir(root):
         found = "is no directory" if os.path.exists(root) else "does not exist"
         raise ConfigError(f"file tier: {root} {found}; make the directory, or mount the disk it is on")
     version = read_marker(root)
-    if version is not None and version != DIRECTORY_VERSION:
+    if version is None:
+        return None
+    if version not in (DIRECTORY_VERSION, ENCRYPTED_DIRECTORY_VERSION):
         raise ConfigError(
-            f"file tier: {root} was written as directory version {version}, this release knows version "
-            f"{DIRECTORY_VERSION}; name another directory, or empty this one with the release that wrote it"
+            f"file tier: {root} was written as directory version {version}, this release knows versions "
+            f"{DIRECTORY_VERSION} and {ENCRYPTED_DIRECTORY_VERSION}; name another directory, or empty this "
+            "one with the release that wrote it"
         )
+    is_encrypted = version == ENCRYPTED_DIRECTORY_VERSION
+    if encrypted is not None:
+        check_encryption(root, found=is_encrypted, expected=encrypted)
+    return is_encrypted
 
 
-def check_writable(root: str) -> None:
+def check_encryption(root: str, *, found: bool, expected: bool) -> None:
+    """Raise ConfigError if the chunks of a directory are encrypted and must not be, or vice versa."""
+    if found is expected:
+        return
+    if found:
+        raise ConfigError(
+            f"file tier: the chunks in {root} are encrypted, and the tier has no key_file; set key_file, or "
+            "name another directory"
+        )
+    raise ConfigError(
+        f"file tier: the chunks in {root} are not encrypted, and the tier has a key_file; name another "
+        f"directory, or remove them with: kvferry cache clear {root}"
+    )
+
+
+def check_writable(root: str, encrypted: bool) -> None:
     """Check as `check_directory` does, and that files can be listed, created, locked and written there."""
-    check_directory(root)
+    check_directory(root, encrypted)
     try:
         os.scandir(root).close()
         # A try, because no permission says that /proc, for example, has no room for files.
@@ -151,6 +183,8 @@ def open_directory(
     namespace: Namespace,
     capacity: int | None,
     write_per_day: int | None = None,
+    *,
+    encrypted: bool = False,
 ) -> None:
     """Prepare a directory for a file tier: sweep, count, evict down to the capacity, write the notes.
 
@@ -158,23 +192,25 @@ def open_directory(
     `after_swap`.
 
     Raises:
-        ConfigError: the directory cannot be read or written, other processes held the lock for too long, or
-            the capacity is too small for marker and note, or larger than the free bytes plus those in use.
+        ConfigError: the directory cannot be read or written, other processes held the lock for too long,
+            the directory is encrypted and must not be, or vice versa, or the capacity is too small for marker
+            and note, or larger than the free bytes plus those in use.
     """
 
     def recreate(held_ledger: HeldLedger) -> None:
         # Notes are only for people. If one cannot be written, chunks are still stored.
         with suppress(ConfigError, OSError):
-            _create_missing_files(namespace, held_ledger, space)
+            _create_missing_files(namespace, held_ledger, space, encrypted)
 
     def check_again() -> None:
         try:
-            check_directory(root)
+            check_directory(root, encrypted)
         except ConfigError as error:
             raise OSError(errno.ESTALE, str(error)) from error
 
     try:
-        if who := writable_by_others(root):
+        # What others write in an encrypted directory fails its tags.
+        if not encrypted and (who := writable_by_others(root)):
             _log.warning(
                 "file tier %s: %s; a chunk that they write is used like the engine's own: let only this user "
                 "write there (chmod 700), or see that only engines run as them",
@@ -190,7 +226,9 @@ def open_directory(
                 ledger.write_per_day = write_per_day
             ledger.capacity = held_ledger.capacity
             space.make_room(held_ledger)
-            _make_way_and_create(namespace, held_ledger, space)
+            _make_way_and_create(namespace, held_ledger, space, encrypted)
+            # Again: another engine may have written the marker since the first check.
+            check_directory(root, encrypted)
         ledger.after_swap = check_again
         # If an operator clears the directory, engines that still use it write its folders and notes again.
         ledger.after_loss = recreate
@@ -212,11 +250,13 @@ def _capacity(root: str, held_ledger: HeldLedger, requested: int | None) -> int:
     return requested
 
 
-def _make_way_and_create(namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace) -> None:
+def _make_way_and_create(
+    namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace, encrypted: bool
+) -> None:
     """Create missing files. If the file system is full, evict a few files for them."""
     for left in reversed(range(_MOST_EVICTED + 1)):
         try:
-            _create_missing_files(namespace, held_ledger, space)
+            _create_missing_files(namespace, held_ledger, space, encrypted)
         except OSError as error:
             full = left and error.errno in OUT_OF_ROOM
             if not (full and space.evict_listed(held_ledger, size=1)):
@@ -225,11 +265,14 @@ def _make_way_and_create(namespace: Namespace, held_ledger: HeldLedger, space: D
             return
 
 
-def _create_missing_files(namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace) -> None:
+def _create_missing_files(
+    namespace: Namespace, held_ledger: HeldLedger, space: DirectorySpace, encrypted: bool
+) -> None:
     root, folder = space.root, f"{space.root}/{namespace.digest.hex()}"
     make_folder(root, f"{root}/{QUARANTINE}")
     make_folder(root, folder)
-    marker = json.dumps({"kvferry": _SIGNATURE, "directory": DIRECTORY_VERSION}, indent=1, sort_keys=True)
+    version = ENCRYPTED_DIRECTORY_VERSION if encrypted else DIRECTORY_VERSION
+    marker = json.dumps({"kvferry": _SIGNATURE, "directory": version}, indent=1, sort_keys=True)
     _write_note(f"{root}/{MARKER}", marker + "\n", held_ledger, space)
     _write_note(f"{folder}/{NAMESPACE_NOTE}", namespace.note, held_ledger, space)
 

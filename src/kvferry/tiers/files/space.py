@@ -173,6 +173,22 @@ class DirectorySpace:
             held_ledger.release(size, temporary)
             return False
 
+    def remove(self, found: os.stat_result, path: str) -> bool:
+        """Remove a file, unless it was used or replaced since it was `found`. Return whether it is gone."""
+        with self._ledger.held() as held_ledger:
+            check_folders(self.root, path)
+            try:
+                status = os.lstat(path)
+            except FileNotFoundError:
+                return True
+            # A new file may have the inode of an old one.
+            if not os.path.samestat(found, status) or found.st_ctime_ns != status.st_ctime_ns:
+                return False
+            os.unlink(path)
+            held_ledger.release(found.st_size, path)
+            self._counter.add(evicted=1, evicted_bytes=found.st_size)
+            return True
+
     def abandon(self, temporary: str, size: int) -> None:
         """Remove a file that could not be written or committed, and release its `size` reserved bytes.
 

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.common.errors import ChunkError, ConfigError, Unnameable
+from kvferry.common.errors import ChunkError, ConfigError, OtherKey, Unnameable
 from kvferry.common.units import check_capacity, parse_size
 from kvferry.keys.namespace import Namespace
 from kvferry.tiers.files.chunk_file import (
@@ -32,10 +33,12 @@ from kvferry.tiers.files.chunk_file import (
     mark_files_used,
     open_regular,
     read_chunk,
+    read_encrypted,
     read_regular,
     set_cold,
     sync_folder,
     write_chunk,
+    write_encrypted,
 )
 from kvferry.tiers.files.directory_index import DirectoryIndex
 from kvferry.tiers.files.full_disk import OUT_OF_ROOM, shortage
@@ -62,7 +65,9 @@ from kvferry.tiers.files.space import (
 )
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.decode import check_size
+from kvferry.tiers.format.encryption import EncryptionKeys
 from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
+from kvferry.tiers.key_file import read_key_file
 from kvferry.tiers.names import GetOutcome, Medium, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.paths import (
     chunk_name,
@@ -98,6 +103,7 @@ _ADVICE = {
     PutOutcome.IO_ERROR: "check the disk or mount",
     GetOutcome.CORRUPT: "check the disk; the file was moved to quarantine and the chunk is computed again",
     GetOutcome.OTHER_SHAPE: "the namespace is the same, the group is not: report this to kvferry's authors",
+    GetOutcome.OTHER_KEY: "give all engines of the directory the same keys; the chunk is computed again",
     GetOutcome.IO_ERROR: "check the disk or mount",
 }
 
@@ -109,6 +115,7 @@ class FileTier(StorageTier):
         path, capacity, durable, page_cache, write_per_day: as in `FileSettings`, sizes in bytes. The
             directory must exist.
         namespace: namespace of the chunks. Its note is written if it is missing.
+        encryption: keys of an encrypted directory; None for one that is not encrypted.
         clock: seconds since 1970, for times of use.
         lock_seconds: maximum time for which `put` waits for the lock of the ledger. Then it stores nothing.
         table: hash table that the tiers of a cache share; None for a separate one.
@@ -116,8 +123,9 @@ class FileTier(StorageTier):
         max_listed: maximum number of files that a walk of the directory lists for eviction.
 
     Raises:
-        ConfigError: the directory is missing or cannot be written, its layout has another version, or the
-            capacity is larger than the disk allows.
+        ConfigError: the directory is missing or cannot be written, its layout has another version, it is
+            encrypted and `encryption` is None or the other way round, or the capacity is larger than the disk
+            allows.
     """
 
     def __init__(
@@ -129,6 +137,7 @@ class FileTier(StorageTier):
         durable: bool = False,
         page_cache: int | None = None,
         write_per_day: int | None = None,
+        encryption: EncryptionKeys | None = None,
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 2.0,
         table: KeyTable | None = None,
@@ -136,7 +145,12 @@ class FileTier(StorageTier):
         read: Callable[[int, Chunk, memoryview], bool] = read_chunk,
         max_listed: int = MAX_LISTED,
     ) -> None:
+        self._encrypted = encryption is not None
+        if encryption is not None:
+            write, read = partial(write_encrypted, keys=encryption), partial(read_encrypted, keys=encryption)
         self._write_chunk, self._read_chunk = write, read
+        # Files of which this process has no key, by the key of the chunk. The next `put` replaces them.
+        self._unreadable: dict[bytes, os.stat_result] = {}
         self._root = os.path.abspath(path)
         self._namespace = namespace.digest
         self._durable = durable
@@ -144,7 +158,7 @@ class FileTier(StorageTier):
         self._counter = OutcomeCounter()
         self._tenants: Tenants | None = None
         self._evicted = Counter[str]()  # number of evicted files, by the tenant's label
-        check_directory(self._root)
+        check_directory(self._root, self._encrypted)
         self.keys = TierKeys(table)
         self._listed = ListedKeys(self.keys)
         self._index = DirectoryIndex(self._root, self._namespace, self._listed, clock)
@@ -152,7 +166,15 @@ class FileTier(StorageTier):
         self._space = DirectorySpace(
             self._root, self._ledger, self._counter, self._on_evicted, clock, max_listed
         )
-        open_directory(self._root, self._ledger, self._space, namespace, capacity, write_per_day)
+        open_directory(
+            self._root,
+            self._ledger,
+            self._space,
+            namespace,
+            capacity,
+            write_per_day,
+            encrypted=self._encrypted,
+        )
         self._cached = CachedFiles(self._root, page_cache)
         self._index.refresh()
         self._usage = UsageReader(self._root, namespace, clock)
@@ -185,7 +207,7 @@ class FileTier(StorageTier):
         return changed
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
-        chunk = Chunk(self._namespace, key, (group,))
+        chunk = Chunk(self._namespace, key, (group,), self._encrypted)
         check_size(chunk, body)
         detail = ""
         try:
@@ -208,7 +230,7 @@ class FileTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        chunk = Chunk(self._namespace, key, (group,))
+        chunk = Chunk(self._namespace, key, (group,), self._encrypted)
         check_size(chunk, into)
         try:
             done, detail = self._get(chunk, into)
@@ -230,7 +252,10 @@ class FileTier(StorageTier):
         with suppress(FileNotFoundError):
             check_folders(self._root, final)
         if is_regular(final):
-            return PutOutcome.PRESENT
+            found = self._unreadable.pop(chunk.key, None)
+            # A file that stays unreadable would keep the chunk from this engine until it is evicted.
+            if found is None or not self._space.remove(found, final):
+                return PutOutcome.PRESENT
         self._space.spare_files()
         tries = 0
         while True:
@@ -295,6 +320,9 @@ class FileTier(StorageTier):
             if not good or status.st_size != chunk.file_bytes:
                 explain_refusal(fd, chunk, into)
                 return GetOutcome.OTHER_SHAPE, ""
+        except OtherKey as error:
+            self._unreadable[chunk.key] = os.fstat(fd)
+            return GetOutcome.OTHER_KEY, f"{path}: {error}"
         except ChunkError as error:
             self._quarantine(os.fstat(fd), path)
             return GetOutcome.CORRUPT, f"{path}: {error}"
@@ -390,6 +418,8 @@ class FileSettings(StorageSettings, frozen=True):
             so that its disk lasts: a number of bytes, or a text such as ``2TiB``. An hour's share may be
             written at once. If None, the current limit of the directory is kept, and a new directory has
             none; 0 for no limit.
+        key_file: path of a file with the keys that encrypt the chunks of the directory, one per line, the
+            newest first. If None, chunks are not encrypted.
     """
 
     kind: ClassVar[str] = "file"
@@ -400,6 +430,7 @@ class FileSettings(StorageSettings, frozen=True):
     durable: bool = False
     page_cache: int | str | None = None
     write_per_day: int | str | None = None
+    key_file: str | None = None
 
     def check(self, where: str) -> None:
         check_capacity(where, self.capacity)
@@ -423,13 +454,18 @@ class FileSettings(StorageSettings, frozen=True):
             )
 
     def check_storage(self) -> None:
+        encrypted = self.read_keys() is not None
         if self.path is not None:
-            check_writable(self.path)
+            check_writable(self.path, encrypted)
             return
         path = Path(default_directory())
         # `Path.exists` raises an error for a directory that this user may not enter, `lexists` returns False.
         found = next(one for one in (path, *path.parents) if os.path.lexists(one))
-        check_writable(str(found))
+        check_writable(str(found), encrypted)
+
+    def read_keys(self) -> EncryptionKeys | None:
+        """Return the keys in `key_file`, None without the setting, or raise ConfigError."""
+        return None if self.key_file is None else read_key_file(self.key_file)
 
     @property
     def location(self) -> Location:
@@ -455,6 +491,7 @@ class FileSettings(StorageSettings, frozen=True):
             durable=self.durable,
             page_cache=page_cache,
             write_per_day=None if self.write_per_day is None else parse_size(self.write_per_day),
+            encryption=self.read_keys(),
             table=table,
         )
 

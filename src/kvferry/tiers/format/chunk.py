@@ -28,18 +28,25 @@ from kvferry.common.errors import ChunkError
 
 MAGIC = b"KVFCHUNK"
 VERSION = 2
+# Version of a chunk whose body is encrypted.
+ENCRYPTED_VERSION = 3
 ALIGNMENT = 4096
 NAMESPACE_BYTES = 32
 KEY_BYTES = range(16, 33)
 NAME_BYTES = range(1, 32)
 UNIT_DIGEST_BYTES = 16
 HEADER_DIGEST_BYTES = 32
+# Bytes of a body that are encrypted, and then verified, at a time. A multiple of the alignment.
+SEGMENT_BYTES = 1 << 20
+TAG_BYTES = 16
 # A header is read as a whole before its digest is checked. This limits the cost of a damaged length.
 MAX_HEADER_BYTES = 16 << 20
 
 PREAMBLE = struct.Struct("<8s II Q II 32s B32s 31s")
 GROUP = struct.Struct("<B31s II")
 SECTION = struct.Struct("<B31s QQ II")
+# The key and the salt of an encrypted chunk.
+ENCRYPTION = struct.Struct("<B31s 32s")
 
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
@@ -96,6 +103,7 @@ class Chunk:
     namespace: bytes  # digest of the namespace, 32 bytes
     key: bytes  # digest that identifies the content within the namespace, 16 to 32 bytes
     groups: tuple[ChunkGroup, ...]  # one or more, with different names
+    encrypted: bool = False  # whether the file is encrypted, and has a tag of every segment in its header
 
     sections: tuple[ChunkSection, ...] = field(init=False, repr=False, compare=False)  # in the file's order
     tables: bytes = field(init=False, repr=False, compare=False)  # encoded group table and section table
@@ -109,20 +117,24 @@ class Chunk:
             raise ChunkError(f"a namespace of {len(self.namespace)} bytes; expected {NAMESPACE_BYTES}")
         if len(self.key) not in KEY_BYTES:
             raise ChunkError(f"a key of {len(self.key)} bytes; expected {KEY_BYTES[0]} to {KEY_BYTES[-1]}")
-        vars(self).update(_layout(self.groups))
+        vars(self).update(_layout(self.groups, self.encrypted))
 
 
 # A model has few groups, and this is called for each chunk.
 @lru_cache(maxsize=16)
-def _layout(groups: tuple[ChunkGroup, ...]) -> dict[str, Any]:
+def _layout(groups: tuple[ChunkGroup, ...], encrypted: bool) -> dict[str, Any]:
     _check_different("chunk", "group", [group.name for group in groups])
     sections = tuple(section for group in groups for section in group.sections)
-    digests = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
+    sizes = [aligned(section.total_bytes) for section in sections]
+    if encrypted:
+        segments = -(-sum(sizes) // SEGMENT_BYTES)
+        checks = ENCRYPTION.size + segments * (UNIT_DIGEST_BYTES + TAG_BYTES) + TAG_BYTES
+    else:
+        checks = UNIT_DIGEST_BYTES * sum(section.units for section in sections)
     tables = GROUP.size * len(groups) + SECTION.size * len(sections)
-    header_bytes = PREAMBLE.size + tables + digests + HEADER_DIGEST_BYTES
+    header_bytes = PREAMBLE.size + tables + checks + HEADER_DIGEST_BYTES
     if header_bytes > MAX_HEADER_BYTES:
         raise ChunkError(f"a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES}: use larger units")
-    sizes = (aligned(section.total_bytes) for section in sections)
     *offsets, file_bytes = accumulate(sizes, initial=aligned(header_bytes))
     if file_bytes > _U64:
         raise ChunkError(f"a chunk of {file_bytes} bytes; at most {_U64}")
@@ -144,17 +156,24 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def encode_header(chunk: Chunk, digests: bytes) -> bytes:
+def encode_header(chunk: Chunk, checks: bytes) -> bytes:
     """Return the header of a chunk file, padded with zeros to the start of the first section.
 
-    `digests` are those of all units, in the order of the file, 16 bytes each.
+    `checks` are the digests of all units, in the order of the file, 16 bytes each; in an encrypted file all
+    that `encryption.EncryptionRecord` encodes.
     """
+    header = header_start(chunk) + checks
+    return (header + header_digest(header)).ljust(chunk.offsets[0], b"\0")
+
+
+def header_start(chunk: Chunk) -> bytes:
+    """Return the preamble and the tables of a chunk file."""
+    version = ENCRYPTED_VERSION if chunk.encrypted else VERSION
     preamble = PREAMBLE.pack(
-        *(MAGIC, VERSION, chunk.header_bytes, chunk.file_bytes, len(chunk.groups), len(chunk.sections)),
+        *(MAGIC, version, chunk.header_bytes, chunk.file_bytes, len(chunk.groups), len(chunk.sections)),
         *(chunk.namespace, len(chunk.key), chunk.key, b""),
     )
-    header = preamble + chunk.tables + digests
-    return (header + header_digest(header)).ljust(chunk.offsets[0], b"\0")
+    return preamble + chunk.tables
 
 
 def header_digest(data: Buffer) -> bytes:

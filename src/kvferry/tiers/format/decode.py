@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from xxhash import xxh3_128
 
-from kvferry.common.errors import ChunkError, OtherVersion
+from kvferry.common.errors import ChunkError, OtherKey, OtherVersion
 from kvferry.geometry.canonical import CanonicalGroup, FormSection
 from kvferry.tiers.format.chunk import (
+    ENCRYPTED_VERSION,
     GROUP,
     HEADER_DIGEST_BYTES,
     KEY_BYTES,
@@ -22,6 +23,7 @@ from kvferry.tiers.format.chunk import (
     NAME_BYTES,
     PREAMBLE,
     SECTION,
+    SEGMENT_BYTES,
     UNIT_DIGEST_BYTES,
     VERSION,
     Buffer,
@@ -33,6 +35,7 @@ from kvferry.tiers.format.chunk import (
     header_digest,
     unit_digests,
 )
+from kvferry.tiers.format.encryption import EncryptionRecord
 
 # Bytes of a body that `verify` reads and checks at a time.
 _STEP_BYTES = 8 << 20
@@ -58,10 +61,15 @@ def _section_name(section: FormSection) -> str:
 
 def make_header(chunk: Chunk, body: memoryview) -> bytes:
     """Zero the padding after each section of a body, and return the header of its file."""
+    zero_padding(chunk, body)
+    return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
+
+
+def zero_padding(chunk: Chunk, body: memoryview) -> None:
+    """Set the padding after each section of a body to zero. Raise ChunkError if the body's length differs."""
     check_size(chunk, body)
     for _, _, padding in _sections(chunk, body):
         padding[:] = bytes(len(padding))
-    return encode_header(chunk, b"".join(_digests(chunk, body, lambda _: None)))
 
 
 def content_digest(namespace: bytes, key: bytes, group: ChunkGroup, body: memoryview) -> bytes:
@@ -97,7 +105,8 @@ class ChunkHeader:
     """The decoded header of a chunk file, whose checksum was verified."""
 
     chunk: Chunk
-    digests: bytes  # concatenated digests of all units, in the order of the file, 16 bytes each
+    digests: bytes  # digests of all units, or of all encrypted segments, in the file's order, 16 bytes each
+    encryption: EncryptionRecord | None = None  # None if the chunk is not encrypted
 
 
 def header_span(start: Buffer) -> int:
@@ -110,8 +119,11 @@ def header_span(start: Buffer) -> int:
     magic, version, header_bytes = PREAMBLE.unpack_from(start)[:3]
     if magic != MAGIC:
         raise ChunkError(f"not a chunk file: it begins with {magic.hex()}, expected {MAGIC.hex()}")
-    if version != VERSION:
-        raise OtherVersion(f"a chunk of format version {version}; this release reads version {VERSION}")
+    if version not in (VERSION, ENCRYPTED_VERSION):
+        raise OtherVersion(
+            f"a chunk of format version {version}; this release reads versions {VERSION} and "
+            f"{ENCRYPTED_VERSION}"
+        )
     shortest = PREAMBLE.size + GROUP.size + SECTION.size + UNIT_DIGEST_BYTES + HEADER_DIGEST_BYTES
     if not shortest <= header_bytes <= MAX_HEADER_BYTES:
         raise ChunkError(f"a header of {header_bytes} bytes; expected {shortest} to {MAX_HEADER_BYTES}")
@@ -124,8 +136,8 @@ def decode_header(data: Buffer) -> ChunkHeader:
     if len(data) < span:
         raise ChunkError(f"the header ends after {len(data)} of {span} bytes")
     header = bytes(memoryview(data)[:span])
-    _, _, header_bytes, file_bytes, groups, sections, namespace, key_bytes, key, _ = PREAMBLE.unpack_from(
-        header
+    _, version, header_bytes, file_bytes, groups, sections, namespace, key_bytes, key, _ = (
+        PREAMBLE.unpack_from(header)
     )
     signed = header_bytes - HEADER_DIGEST_BYTES
     if header_digest(header[:signed]) != header[signed:header_bytes]:
@@ -138,17 +150,20 @@ def decode_header(data: Buffer) -> ChunkHeader:
         raise ChunkError(
             f"a header of {header_bytes} bytes is too short for {groups} groups and {sections} sections"
         )
-    chunk = Chunk(namespace, key[:key_bytes], _groups(header, groups, sections))
+    chunk = Chunk(namespace, key[:key_bytes], _groups(header, groups, sections), version == ENCRYPTED_VERSION)
     if (chunk.header_bytes, chunk.file_bytes) != (header_bytes, file_bytes):
         raise ChunkError(
             f"header and file have {header_bytes} and {file_bytes} bytes by the preamble; expected "
             f"{chunk.header_bytes} and {chunk.file_bytes} by the sections"
         )
-    digests = header[tables:signed]
+    checks = header[tables:signed]
     # One encoding only, so that equal chunks have equal bytes.
-    if encode_header(chunk, digests) != header:
+    if encode_header(chunk, checks) != header:
         raise ChunkError("unused bytes of the header are not zero, or its sections are out of order")
-    return ChunkHeader(chunk, digests)
+    if not chunk.encrypted:
+        return ChunkHeader(chunk, checks)
+    encryption = EncryptionRecord.decode(checks)
+    return ChunkHeader(chunk, encryption.digests, encryption)
 
 
 def _groups(header: bytes, groups: int, sections: int) -> tuple[ChunkGroup, ...]:
@@ -181,9 +196,33 @@ def read_header(read: ReadAt, file_bytes: int) -> ChunkHeader:
     return header
 
 
+def is_expected(header: ChunkHeader, chunk: Chunk) -> bool:
+    """Return whether a file has the expected groups, tokens and sections.
+
+    Raise ChunkError if it is another chunk, and OtherKey if it is encrypted and the expected one is not.
+    """
+    found = header.chunk
+    if (found.namespace, found.key) != (chunk.namespace, chunk.key):
+        raise ChunkError(f"it holds the chunk of key {found.key.hex()}, expected {chunk.key.hex()}")
+    if header.encryption is not None and not chunk.encrypted:
+        raise OtherKey(f"it is encrypted with key {header.encryption.key_id!r}, and no key_file is set")
+    return found.groups == chunk.groups
+
+
 def verify(read: ReadAt, file_bytes: int) -> ChunkHeader:
-    """Check every byte of a chunk file: header, units and padding. Return the decoded header."""
+    """Check every byte of a chunk file: header, units and padding. Return the decoded header.
+
+    No key is needed: the digests of an encrypted file are those of its encrypted bytes.
+    """
     header = read_header(read, file_bytes)
+    if header.encryption is not None:
+        chunk = header.chunk
+        for at in range(0, chunk.body_bytes, _STEP_BYTES):
+            size = min(_STEP_BYTES, chunk.body_bytes - at)
+            if len(data := read(chunk.offsets[0] + at, size)) != size:
+                raise ChunkError(f"the body ends after {at + len(data)} of {chunk.body_bytes} bytes")
+            _check_segments(header, at // SEGMENT_BYTES, data)
+        return header
     for index, (section, offset) in enumerate(zip(header.chunk.sections, header.chunk.offsets, strict=True)):
         step = max(1, _STEP_BYTES // section.unit_bytes)
         for first in range(0, section.units, step):
@@ -215,6 +254,15 @@ def check_units(header: ChunkHeader, section: int, first: int, data: Buffer) -> 
     )
     unit = first + wrong // UNIT_DIGEST_BYTES
     raise ChunkError(f"unit {unit} of section {one.name} is damaged: its checksum differs")
+
+
+def _check_segments(header: ChunkHeader, first: int, data: Buffer) -> None:
+    """Check encrypted segments from index `first` on. The error names the first damaged one."""
+    found = unit_digests(data, SEGMENT_BYTES)
+    for index, at in enumerate(range(0, len(found), UNIT_DIGEST_BYTES), first):
+        expected = header.digests[index * UNIT_DIGEST_BYTES : (index + 1) * UNIT_DIGEST_BYTES]
+        if found[at : at + UNIT_DIGEST_BYTES] != expected:
+            raise ChunkError(f"encrypted segment {index} is damaged: its checksum differs")
 
 
 def check_body(header: ChunkHeader, body: memoryview) -> None:

@@ -11,7 +11,14 @@ from kvferry.tiers.admin import CacheAdmin, CollectResult, SpaceUsage, StoredFil
 from kvferry.tiers.format.chunk import Buffer
 from kvferry.tiers.objects.client import BucketClient, OpenObject
 from kvferry.tiers.objects.faults import Unavailable
-from kvferry.tiers.paths import CacheEntry, EntryKind, chunk_identity, entry_kind, quarantine_name
+from kvferry.tiers.paths import (
+    ENCRYPTION_MARKER,
+    CacheEntry,
+    EntryKind,
+    chunk_identity,
+    entry_kind,
+    quarantine_name,
+)
 
 _TIMEOUT_SECONDS = 60.0
 # Maximum number of objects that one request can remove.
@@ -43,7 +50,8 @@ class BucketAdmin(CacheAdmin):
                 for one in page:
                     kind = entry_kind(one.path)
                     if kind is not None:
-                        space = one.path.partition("/")[0] if kind is not EntryKind.QUARANTINED else ""
+                        top, _, below = one.path.partition("/")
+                        space = top if below and kind is not EntryKind.QUARANTINED else ""
                         yield CacheEntry(
                             path=f"{self.where}/{one.path}",
                             kind=kind,
@@ -82,8 +90,10 @@ class BucketAdmin(CacheAdmin):
 
     def clear(self) -> tuple[int, int]:
         entries = list(self.entries())
-        # Remove the notes last. If the command is interrupted, they still describe the remaining chunks.
-        self._remove(sorted(entries, key=lambda one: one.kind is EntryKind.NOTE))
+        # Remove the notes last, and the marker after them. If the command is interrupted, they still describe
+        # the remaining chunks.
+        marker = f"{self.where}/{ENCRYPTION_MARKER}"
+        self._remove(sorted(entries, key=lambda one: (one.kind is EntryKind.NOTE, one.path == marker)))
         return len(entries), sum(one.charged for one in entries)
 
     def _remove(self, entries: Sequence[CacheEntry]) -> None:

@@ -209,7 +209,7 @@ def _as_unavailable() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         if is_of_the_bucket(error):
-            raise Unavailable(Fault.NO_BUCKET) from error
+            raise unavailable(error) from error
         raise
     except (exceptions.BaseError, ValueError, OSError) as error:
         raise unavailable(error) from error

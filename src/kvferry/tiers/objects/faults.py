@@ -27,6 +27,8 @@ class Fault(StrEnum):
     REDIRECTED = "it redirects requests"
     ODD_NAME = "an object there has a name that cannot be read"
     UNEXPECTED = "an answer that cannot be used"
+    ENCRYPTED = "its chunks are encrypted, and the tier has no key_file"
+    NOT_ENCRYPTED = "its chunks are not encrypted, and the tier has a key_file"
     FORKED = "this process was forked from one that used it"
     PAUSED = "it is left alone after failures"
 
@@ -46,6 +48,8 @@ _ADVICE = {
     Fault.REDIRECTED: "give the server that it names as endpoint, if it is trusted, or the bucket's region",
     Fault.ODD_NAME: "remove it, and see who else writes there",
     Fault.UNEXPECTED: "see whether endpoint, region and URL are those of an object store",
+    Fault.ENCRYPTED: "set key_file, or use another URL",
+    Fault.NOT_ENCRYPTED: "use another URL, or remove the chunks with kvferry cache clear",
     Fault.FORKED: "start processes by spawn",
     Fault.PAUSED: "see what was reported before",
 }
@@ -91,10 +95,13 @@ class Unavailable(OSError):
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Convert an error of obstore to an `Unavailable` with reason and short detail."""
+    """Convert an error of obstore to an `Unavailable` with reason and short detail.
+
+    A FileNotFoundError is that of a missing bucket.
+    """
     said, _, debug = str(error).partition("\n\nDebug source")
     debug = " ".join(debug.split())
-    fault = _fault(said, debug)
+    fault = Fault.NO_BUCKET if isinstance(error, FileNotFoundError) else _fault(said, debug)
     detail = _detail(said, debug)
     if fault is Fault.UNEXPECTED and not detail:
         # The cause that obstore gives, without queries of URLs.

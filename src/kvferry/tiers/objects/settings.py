@@ -15,7 +15,9 @@ import msgspec
 
 from kvferry.common.errors import ConfigError
 from kvferry.keys.namespace import Namespace
+from kvferry.tiers.format.encryption import EncryptionKeys
 from kvferry.tiers.index import KeyTable
+from kvferry.tiers.key_file import read_key_file
 from kvferry.tiers.names import Medium
 from kvferry.tiers.storage_tier import Location, StorageSettings, TrialResult
 
@@ -92,6 +94,8 @@ class ObjectSettings(StorageSettings, frozen=True):
         options: settings of the client, by option name of the obstore library. Credentials usually come from
             the environment.
         timeout_seconds: time limit for fetching one chunk. Storing a chunk may take twice as long.
+        key_file: path of a file with the keys that encrypt the chunks under the URL, one per line, the newest
+            first. If None, chunks are not encrypted.
     """
 
     kind: ClassVar[str] = "object"
@@ -100,6 +104,7 @@ class ObjectSettings(StorageSettings, frozen=True):
     url: str
     options: dict[str, str] = msgspec.field(default_factory=dict)
     timeout_seconds: float = 20.0
+    key_file: str | None = None
 
     def check(self, where: str) -> None:
         if not 0 < self.timeout_seconds < 3600:
@@ -110,7 +115,12 @@ class ObjectSettings(StorageSettings, frozen=True):
     def check_storage(self) -> None:
         from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
 
+        self.read_keys()
         BucketClient(self.url, self.options, self.timeout_seconds)
+
+    def read_keys(self) -> EncryptionKeys | None:
+        """Return the keys in `key_file`, None without the setting, or raise ConfigError."""
+        return None if self.key_file is None else read_key_file(self.key_file)
 
     @property
     def location(self) -> Location:
@@ -124,21 +134,30 @@ class ObjectSettings(StorageSettings, frozen=True):
 
         del earlier
         return ObjectTier(
-            self.url, namespace, self.options, timeout_seconds=self.timeout_seconds, table=table
+            self.url,
+            namespace,
+            self.options,
+            timeout_seconds=self.timeout_seconds,
+            encryption=self.read_keys(),
+            table=table,
         )
 
     @property
     def trial_seconds(self) -> float:
-        # To connect, and three requests.
-        return 4 * self.timeout_seconds
+        # To connect, and four requests.
+        return 5 * self.timeout_seconds
 
     def try_out(self) -> TrialResult:
         from kvferry.tiers.objects.client import BucketClient  # noqa: PLC0415
         from kvferry.tiers.objects.faults import Unavailable  # noqa: PLC0415
+        from kvferry.tiers.objects.marker import find_conflict  # noqa: PLC0415
 
+        encrypted = self.read_keys() is not None
         name = f".kvferry-doctor.{secrets.token_hex(8)}"
         try:
             bucket = BucketClient(self.url, self.options, self.timeout_seconds)
+            if conflict := find_conflict(bucket, encrypted=encrypted):
+                return TrialResult(f"{self.url}: {conflict}", conflict.advice)
             next(iter(bucket.list()), None)
             bucket.put(name, [b"kvferry doctor"])
             bucket.remove([name])

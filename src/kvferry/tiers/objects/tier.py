@@ -1,9 +1,10 @@
 """The object tier: chunks in a bucket that engines on many machines share.
 
 A chunk is one object, with the same bytes as a chunk file of the file tier. It appears completely or not at
-all, and a hit counts only after its checksums match. A chunk has only one encoding, so two processes may
-store it at the same time. If a network, a store or another process fails, calls return an outcome and raise
-no exception. Every request has a deadline. After three consecutive failures, requests pause for a while.
+all, and a hit counts only after its checksums match. Two processes may store a chunk at the same time: a
+chunk has only one encoding, or if it is encrypted, either encoding is valid. If a network, a store or another
+process fails, calls return an outcome and raise no exception. Every request has a deadline. After three
+consecutive failures, requests pause for a while.
 
 The tier has no capacity, and does not record when chunks are used. The bucket's own lifecycle rules, or
 `kvferry cache gc`, remove old objects by their time of storing.
@@ -16,19 +17,33 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from kvferry.common.errors import ChunkError
+from kvferry.common.errors import ChunkError, ConfigError, OtherKey
 from kvferry.keys.namespace import Namespace
-from kvferry.tiers.format.chunk import Chunk, ChunkGroup
-from kvferry.tiers.format.decode import check_body, check_size, make_header, read_header
+from kvferry.tiers.files.chunk_file import whole_pages
+from kvferry.tiers.format.chunk import TAG_BYTES, Buffer, Chunk, ChunkGroup
+from kvferry.tiers.format.decode import (
+    ChunkHeader,
+    check_body,
+    check_size,
+    is_expected,
+    make_header,
+    read_header,
+)
+from kvferry.tiers.format.encryption import EncryptionKeys
 from kvferry.tiers.index import KeyTable, ListedKeys, TierKeys
 from kvferry.tiers.names import GetOutcome, OutcomeCounter, PutOutcome, TierStats
 from kvferry.tiers.objects.access import GuardedBucket
 from kvferry.tiers.objects.bucket_index import BucketIndex, DistrustedObjects
 from kvferry.tiers.objects.client import BucketClient, OpenObject
 from kvferry.tiers.objects.faults import Fault, Unavailable
+from kvferry.tiers.objects.marker import find_conflict, write_marker
 from kvferry.tiers.paths import chunk_name, quarantine_name
 from kvferry.tiers.storage_tier import StorageTier
+
+if TYPE_CHECKING:
+    from kvferry.tiers.format.cipher import SegmentCipher
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +53,7 @@ MAX_KEYS = 1 << 22
 _ADVICE = {
     GetOutcome.CORRUPT: "see who else writes there; it is computed anew",
     GetOutcome.OTHER_SHAPE: "the namespace is the same, the groups are not: tell kvferry's authors",
+    GetOutcome.OTHER_KEY: "give all engines that use the URL the same keys; the chunk is computed again",
 }
 
 
@@ -46,11 +62,13 @@ class ObjectTier(StorageTier):
 
     A forked process must not use the tier. The constructor lists the chunks for at most about
     `timeout_seconds`. If the store does not answer, `refresh` lists them. ConfigError is raised as by
-    `BucketClient`.
+    `BucketClient`, and if the chunks under the URL are encrypted and `encryption` is None, or vice versa. If
+    the store does not answer, the first `put` finds that out, and nothing is stored.
 
     Args:
         url, options, timeout_seconds: as in `ObjectSettings`. Each attempt of a request must be complete
             within half of the limit.
+        encryption: keys of an encrypted URL; None for one that is not encrypted.
         namespace: namespace of the chunks. If a complete listing finds no note of it, the tier tries once to
             write one.
         pause_seconds: time for which fetches and listings are refused after three of them in a row have
@@ -66,6 +84,7 @@ class ObjectTier(StorageTier):
         options: Mapping[str, str] = MappingProxyType({}),
         *,
         timeout_seconds: float = 20.0,
+        encryption: EncryptionKeys | None = None,
         pause_seconds: float = 30.0,
         listing_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +93,10 @@ class ObjectTier(StorageTier):
     ) -> None:
         bucket = BucketClient(url, options, timeout_seconds)
         self._url = bucket.url
-        if bucket.endpoint and not (bucket.endpoint.encrypted or bucket.endpoint.is_here):
+        self._encryption = encryption
+        # What passes an encrypted tier's network is encrypted, and what others plant fails its tags.
+        plain = encryption is None
+        if plain and bucket.endpoint and not (bucket.endpoint.encrypted or bucket.endpoint.is_here):
             _log.warning(
                 "object tier %s: %s is spoken to without encryption: who listens on the way reads chunks, "
                 "who can change what passes plants some; use https, or see that only engines are on that "
@@ -95,7 +117,11 @@ class ObjectTier(StorageTier):
             clock=clock,
         )
         self._counter = OutcomeCounter()
-        self._index.list(timeout_seconds)
+        self._is_checked = False
+        with suppress(Unavailable):
+            if conflict := self._find_conflict():
+                raise ConfigError(f"object tier: {self._url}: {conflict}; {conflict.advice}")
+            self._index.list(timeout_seconds)
 
     @property
     def stats(self) -> TierStats:
@@ -114,7 +140,7 @@ class ObjectTier(StorageTier):
 
     def put(self, key: bytes, group: ChunkGroup, body: memoryview, cold: bool = False) -> PutOutcome:
         del cold
-        chunk = Chunk(self._namespace, key, (group,))
+        chunk = self._chunk(key, group)
         check_size(chunk, body)
         try:
             done = PutOutcome.PRESENT if key in self._listed else self._put(chunk, body)
@@ -124,7 +150,7 @@ class ObjectTier(StorageTier):
         return done
 
     def get(self, key: bytes, group: ChunkGroup, into: memoryview) -> GetOutcome:
-        chunk = Chunk(self._namespace, key, (group,))
+        chunk = self._chunk(key, group)
         check_size(chunk, into)
         why = ""
         try:
@@ -154,25 +180,53 @@ class ObjectTier(StorageTier):
     def close(self) -> None:
         """Do nothing. Only connections stay open between calls, and they close when the client is deleted."""
 
+    def _chunk(self, key: bytes, group: ChunkGroup) -> Chunk:
+        return Chunk(self._namespace, key, (group,), self._encryption is not None)
+
+    def _find_conflict(self) -> Fault | None:
+        """Return why the URL must not be used. If it is encrypted and new, mark it."""
+        encrypted = self._encryption is not None
+        with self._bucket.reading() as bucket:
+            conflict = find_conflict(bucket, encrypted=encrypted)
+        if conflict is None:
+            if encrypted:
+                with self._bucket.writing() as bucket:
+                    write_marker(bucket)
+            self._is_checked = True
+        return conflict
+
     def _put(self, chunk: Chunk, body: memoryview) -> PutOutcome:
         """Store a chunk, unless the store has an object of its name and length that has failed no check."""
         path = chunk_name(self._namespace, chunk.key)
+        conflict = None if self._is_checked else self._find_conflict()
         with self._bucket.writing() as bucket:
+            if conflict is not None:
+                raise Unavailable(conflict)
             # Looking the object up is cheaper than sending a chunk that another engine stored. It also avoids
             # replacing an object that others are reading, which some stores do not isolate.
             there = chunk.key not in self._distrusted and bucket.head(path)[0] == chunk.file_bytes
             if not there:
-                bucket.put(path, [make_header(chunk, body), body])
+                bucket.put(path, self._encode(chunk, body))
         self._distrusted.discard(chunk.key)
         self._listed.add(chunk.key)
         return PutOutcome.PRESENT if there else PutOutcome.STORED
+
+    def _encode(self, chunk: Chunk, body: memoryview) -> list[Buffer]:
+        if self._encryption is None:
+            return [make_header(chunk, body), body]
+        from kvferry.tiers.format.cipher import encrypt_chunk, encrypted_room  # noqa: PLC0415
+
+        room = whole_pages(encrypted_room(chunk))
+        return [encrypt_chunk(chunk, body, self._encryption.newest, room)]
 
     def _get(self, chunk: Chunk, into: memoryview) -> tuple[GetOutcome, str]:
         """Fetch a chunk and check it. Return the outcome, and what is wrong with the object."""
         with self._bucket.reading() as bucket:
             found = bucket.get(chunk_name(self._namespace, chunk.key))
             try:
-                why = _read(chunk, found, into)
+                why = _read(chunk, found, into, self._encryption)
+            except OtherKey as error:
+                done, why = GetOutcome.OTHER_KEY, str(error)
             except ChunkError as error:
                 done, why = GetOutcome.CORRUPT, str(error)
             else:
@@ -195,16 +249,29 @@ class ObjectTier(StorageTier):
                 self._counter.add(quarantined=1)
 
 
-def _read(chunk: Chunk, found: OpenObject, into: memoryview) -> str:
-    """Read an object into memory, and check it. Return what differs if it has other groups."""
+def _read(chunk: Chunk, found: OpenObject, into: memoryview, encryption: EncryptionKeys | None) -> str:
+    """Read an object into memory, check and decrypt it. Return what differs if it has other groups."""
     header = read_header(found.read, found.size)
-    if (header.chunk.namespace, header.chunk.key) != (chunk.namespace, chunk.key):
-        raise ChunkError(f"it holds the chunk of key {header.chunk.key.hex()}, expected {chunk.key.hex()}")
-    if header.chunk.groups != chunk.groups:
+    expected = is_expected(header, chunk)
+    # First, because it also tells whether the header is authentic.
+    cipher = _segment_cipher(header, encryption) if encryption is not None else None
+    if not expected:
         return f"it holds {_shape(header.chunk)}; {_shape(chunk)} was wanted"
+    if cipher is not None:
+        room = whole_pages(chunk.body_bytes + TAG_BYTES)
+        found.fill(chunk.offsets[0], room[: chunk.body_bytes])
+        cipher.decrypt(0, room, into)
+        return ""
     found.fill(header.chunk.offsets[0], into)
     check_body(header, into)
     return ""
+
+
+def _segment_cipher(header: ChunkHeader, encryption: EncryptionKeys) -> SegmentCipher:
+    # The library is loaded only where chunks are encrypted.
+    from kvferry.tiers.format.cipher import SegmentCipher  # noqa: PLC0415
+
+    return SegmentCipher(header, encryption)
 
 
 def _shape(chunk: Chunk) -> str:

@@ -119,7 +119,7 @@ def connector() -> None:
 
 
 def path(where: str) -> None:
-    """Print a directory's owner and free space, and whether a file there can be written and locked.
+    """Print a directory's owner, free space and encryption, and whether files can be written and locked.
 
     If a file tier could not use the directory, print only its real path and the reason.
     """
@@ -134,7 +134,7 @@ def path(where: str) -> None:
 
     _print_result(real=os.path.realpath(where))
     try:
-        check_directory(where)
+        encrypted = check_directory(where)
     except KVFerryError as error:
         _print_result(refused=str(error))
         return
@@ -144,6 +144,7 @@ def path(where: str) -> None:
         mode=status.st_mode & 0o777,
         free=DiskRoom.of(where).free,
         ledger=read_ledger(where),
+        encrypted=encrypted,
     )
     try:
         direct = try_directory(where)

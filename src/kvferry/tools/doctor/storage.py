@@ -21,6 +21,7 @@ from kvferry.tiers import (
     FileSettings,
     HostSettings,
     StorageSettings,
+    check_encryption,
     default_directory,
 )
 from kvferry.tools.doctor.finding import (
@@ -116,6 +117,7 @@ def file(
     """Check the directory of a file tier: access, capacity and file system."""
     try:
         directory = os.path.abspath(settings.path or default_directory())  # noqa: PTH100 - same as in the tier
+        encrypted = settings.read_keys() is not None
     except ConfigError as error:
         yield from_error(subject, error)
         return
@@ -128,8 +130,10 @@ def file(
     probed: dict[str, Any] = {name: value for line in parse_output(ended.out) for name, value in line.items()}
     mount = mount_of(probed.get("real", path), mounts())
     on = f" ({mount.kind} of {mount.source}, mounted on {mount.point})" if mount else ""
-    if "refused" in probed:
-        yield from_error(subject, ConfigError(probed["refused"]))
+    try:
+        _raise_refusal(path, probed, encrypted)
+    except ConfigError as error:
+        yield from_error(subject, error)
         return
     if "direct" not in probed and "failed" not in probed:
         silent = f"does not answer for {_PATH_SECONDS:g} s"
@@ -182,6 +186,14 @@ def duplicate_directories(tiers: Tiers) -> Iterator[Finding]:
                 "engine would serve without this tier",
                 "name another directory, or leave out one of the two",
             )
+
+
+def _raise_refusal(path: str, probed: Mapping[str, Any], encrypted: bool) -> None:
+    """Raise ConfigError if a file tier, encrypted or not, would refuse the directory."""
+    if "refused" in probed:
+        raise ConfigError(probed["refused"])
+    if probed.get("encrypted") is not None:
+        check_encryption(path, found=probed["encrypted"], expected=encrypted)
 
 
 def _check_capacity(subject: str, settings: FileSettings, probed: Mapping[str, Any]) -> Iterator[Finding]:

@@ -636,8 +636,8 @@ def test_the_last_capacity_given_holds_for_all_and_is_kept_at_once(store, tmp_pa
 
 
 def test_a_directory_of_another_version_is_refused(tmp_path):
-    (tmp_path / "kvferry.json").write_text('{"kvferry": "file tier", "directory": 2}')
-    with pytest.raises(ConfigError, match="directory version 2, this release knows version 1; name another"):
+    (tmp_path / "kvferry.json").write_text('{"kvferry": "file tier", "directory": 3}')
+    with pytest.raises(ConfigError, match="directory version 3, this release knows versions 1 and 2; name"):
         open_store(tmp_path)
 
 

@@ -128,7 +128,7 @@ def tried(made):
     ("at", "value", "said"),
     [
         (0, b"KVFCHUNX", "not a chunk file: it begins with 4b56464348554e58, expected 4b56464348554e4b"),
-        (8, b"\1", "a chunk of format version 1; this release reads version 2"),
+        (8, b"\1", "a chunk of format version 1; this release reads versions 2 and 3"),
         (12, b"\xff\xff\xff\xff", "a header of 4294967295 bytes; expected 272 to 16777216"),
         (24, b"\xff\xff\xff\xff", "too short for 4294967295 groups and 3 sections"),
         (64, b"\x21", "a key of 33 bytes; expected 16 to 32"),
