@@ -378,7 +378,7 @@ def served_engine(
         for group, one in zip(rank.groups, model.block_groups, strict=True)
     )
     facts = made_up(groups=groups, num_blocks=BLOCKS, step_tokens=model.form.steps.step_tokens)
-    with patch("kvferry.connector.tiers.tiering.open_tiers", opened):
+    with patch("kvferry.connector.tiers.opening.open_tiers", opened):
         engine = ServedEngine(model, rank, facts, config, tiers, events, describe_blocks)
     try:
         yield engine

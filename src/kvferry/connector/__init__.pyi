@@ -23,7 +23,7 @@ from kvferry.connector.events import (
     RequestEvent as RequestEvent,
     SourceMiss as SourceMiss,
 )
-from kvferry.connector.hints import Hints as Hints, HintSpan as HintSpan, parse_hints as parse_hints
+from kvferry.connector.hints import Hints as Hints, parse_hints as parse_hints
 from kvferry.connector.loads import Loads as Loads
 from kvferry.connector.messages import (
     Load as Load,

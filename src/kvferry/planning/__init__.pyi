@@ -1,13 +1,9 @@
 from kvferry.planning.cell_copy import ONE_CELL as ONE_CELL, PoolCopies as PoolCopies
 from kvferry.planning.chunk_cells import TableSlice as TableSlice
 from kvferry.planning.coverage import (
-    NO_TIER as NO_TIER,
     Bools as Bools,
     ChunkedPrompt as ChunkedPrompt,
-    Coverage as Coverage,
-    TierNumbers as TierNumbers,
     chunks_to_load as chunks_to_load,
-    find_coverage as find_coverage,
     longest_prefixes as longest_prefixes,
     needed_chunk_range as needed_chunk_range,
     widest_group as widest_group,

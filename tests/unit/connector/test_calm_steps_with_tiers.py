@@ -16,7 +16,7 @@ from kvferry.connector.config import ConnectorConfig
 from kvferry.connector.engine import CacheGroup
 from kvferry.connector.messages import StepOrders, StepReports, WorkerInfo
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.tiers import milestones, storing, tiering
+from kvferry.connector.tiers import milestones, opening, storing
 from kvferry.geometry import GroupKind
 from kvferry.tiers.names import GetOutcome, PutOutcome
 from kvferry.tools.models.layout import EngineShape, lay_out
@@ -78,7 +78,7 @@ def tiered(monkeypatch, stores, *, write_back=False, capacity="1MiB", **settings
         )
         return [(engine.queue, 1.0)]
 
-    monkeypatch.setattr(tiering, "open_tiers", open_tiers)
+    monkeypatch.setattr(opening, "open_tiers", open_tiers)
     monkeypatch.setattr(content.secrets, "token_hex", lambda _: f"reset at {engine.clock.now}")
     config = ConnectorConfig(
         host="127.0.0.1",
