@@ -27,9 +27,9 @@ def declare() -> None:
     def held_state(self: Agent, handle: Any) -> Any:
         return ReadState.IN_FLIGHT if (folder / PEERS).exists() else state(self, handle)
 
-    def held_read(*args: Any) -> int:
+    def held_read(*args: Any, **options: Any) -> int:
         _wait_for(folder / FILES)
-        return read(*args)
+        return read(*args, **options)
 
     Agent.state, chunk_file.read_all = held_state, held_read
 
