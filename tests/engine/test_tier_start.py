@@ -103,7 +103,7 @@ UNCACHED = {"enable_prefix_caching": False}
 NEVER = [
     ("lfm2", UNCACHED, {}, "enable prefix caching"),
     ("gemma3", {}, {"chunk_tokens": 2048}, "set chunk_tokens to 1024 or less"),
-    ("gemma3", {}, {"chunk_tokens": 64}, "blocks of 128 tokens .* set chunk_tokens to 128"),
+    ("gemma3", {}, {"chunk_tokens": 64}, "blocks of 128 tokens, .* set chunk_tokens to 128"),
     ("nemotronh", UNCACHED, {}, "enable prefix caching"),
 ]
 
