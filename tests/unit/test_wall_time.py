@@ -28,6 +28,7 @@ USES = {
     "observe/recorder.py": "arrivals in a recorded trace, for people and to join traces of several engines",
     "observe/trace_server.py": "ages of requests, for people",
     "observe/socket_directory.py": "the age of what a killed process has left",
+    "tiers/files/admin.py": "the budget of writes, which engines keep in wall time",
     "tiers/files/tier.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
     "tiers/files/directory_index.py": "times of files, see tests/unit/tiers/files/test_clocks.py",
     "tiers/files/space.py": "times of files, see tests/unit/tiers/files/test_clocks.py",

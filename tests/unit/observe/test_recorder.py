@@ -145,13 +145,13 @@ def test_a_request_is_one_line(engine: FakeEngine) -> None:
 
 
 def test_sessions_and_tenants_are_told_apart_and_not_named(tmp_path: Path) -> None:
-    engine = recording(tmp_path)
+    engine, lora = recording(tmp_path), adapter(tmp_path)
     for name, more in {
         "a": {"session_id": "s-1"},
         "b": {"session_id": "s-1"},
         "c": {"session_id": "s-2"},
         "d": {"session_id": "s-1", "cache_salt": "secret"},
-        "e": {"adapter": adapter(tmp_path)},
+        "e": {"adapter": lora},
     }.items():
         serve(engine, ask(name, **more))
     lines = recorded(engine)
@@ -159,7 +159,7 @@ def test_sessions_and_tenants_are_told_apart_and_not_named(tmp_path: Path) -> No
     assert first == again
     assert len({first, other, salted}) == 3
     assert adapted == ""
-    tenants = ["", "", "", tenant_of("secret", None).hex(), tenant_of(None, "sql").hex()]
+    tenants = ["", "", "", tenant_of("secret", None).hex(), tenant_of(None, lora.lora_name).hex()]
     assert [line["tenant"] for line in lines] == tenants
     text = engine.path.read_text()
     assert "secret" not in text

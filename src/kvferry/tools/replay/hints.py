@@ -56,7 +56,7 @@ def parse_hint(text: str) -> HintRule:
     """Parse a hint, or raise ConfigError. The words are those of ``hints`` in ``kv_transfer_params``.
 
     >>> parse_hint("retain_seconds=600,end=4096").hints.spans
-    (HintSpan(start=0, end=4096, store=True, retain_seconds=600, priority=0),)
+    (HintSpan(start=0, end=4096, store=True, retain_seconds=600.0, priority=0),)
     >>> parse_hint("prefetch=session,lead_seconds=5").lead_seconds
     5.0
     """
