@@ -53,14 +53,13 @@ def flip_bit(worker: Any, order: Any, draw: random.Random) -> str:
     return ""
 
 
-def flip_signs(worker: Any, order: Any, group: int, last: int = 1) -> str:
-    """Flip the signs of the `last` blocks that an order has read of a group; return which."""
+def flip_signs(worker: Any, order: Any, group: int) -> str:
+    """Flip the signs of the last block that an order has read of a group; return which."""
     found = worker.geometry.groups[group]
     ids = blocks_needed(found, order.span, order.dst_tables[group])
-    for block in ids[-last:].tolist():
-        for layer in found.layers:
-            pages.negate(worker, layer, block)
-    return f"the signs of the blocks {ids[-last:].tolist()}" if len(ids) else ""
+    for layer in found.layers if len(ids) else ():
+        pages.negate(worker, layer, int(ids[-1]))
+    return f"the signs of block {ids[-1]}" if len(ids) else ""
 
 
 @contextmanager
