@@ -256,7 +256,7 @@ def _change(worker: Any, hooks: Hooks, order: Any) -> None:
     if hooks.take("flip a bit", name):
         hooks.changed[name] = on_the_way.flip_bit(worker, order, random.Random(name))
     if hooks.take("flip signs", name):
-        found = [on_the_way.flip_signs(worker, order, n) for n in range(len(worker.geometry.groups))]
+        found = [on_the_way.flip_signs(worker, order, n, 8) for n in range(len(worker.geometry.groups))]
         hooks.changed[name] = "; ".join(filter(None, found))
 
 

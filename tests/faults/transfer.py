@@ -71,7 +71,7 @@ def _declare(name: str, says: str, fault: str, **more: object) -> None:
 
 _declare("a bit changes on the way", "One bit of what is read arrives flipped.", "flip a bit")
 _declare(
-    "signs change on the way", "A block of each KV cache group arrives with its signs flipped.",
+    "signs change on the way", "The last blocks of each KV cache group arrive with their signs flipped.",
     "flip signs", protections=("verified transfers",),
 )  # fmt: skip
 

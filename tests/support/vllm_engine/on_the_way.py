@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,8 +20,15 @@ from support.vllm_engine import pages, parts
 
 def when_landed(lanes: list[Any], change: Callable[[Any], object]) -> None:
     """Call `change` with each order of these lanes that has landed, in the lane's thread."""
+    # A lane must not verify its share while another lane still changes it.
+    lock = threading.Lock()
+
+    def alone(order: Any) -> None:
+        with lock:
+            change(order)
+
     for lane in lanes:
-        lane._verify = partial(_landing, lane._verify, change)
+        lane._verify = partial(_landing, lane._verify, alone)
 
 
 def _landing(inner: Any, change: Callable[[Any], object], read: Any, *, landed: bool) -> Any:
@@ -53,13 +61,14 @@ def flip_bit(worker: Any, order: Any, draw: random.Random) -> str:
     return ""
 
 
-def flip_signs(worker: Any, order: Any, group: int) -> str:
-    """Flip the signs of the last block that an order has read of a group; return which."""
+def flip_signs(worker: Any, order: Any, group: int, last: int = 1) -> str:
+    """Flip the signs of the `last` blocks that an order has read of a group; return which."""
     found = worker.geometry.groups[group]
     ids = blocks_needed(found, order.span, order.dst_tables[group])
-    for layer in found.layers if len(ids) else ():
-        pages.negate(worker, layer, int(ids[-1]))
-    return f"the signs of block {ids[-1]}" if len(ids) else ""
+    for block in ids[-last:].tolist():
+        for layer in found.layers:
+            pages.negate(worker, layer, block)
+    return f"the signs of the blocks {ids[-last:].tolist()}" if len(ids) else ""
 
 
 @contextmanager
