@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
-from benchmarks.safety.prompt_loads import prompt_in_files
+from benchmarks.safety.prompt_loads import LoadTimes, PromptLoads, prompt_in_files
 from kvferry.common.errors import ConfigError
 from kvferry.tiers.files import chunk_file
 from kvferry.tiers.format.chunk import Chunk
@@ -68,9 +68,7 @@ def measure(
         ConfigError: there is not enough memory for the files.
         TransferError: a chunk is damaged.
     """
-    chunk_bytes = chunk_group(job.reading).chunk_bytes
-    chunks = max(job.tokens // CHUNK_TOKENS, -(-sizes.least_bytes // chunk_bytes))
-    check_room(sizes.memory, 2 * chunks * chunk_bytes)
+    chunks = chunks_in_room(job, sizes, copies=2)
     with (
         TemporaryDirectory(prefix="kvferry-bench-", dir=sizes.memory) as folder,
         prompt_in_files(job.reading, chunks * CHUNK_TOKENS, Path(folder)) as loads,
@@ -84,15 +82,35 @@ def measure(
             progress(f"loading, round {number + 1} of {job.repeats}")
             prompts.append(_checked_and_not(loads.load, sizes.prompts))
             files.append(_checked_and_not(lambda: loads.read(next(numbers) % loads.chunks), sizes.files))
-    tokens, mebibytes = loads.chunks * CHUNK_TOKENS, loads.chunk_bytes >> 20
+    return load_costs(_PART, loads, prompts, files, TARGET)
+
+
+def chunks_in_room(job: SafetyJob, sizes: LoadSizes, copies: int) -> int:
+    """Return the number of chunks to load. Raise ConfigError if so many copies of them do not fit."""
+    chunk_bytes = chunk_group(job.reading).chunk_bytes
+    chunks = max(job.tokens // CHUNK_TOKENS, -(-sizes.least_bytes // chunk_bytes))
+    _check_room(sizes.memory, copies * chunks * chunk_bytes)
+    return chunks
+
+
+def load_costs(
+    part: str,
+    loads: PromptLoads,
+    prompts: Sequence[tuple[list[LoadTimes], list[LoadTimes]]],
+    files: Sequence[tuple[list[float], list[float]]],
+    target: float | None = None,
+) -> list[ProtectionCost]:
+    """Return the costs of a protection when prompts and files are loaded, from what `pairs` returned."""
     walls, cpus = (
         [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
         for name in ("wall", "cpu")
     )
     return [
-        cost(_PART, f"load of {tokens:,} tokens into blocks, on the clock", walls, TARGET),
-        cost(_PART, "the same, of processors", cpus, TARGET),
-        cost(_PART, f"of that, a file of {mebibytes} MiB read", files),
+        cost(
+            part, f"load of {loads.chunks * CHUNK_TOKENS:,} tokens into blocks, on the clock", walls, target
+        ),
+        cost(part, "the same, of processors", cpus, target),
+        cost(part, f"of that, a file of {loads.chunk_bytes >> 20} MiB read", files),
     ]
 
 
@@ -137,7 +155,7 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def check_room(memory: Path, needed: int) -> None:
+def _check_room(memory: Path, needed: int) -> None:
     """Raise ConfigError if a folder has less than the needed bytes of free space."""
     free = shutil.disk_usage(memory).free
     if needed > free:

@@ -15,13 +15,13 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.safety.checksum import FULL_SIZES, LoadSizes, check_room, cost, pairs
+from benchmarks.safety.checksum import FULL_SIZES, LoadSizes, chunks_in_room, cost, load_costs, pairs
 from benchmarks.safety.cost import ProtectionCost, SafetyJob
 from benchmarks.safety.prompt_loads import prompt_in_files
 from kvferry.tiers.files.chunk_file import open_regular, whole_pages, write_chunk, write_encrypted
 from kvferry.tiers.format.chunk import Chunk, ChunkGroup
 from kvferry.tiers.format.encryption import SECRET_BYTES, EncryptionKey, EncryptionKeys
-from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS, chunk_group
+from kvferry.tools.bench.rank_chunks import CHUNK_TOKENS
 
 _PART = "encrypt"
 
@@ -42,9 +42,7 @@ def measure(
         ConfigError: there is not enough memory for the files.
         TransferError: a chunk is damaged.
     """
-    chunk_bytes = chunk_group(job.reading).chunk_bytes
-    chunks = max(job.tokens // CHUNK_TOKENS, -(-sizes.least_bytes // chunk_bytes))
-    check_room(sizes.memory, 4 * chunks * chunk_bytes)
+    chunks = chunks_in_room(job, sizes, copies=4)
     keys = EncryptionKeys((EncryptionKey("bench", secrets.token_bytes(SECRET_BYTES)),))
     load = partial(prompt_in_files, job.reading, chunks * CHUNK_TOKENS)
     with (
@@ -70,17 +68,8 @@ def measure(
                 )
             )
             stores.append(pairs(write_on, write_off, sizes.files))
-    tokens, mebibytes = plain.chunks * CHUNK_TOKENS, plain.chunk_bytes >> 20
-    walls, cpus = (
-        [[[getattr(took, name) for took in side] for side in pair] for pair in prompts]
-        for name in ("wall", "cpu")
-    )
-    return [
-        cost(_PART, f"load of {tokens:,} tokens into blocks, on the clock", walls),
-        cost(_PART, "the same, of processors", cpus),
-        cost(_PART, f"of that, a file of {mebibytes} MiB read", files),
-        cost(_PART, f"a file of {mebibytes} MiB written, of processors", stores),
-    ]
+    written = f"a file of {plain.chunk_bytes >> 20} MiB written, of processors"
+    return [*load_costs(_PART, plain, prompts, files), cost(_PART, written, stores)]
 
 
 def _write(
