@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from kvferry.tools.models import read_model
 from kvferry.tools.plan.kept import KeptSettings
 from kvferry.tools.plan.side import EngineSide
+from kvferry.tools.replay.passes import Passes
 from kvferry.tools.replay.settings import ReplaySettings, ServedModel, parse_tier, served_model
 from kvferry.tools.replay.simulation import Simulation
-from kvferry.tools.replay.trace.base import TraceRequest
+from kvferry.tools.replay.trace.base import Trace, TraceRequest
 from support.configs import DENSE
 from support.replayed import chained
 
@@ -59,3 +62,30 @@ def simulation(
 ) -> Simulation:
     parsed = tuple(parse_tier(one) for one in tiers or ("host=unlimited",))
     return Simulation(of or model(), ReplaySettings(tiers=parsed, **settings), UNIT, on_hit)
+
+
+class ListedTrace(Trace):
+    """The requests that a function returns, anew for each reading."""
+
+    name, length, header = "listed", 1.0, {}
+
+    def __init__(self, requests: Callable[[], Sequence[TraceRequest]], unit_tokens: int = UNIT) -> None:
+        self.unit_tokens, self._requests = unit_tokens, requests
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self._requests())
+
+    def position(self) -> float:
+        return 0.0
+
+
+def passes_over(requests: Callable[[], Sequence[TraceRequest]], unit_tokens: int = UNIT) -> Passes:
+    """Return passes over requests, all of them in this process."""
+    trace = ListedTrace(requests, unit_tokens)
+    return Passes(trace, lambda: trace)
+
+
+def ends_its_process() -> Sequence[TraceRequest]:
+    """Stand for requests that need more memory than the machine has."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []

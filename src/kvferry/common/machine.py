@@ -25,6 +25,7 @@ __all__ = [
     "resource",
     "termios",
     "tty",
+    "usable_cores",
 ]
 
 
@@ -59,6 +60,11 @@ except ModuleNotFoundError:
 def is_linux() -> bool:
     """Return whether this machine runs Linux, the only system on which engines run."""
     return platform.system() == "Linux"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use; 1 if the system does not tell, as on macOS."""
+    return len(os.sched_getaffinity(0)) if is_linux() else 1
 
 
 def has_posix() -> bool:

@@ -13,7 +13,7 @@ from kvferry.tools.replay.show import Outcome, as_json, show
 from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import Branch, TraceRequest
 from kvferry.tools.report import Report
-from support.small_replays import UNIT, prompt, simulation
+from support.small_replays import UNIT, passes_over, prompt, simulation
 
 SPEED = 2 * UNIT
 """Tokens per second, so that a prompt of one new unit takes half a second."""
@@ -135,9 +135,12 @@ def test_times_without_tiers_are_unknown_if_arrivals_depend_on_times(capsys) -> 
         return made
 
     known = replay(turn(1), prompt(UNIT, 1, at=1.0))
-    assert as_json(Outcome(known, "t", complete=True))["time_to_first_token"]["without_tiers"]["mean"] == 0.5
+    assert (
+        as_json(Outcome(known.replayed(), "t", complete=True))["time_to_first_token"]["without_tiers"]["mean"]
+        == 0.5
+    )
     for unknown in (replay(session(0.0, turn(1), turn(1))), replay(turn(1), turn(1), concurrency=1)):
-        found = Outcome(unknown, "t", complete=True)
+        found = Outcome(unknown.replayed(), "t", complete=True)
         times = as_json(found)["time_to_first_token"]
         assert times["without_tiers"] is None
         assert times["with_tiers"]["mean"] == pytest.approx(0.25, abs=0.01)
@@ -148,7 +151,7 @@ def test_times_without_tiers_are_unknown_if_arrivals_depend_on_times(capsys) -> 
 
 
 def test_the_curve_of_sessions_is_the_hit_rate_of_a_replay_at_each_capacity() -> None:
-    def sessions(_: str = "") -> list[TraceRequest]:
+    def sessions() -> list[TraceRequest]:
         later = [
             [replace(prompt((k + 2) * UNIT, n, *range(50, 51 + k)), delay=1.5) for k in range(3)]
             for n in range(30)
@@ -157,7 +160,7 @@ def test_the_curve_of_sessions_is_the_hit_rate_of_a_replay_at_each_capacity() ->
 
     replay = simulation()
     replay.run(sessions())
-    curve = hit_rate_curve(sessions, replay)
+    curve = hit_rate_curve(passes_over(sessions), replay.replayed())
     assert len({point.hit_rate for point in curve}) > 1
     for point in curve:
         alone = simulation(f"host={point.capacity_bytes}B", of=replay.model).run(sessions())

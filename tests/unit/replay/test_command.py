@@ -172,7 +172,7 @@ def test_a_terminal_shows_how_far_each_pass_over_a_described_workload_is(folder:
         assert terminal.end() == 0
     said = terminal.said.decode()
     assert "unlimited memory" in said
-    assert "capacities" in said
+    assert "curve, pass 1" in said
     assert "2,048 read" in said
 
 

@@ -15,6 +15,7 @@ from kvferry.tools.replay.trace.base import TraceRequest
 from support.engine_pairs import Turn, conversations, small_model, trace_request
 from support.examples import examples
 from support.models import attention
+from support.small_replays import passes_over
 
 CHUNK, LONGEST, BLOCK = 8, 96, 4
 MODEL, _ = small_model([attention()], chunk_tokens=CHUNK, block_tokens=BLOCK, step_tokens=1 << 20)
@@ -93,7 +94,7 @@ def test_curve_equals_simulations_of_each_capacity_with_the_engines_own_prefix_c
         simulation.run(requests)
         return simulation
 
-    points = hit_rate_curve(lambda _: requests, replayed(UNLIMITED))
+    points = hit_rate_curve(passes_over(lambda: requests, 1), replayed(UNLIMITED).replayed())
     fitting = [one for one in points if one.capacity_bytes >= (LONGEST // CHUNK + 2) * GROUP.chunk_bytes]
     assert fitting
     for one in fitting:

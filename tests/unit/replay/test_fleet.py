@@ -175,7 +175,7 @@ def test_a_fleet_of_one_engine_is_an_engine_alone(of: ServedModel, chunks: int) 
         for tiers in ((host, *slow), (host, "fleet", *slow)):
             replay = simulation(*tiers, of=of, pool=BlockPool(50), prefill_tokens_per_second=1000)
             replay.run(requests)
-            found = as_json(Outcome(replay, "trace", complete=True))
+            found = as_json(Outcome(replay.replayed(), "trace", complete=True))
             outcomes.append(found | {"tiers": [tier for tier in found["tiers"] if tier["name"] != "fleet"]})
         assert outcomes[0] == outcomes[1]
     assert outcomes[0]["local_tokens"] > 0
@@ -218,7 +218,7 @@ def test_an_engine_whose_requests_have_ended_has_no_queue() -> None:
 def test_the_spread_over_engines_fits_a_terminal_and_json() -> None:
     made = [((1, 2), 0), ((1, 2), 1), ((1, 3), 1)]
     replay, _ = replayed(made, "host=unlimited", "fleet")
-    found = Outcome(replay, "trace.jsonl", complete=True)
+    found = Outcome(replay.replayed(), "trace.jsonl", complete=True)
     for width in (40, 80):
         text = StringIO()
         show(found, Report(Console(file=text, width=width), width))

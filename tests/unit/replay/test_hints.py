@@ -145,7 +145,7 @@ def test_prefetch_of_a_later_turn_begins_when_the_turn_before_has_ended():
 def test_outcome_compares_with_and_without_hints():
     chat = [prompt(UNIT, 1, at=0.0, tenant="a"), *flood(10, 20, 1.0), prompt(UNIT, 1, at=2.0, tenant="a")]
     with_hints = replayed(chat, "retain_seconds=10,priority=3")
-    outcome = Outcome(with_hints, "t", complete=True, without_hints=replayed(chat))
+    outcome = Outcome(with_hints.replayed(), "t", complete=True, without_hints=replayed(chat).replayed())
     values = as_json(outcome)
     assert values["hints"]["hints"] == ["retain_seconds=10,priority=3"]
     assert values["hints"]["hit_rate_without_hints"] == 0.0 < values["hints"]["hit_rate"]

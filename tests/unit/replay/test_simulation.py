@@ -17,7 +17,7 @@ from kvferry.tools.replay.settings import BlockPool
 from kvferry.tools.replay.show import Outcome, as_json, show
 from kvferry.tools.replay.simulation import route_named
 from kvferry.tools.report import Report
-from support.small_replays import RECURRENT, UNIT, model, prompt, simulation
+from support.small_replays import RECURRENT, UNIT, model, passes_over, prompt, simulation
 
 
 def test_a_second_prompt_finds_the_chunks_of_the_prefix_that_it_shares() -> None:
@@ -128,7 +128,7 @@ def test_the_curve_is_the_hit_rate_of_a_replay_at_each_capacity() -> None:
     replay = simulation()
     replay.run(requests)
     dense = model()
-    for point in hit_rate_curve(lambda _: requests, replay):
+    for point in hit_rate_curve(passes_over(lambda: requests), replay.replayed()):
         alone = simulation(f"host={point.capacity_bytes}B", of=dense).run(requests)
         assert alone.hit_rate == pytest.approx(point.hit_rate), point.capacity_bytes
 
@@ -137,9 +137,9 @@ def test_the_outcome_fits_a_terminal_a_page_and_json() -> None:
     replay = simulation("host=1GiB", "file=unlimited", of=model(RECURRENT), prefill_tokens_per_second=1e4)
     requests = [prompt(8 * UNIT, *range(8)), prompt(8 * UNIT, *range(8), at=1.0)]
     replay.run(requests)
-    points = tuple(hit_rate_curve(lambda _: requests, replay))
+    points = tuple(hit_rate_curve(passes_over(lambda: requests), replay.replayed()))
     assert len(points) == 8
-    found = Outcome(replay, "trace<1>.jsonl", complete=False, curve=points)
+    found = Outcome(replay.replayed(), "trace<1>.jsonl", complete=False, curve=points)
     for width in (40, 60, 80, 120):
         text = StringIO()
         show(found, Report(Console(file=text, width=width), width))

@@ -98,17 +98,17 @@ def test_a_short_budget_goes_to_what_is_used_often():
 def test_a_disk_lasts_as_long_as_its_endurance():
     made = replayed(once(), prompt(1024, 5, 6, at=DAY))
     size = 8 * chunk_bytes(made)
-    (row,) = wear_of(made, Endurance(total_bytes=size * 365 * 3))
+    (row,) = wear_of(made.replayed(), Endurance(total_bytes=size * 365 * 3))
     assert row.written_per_day == size
     assert row.years == pytest.approx(3)
-    (row,) = wear_of(made, Endurance(writes_per_day=size / (1 << 40)))
+    (row,) = wear_of(made.replayed(), Endurance(writes_per_day=size / (1 << 40)))
     assert row.years == pytest.approx(5)
-    assert wear_of(made, Endurance())[0].years is None
+    assert wear_of(made.replayed(), Endurance())[0].years is None
 
 
 def test_an_object_store_has_no_endurance_and_host_memory_does_not_wear():
     made = replayed(once(), once(DAY), tiers=("host=unlimited", "object=unlimited"))
-    (row,) = wear_of(made, Endurance(total_bytes=1))
+    (row,) = wear_of(made.replayed(), Endurance(total_bytes=1))
     assert (row.name, row.years) == ("object", None)
 
 
@@ -121,8 +121,8 @@ def test_both_replays_are_shown_side_by_side():
     everything = replayed(once(), once(DAY), tiers=TIERS)
     second = replayed(once(), once(DAY), tiers=TIERS, admission=AdmissionSetting(min_uses=2))
     endurance = Endurance(total_bytes=1 << 40)
-    rows = tuple(wear_of(everything, endurance) + wear_of(second, endurance))
-    found = Outcome(second, "trace", complete=True, wear=rows)
+    rows = tuple(wear_of(everything.replayed(), endurance) + wear_of(second.replayed(), endurance))
+    found = Outcome(second.replayed(), "trace", complete=True, wear=rows)
     text = StringIO()
     show(found, Report(Console(file=text, width=100), 100))
     lines = [line.split() for line in text.getvalue().splitlines() if line.startswith("file ")]

@@ -21,7 +21,7 @@ from kvferry.tools.cli.options import (
     without_none,
     write_file,
 )
-from kvferry.tools.cli.traces import curve_of_model, open_for_curve, print_notes
+from kvferry.tools.cli.traces import curve_of_model, open_for_curve, passes_over, print_notes
 from kvferry.tools.report import Report
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def plan(options: PlanOptions) -> None:
         from kvferry.tools.plan.fleet import forecast_fleet
 
         fleet = forecast_fleet(kept, options.engines, options.host_memory or _HOST_MEMORY, pricing.costs)
-    curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options.kv_cache_memory)
+    curve = _Curve() if trace is None else _curve(trace, reading, source, settings, options)
     if options.html is not None and not transfer.refused:
         from kvferry.tools.plan.page import picture
 
@@ -267,12 +267,15 @@ def _open(options: PlanOptions) -> Trace | None:
 
 
 def _curve(
-    trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings, kv_cache_memory: str | None
+    trace: Trace, reading: ModelReading, side: EngineSide, settings: KeptSettings, options: PlanOptions
 ) -> _Curve:
     from kvferry.tools.replay.settings import served_model
 
+    assert options.trace is not None  # noqa: S101 - the trace has been opened
     try:
-        points, about = curve_of_model(trace, served_model(reading, side, settings), kv_cache_memory)
+        with passes_over(trace, options.trace, options.unit_tokens) as passes:
+            model = served_model(reading, side, settings)
+            points, about = curve_of_model(passes, model, options.kv_cache_memory)
     except KeyboardInterrupt:
         print_error("interrupted; the hit-rate curve is left out")
         return _Curve(complete=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from kvferry.tools.cli.options import (
     writing,
 )
 from kvferry.tools.cli.plan import DTYPE_HELP, FIRST_SNAPSHOT_HELP, UNIT_HELP
-from kvferry.tools.cli.traces import open_for_curve, print_notes, progress
+from kvferry.tools.cli.traces import open_for_curve, passes_over, print_notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from kvferry.tiers import Tenants
     from kvferry.tools.replay.engine import Hit
     from kvferry.tools.replay.hints import HintSetting
+    from kvferry.tools.replay.passes import Passes
+    from kvferry.tools.replay.replayed import Replayed
     from kvferry.tools.replay.settings import (
         AdmissionSetting,
         RecordedEngine,
@@ -40,10 +41,13 @@ if TYPE_CHECKING:
         TierSetting,
     )
     from kvferry.tools.replay.show import Outcome
-    from kvferry.tools.replay.trace.base import Trace, TraceRequest
+    from kvferry.tools.replay.sizing import Sizing
+    from kvferry.tools.replay.trace.base import TraceRequest
     from kvferry.tools.replay.wear import Endurance
 
 _STEP_TOKENS = 8192
+# Names of replays to compare with.
+_ALL_CHUNKS, _WITHOUT_HINTS = "all chunks", "without hints"
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def replay(options: ReplayOptions) -> None:
     output-tokens=300 (means), hours=0.5, seed=0.
     """
     sizing = options.target_hit is not None
-    from kvferry.tools.replay.page import page
+    from kvferry.tools.replay.page import page, size_page
     from kvferry.tools.replay.settings import (
         ADMIT_ALL,
         ReplaySettings,
@@ -155,7 +159,8 @@ def replay(options: ReplayOptions) -> None:
         parse_tier,
         recorded_engine,
     )
-    from kvferry.tools.replay.show import as_json, show
+    from kvferry.tools.replay.show import as_json, show, show_size, size_as_json
+    from kvferry.tools.replay.sizing import Sizing
     from kvferry.tools.replay.trace.open import open_trace
 
     check_folder(options.html)
@@ -175,37 +180,38 @@ def replay(options: ReplayOptions) -> None:
     recorded = recorded_engine(trace.name, trace.header)
     served = _served_model(options, recorded)
     tiers = with_bandwidth([parse_tier(one) for one in options.tier or ["host=unlimited"]], options.bandwidth)
-    settings = ReplaySettings(
-        tiers=tuple(tiers),
-        engines=options.engines,
-        pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
-        policy=options.policy,
-        admission=admission,
-        hints=_hints(trace, options),
-        tenants=_tenants(options.tenants),
-        route=options.route,  # type: ignore[arg-type]  # checked by the class
-        prefill_tokens_per_second=options.prefill_tokens_per_second,
-        seed=options.seed,
-        skip=options.skip,
-        concurrency=options.concurrency,
-    )
-    if sizing:
-        _size(trace, served, settings, options)
-        return
-    outcome = _replay(trace, served, settings, options)
+    with passes_over(trace, options.trace, options.unit_tokens) as passes:
+        settings = ReplaySettings(
+            tiers=tuple(tiers),
+            engines=options.engines,
+            pool=block_pool(served, options.engine_blocks, recorded.num_blocks, options.kv_cache_memory),
+            policy=options.policy,
+            admission=admission,
+            hints=_hints(passes, options),
+            tenants=_tenants(options.tenants),
+            route=options.route,  # type: ignore[arg-type]  # checked by the class
+            prefill_tokens_per_second=options.prefill_tokens_per_second,
+            seed=options.seed,
+            skip=options.skip,
+            concurrency=options.concurrency,
+        )
+        found = (_size if sizing else _replay)(passes, served, settings, options)
     print_notes(trace)
+    if isinstance(found, Sizing):
+        if options.html is not None:
+            write_file(options.html, size_page(found, trace.name))
+        print_result(found, size_as_json, show_size, as_json=options.as_json)
+        return
     if options.html is not None:
-        write_file(options.html, page(outcome))
-    print_result(outcome, as_json, show, as_json=options.as_json)
-    if not outcome.complete:
+        write_file(options.html, page(found))
+    print_result(found, as_json, show, as_json=options.as_json)
+    if not found.complete:
         raise SystemExit(INTERRUPTED)
 
 
-def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> None:
-    """Print the smallest tiers that reach ``--target-hit``. Raise ConfigError for an unused option."""
-    from kvferry.tools.replay.page import size_page
+def _size(passes: Passes, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Sizing:
+    """Find the smallest tiers that reach ``--target-hit``. Raise ConfigError for an unused option."""
     from kvferry.tools.replay.settings import ADMIT_ALL
-    from kvferry.tools.replay.show import show_size, size_as_json
     from kvferry.tools.replay.sizing import SizeQuestion, size
 
     others = (
@@ -226,11 +232,7 @@ def _size(trace: Trace, model: ServedModel, settings: ReplaySettings, options: R
     host = settings.tiers[0].capacity_bytes if options.tier else None
     writes = 1.0 if options.disk_writes_per_day is None else options.disk_writes_per_day
     question = SizeQuestion(options.target_hit, host, writes)
-    found = size(partial(progress, trace), model, settings, question, trace.unit_tokens)
-    print_notes(trace)
-    if options.html is not None:
-        write_file(options.html, size_page(found, trace.name))
-    print_result(found, size_as_json, show_size, as_json=options.as_json)
+    return size(passes, model, settings, question)
 
 
 def _admission(options: ReplayOptions) -> AdmissionSetting:
@@ -243,7 +245,7 @@ def _admission(options: ReplayOptions) -> AdmissionSetting:
     return AdmissionSetting(options.min_uses, options.min_prompt_tokens, per_day)
 
 
-def _hints(trace: Trace, options: ReplayOptions) -> HintSetting | None:
+def _hints(passes: Passes, options: ReplayOptions) -> HintSetting | None:
     """Return the hints of clients. Reads the trace if one is about sessions."""
     from kvferry.connector import ConnectorConfig
     from kvferry.tools.replay.hints import HintSetting, count_turns, parse_hint
@@ -256,7 +258,7 @@ def _hints(trace: Trace, options: ReplayOptions) -> HintSetting | None:
     setting = HintSetting(tuple(map(parse_hint, options.hint)), share)
     if not setting.needs_sessions:
         return setting
-    return replace(setting, turns=count_turns(trace.name, progress(trace, "sessions")))
+    return replace(setting, turns=count_turns(passes.trace.name, passes.requests("sessions")))
 
 
 def _tenants(text: str | None) -> Tenants | None:
@@ -342,46 +344,49 @@ def with_bandwidth(tiers: list[TierSetting], texts: list[str] | None) -> list[Ti
     return tiers
 
 
-def _replay(trace: Trace, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
-    """Run a replay, and compute the curve in further passes. After Ctrl-C, return the numbers so far."""
+def _replay(passes: Passes, model: ServedModel, settings: ReplaySettings, options: ReplayOptions) -> Outcome:
+    """Run a replay and what it is compared with. After Ctrl-C, return the numbers so far."""
     from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
     from kvferry.tools.replay.settings import ADMIT_ALL
     from kvferry.tools.replay.show import Outcome
     from kvferry.tools.replay.simulation import Simulation
     from kvferry.tools.replay.wear import Endurance, wear_of
 
-    endurance = _endurance(options)
+    endurance, trace = _endurance(options), passes.trace
     if (endurance != Endurance() or settings.admission != ADMIT_ALL) and len(settings.tiers) == 1:
         raise ConfigError(
             "--endurance, --disk-writes-per-day, --min-uses, --min-prompt-tokens and --write-per-day are "
             "about tiers in storage, and there is none; add one, such as --tier file=2TiB"
         )
-    wear = wear_of(Simulation(model, settings, trace.unit_tokens), endurance)  # refuses wrong options early
+    wear_of(
+        Simulation(model, settings, trace.unit_tokens).replayed(), endurance
+    )  # refuses wrong options early
     with _request_log(options.requests, tells_prefixes=trace.tells_prefixes) as log:
         simulation = Simulation(model, settings, trace.unit_tokens, log)
+        compared: dict[str, ReplaySettings] = {}
+        if settings.admission != ADMIT_ALL:
+            compared[_ALL_CHUNKS] = replace(settings, admission=ADMIT_ALL)
+        if settings.hints is not None:
+            compared[_WITHOUT_HINTS] = replace(settings, hints=None)
+        found: dict[str, Replayed] = {}
         complete, points = False, tuple[CurvePoint, ...]()
-        without_hints: Simulation | None = None
         try:
-            simulation.run(progress(trace, "replay"))
-            wear = wear_of(simulation, endurance)
-            if settings.admission != ADMIT_ALL:
-                everything = Simulation(model, replace(settings, admission=ADMIT_ALL), trace.unit_tokens)
-                everything.run(progress(trace, "all chunks"))
-                wear = [*wear_of(everything, endurance), *wear]
-            if settings.hints is not None:
-                without_hints = Simulation(model, replace(settings, hints=None), trace.unit_tokens)
-                without_hints.run(progress(trace, "without hints"))
-            points = tuple(hit_rate_curve(partial(progress, trace), simulation)) if options.curve else ()
+            begun = {name: passes.begin(name, model, other) for name, other in compared.items()}
+            simulation.run(passes.requests("replay"))
+            found = {name: passes.result(one) for name, one in begun.items()}
+            points = tuple(hit_rate_curve(passes, simulation.replayed())) if options.curve else ()
             complete = True
         except KeyboardInterrupt:  # a long replay says much before its end
             pass
+    replayed = simulation.replayed()
+    worn = [found[_ALL_CHUNKS], replayed] if _ALL_CHUNKS in found else [replayed]
     return Outcome(
-        simulation,
+        replayed,
         trace.name,
         complete,
         points,
-        tuple(wear) if complete else (),
-        without_hints if complete else None,
+        tuple(row for one in worn for row in wear_of(one, endurance)) if complete else (),
+        found.get(_WITHOUT_HINTS) if complete else None,
         tells_prefixes=trace.tells_prefixes,
     )
 

@@ -1,22 +1,23 @@
-"""Read traces for `kvferry replay` and `kvferry plan`, with a progress bar, and compute hit-rate curves."""
+"""Read traces for `kvferry replay` and `kvferry plan`, with progress bars, and compute hit-rate curves."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvferry.common.errors import ConfigError
+from kvferry.common.machine import usable_cores
 from kvferry.common.units import counted
 
 if TYPE_CHECKING:
     from kvferry.tools.replay.curve import CurvePoint
+    from kvferry.tools.replay.passes import OnProgress, Passes, Progress as PassProgress
     from kvferry.tools.replay.settings import BlockPool, ServedModel
-    from kvferry.tools.replay.trace.base import Trace, TraceRequest
-
-# Requests between two updates of the bar.
-_EVERY = 256
+    from kvferry.tools.replay.trace.base import Trace
 
 
 def open_for_curve(path: str, unit_tokens: int | None, asked_by: str) -> Trace:
@@ -44,26 +45,53 @@ def print_notes(trace: Trace) -> None:
         print(f"kvferry: {trace.name}: {note}", file=sys.stderr)
 
 
-def progress(trace: Trace, what: str) -> Iterator[TraceRequest]:
-    """Yield what a trace yields, with a bar named `what` if standard error is a terminal."""
+@contextmanager
+def passes_over(trace: Trace, path: str, unit_tokens: int | None) -> Iterator[Passes]:
+    """Yield the passes over a trace, with a bar for each if standard error is a terminal.
+
+    Args:
+        path: what `open_trace` gets to open the trace again.
+        unit_tokens: the same.
+    """
+    from kvferry.tools.replay.passes import Passes
+    from kvferry.tools.replay.trace.open import open_trace
+
+    with (
+        _bars(trace.length) as on_progress,
+        Passes(trace, partial(open_trace, path, unit_tokens), usable_cores(), on_progress) as passes,
+    ):
+        yield passes
+
+
+@contextmanager
+def _bars(length: float | None) -> Iterator[OnProgress]:
+    """Show the progress of passes over a trace on standard error, if it is a terminal."""
     if not sys.stderr.isatty():
-        yield from trace
+        yield lambda _: None
         return
     # Here, because rich takes long to import, and `replay` may run without a terminal.
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[read]:,} read")
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=trace.length, read=0)
-        for number, request in enumerate(trace):
-            if number % _EVERY == 0:
-                bar.update(task, completed=trace.position(), read=number)
-            yield request
+    tasks: dict[int, TaskID] = {}
+    lock = Lock()
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+
+        def show(found: PassProgress) -> None:
+            with lock:
+                if found.number not in tasks:
+                    tasks[found.number] = bars.add_task(found.name, total=length, read=0)
+                if found.has_ended:
+                    bars.remove_task(tasks[found.number])
+                else:
+                    bars.update(tasks[found.number], completed=found.position, read=found.read)
+
+        yield show
 
 
 def curve_of_model(
-    trace: Trace, model: ServedModel, kv_cache_memory: str | None
+    passes: Passes, model: ServedModel, kv_cache_memory: str | None
 ) -> tuple[list[CurvePoint], str]:
     """Replay a trace on one engine with unlimited host memory, then compute the hit rate by capacity.
 
@@ -72,17 +100,16 @@ def curve_of_model(
     """
     from kvferry.tools.replay.curve import hit_rate_curve
     from kvferry.tools.replay.settings import ReplaySettings, block_pool, parse_tier
-    from kvferry.tools.replay.simulation import Simulation
 
     pool = block_pool(model, None, None, kv_cache_memory)
     settings = ReplaySettings(tiers=(parse_tier("host=unlimited"),), pool=pool)
-    simulation = Simulation(model, settings, trace.unit_tokens)
-    results = simulation.run(progress(trace, "unlimited memory"))
+    replayed = passes.run("unlimited memory", model, settings)
+    results = replayed.results
     about = (
-        f"Replayed: {counted(results.requests, 'request')} of {trace.name}. {described(model, pool)} "
+        f"Replayed: {counted(results.requests, 'request')} of {passes.trace.name}. {described(model, pool)} "
         f"Without host memory, the hit rate is {results.local_hit_rate:.1%}."
     )
-    return hit_rate_curve(partial(progress, trace), simulation), about
+    return hit_rate_curve(passes, replayed), about
 
 
 def described(model: ServedModel, pool: BlockPool) -> str:

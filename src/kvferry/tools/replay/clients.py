@@ -8,8 +8,8 @@ from typing import Any
 
 from kvferry.common.units import counted, format_bytes, format_count
 from kvferry.tiers import TenantUsage
+from kvferry.tools.replay.replayed import Replayed, TenantResults
 from kvferry.tools.replay.settings import UNLIMITED
-from kvferry.tools.replay.simulation import Simulation, TenantResults
 from kvferry.tools.report import Column, Report
 
 # Tenants in the table, those with the most prompt tokens. JSON has all.
@@ -39,18 +39,18 @@ class TenantOutcome:
     usage: Mapping[str, TenantUsage] = field(default_factory=dict)
 
 
-def tenants_of(simulation: Simulation, without_hints: Simulation | None) -> tuple[TenantOutcome, ...]:
+def tenants_of(replayed: Replayed, without_hints: Replayed | None) -> tuple[TenantOutcome, ...]:
     """Return what each tenant found, with the most prompt tokens first; nothing if there are no tenants."""
     before = {} if without_hints is None else _by_label(without_hints)
     found = [
-        TenantOutcome(label, results, before.get(label), _usage(simulation, label))
-        for label, results in _by_label(simulation).items()
+        TenantOutcome(label, results, before.get(label), _usage(replayed, label))
+        for label, results in _by_label(replayed).items()
     ]
     return tuple(sorted(found, key=lambda one: -one.found.prompt_tokens))
 
 
-def _by_label(simulation: Simulation) -> dict[str, TenantResults]:
-    all_of, known = simulation.results, simulation.results.by_tenant
+def _by_label(replayed: Replayed) -> dict[str, TenantResults]:
+    all_of, known = replayed.results, replayed.results.by_tenant
     if not known or (len(known) == 1 and "" in known):
         return {}
     requests, prompt, hits = (
@@ -60,14 +60,8 @@ def _by_label(simulation: Simulation) -> dict[str, TenantResults]:
     return {**known, **({"": rest} if rest.requests else {})}
 
 
-def _usage(simulation: Simulation, label: str) -> dict[str, TenantUsage]:
-    found = {}
-    for setting, same in zip(simulation.settings.tiers, simulation.tiers, strict=True):
-        each = [usage for tier in same if (usage := tier.tenants.get(label)) is not None]
-        if each:
-            used, evicted = sum(one.used_bytes for one in each), sum(one.evicted for one in each)
-            found[setting.kind] = TenantUsage(used, evicted)
-    return found
+def _usage(replayed: Replayed, label: str) -> dict[str, TenantUsage]:
+    return {tier.name: tier.tenants[label] for tier in replayed.tiers if label in tier.tenants}
 
 
 def tenants_as_json(tenants: tuple[TenantOutcome, ...]) -> list[dict[str, Any]]:
@@ -114,8 +108,8 @@ def show_tenants(tenants: tuple[TenantOutcome, ...], report: Report) -> None:
 class HintWorth:
     """A replay with hints, and the same without."""
 
-    replayed: Simulation
-    without_hints: Simulation
+    replayed: Replayed
+    without_hints: Replayed
 
     @property
     def gained(self) -> float:
@@ -131,8 +125,7 @@ class HintWorth:
     @property
     def retained_bytes(self) -> int:
         """Maximum bytes of host memory that an engine kept because of hints."""
-        each = [engine.hints for engine in self.replayed.engines]
-        return max(one.most_retained for one in each if one is not None)
+        return max(engine.retained_bytes for engine in self.replayed.engines)
 
     def places(self) -> Iterator[tuple[str, int, int]]:
         """Yield each place that prompt tokens came from, and their numbers without and with hints."""

@@ -18,10 +18,9 @@ which attends to all tokens. The pass knows no slower tiers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import TypeAlias
 
 import numpy as np
 
@@ -29,8 +28,9 @@ from kvferry.connector import saves_computation
 from kvferry.tools.replay.arrivals import Arrivals
 from kvferry.tools.replay.content import RequestKeys
 from kvferry.tools.replay.engine import EngineCache
+from kvferry.tools.replay.passes import Pass, Passes
+from kvferry.tools.replay.replayed import Replayed
 from kvferry.tools.replay.settings import UNLIMITED, BlockPool
-from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.trace.base import TraceRequest
 
 # Least capacity of a curve, in chunks.
@@ -38,9 +38,6 @@ _LEAST_CHUNKS = 64
 _PER_DOUBLING = 4
 # Each pass replays the whole trace.
 _PASSES = 8
-
-# Takes the name of a pass, for progress, and returns the requests of the trace.
-Requests: TypeAlias = Callable[[str], Iterable[TraceRequest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +176,14 @@ class StackDistances:
             self._sums.add(number, -self._left.pop(number))
 
 
-def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]:
+def hit_rate_curve(passes: Passes, replayed: Replayed) -> list[CurvePoint]:
     """Return the hit rate of one engine by the capacity of its host memory, without slower tiers.
 
     The engine has the pools of all engines of the replay.
     """
     model, settings = replayed.model, replayed.settings
     least = _LEAST_CHUNKS * max(group.chunk_bytes for group in model.groups)
-    stored = sum(counts.stored_bytes for tier in replayed.tiers[0] for counts in tier.counts)
-    largest = max(stored, 2 * least)
+    largest = max(replayed.tiers[0].counts.stored_bytes, 2 * least)
     pool = BlockPool(settings.pool.blocks * settings.engines)
     # One pass is enough if the chunks form a stack and all of them have one size.
     is_stack = settings.policy == "lru" and settings.hints is None and settings.tenants is None
@@ -196,23 +192,29 @@ def hit_rate_curve(requests: Requests, replayed: Simulation) -> list[CurvePoint]
             model.groups[0].chunk_bytes, model.chunk_tokens, _capacities(largest, least)
         )
         cache = EngineCache(model, pool.blocks, replayed.unit_tokens)
-        arrivals = Arrivals(requests("curve, pass 1"), cache.keys_of_each, settings.concurrency)
+        arrivals = Arrivals(passes.requests("curve, pass 1"), cache.keys_of_each, settings.concurrency)
         for number, (request, keys, runs, _) in enumerate(arrivals.at_once()):
             local = cache.look_up(request.prompt_tokens, runs).tokens
             cache.keep(request, runs, (), 0)
             distances.add(request, keys, local, counted=number >= settings.skip)
         return distances.points()
-    found = []
+    begun: list[tuple[int, Pass, Pass | None]] = []
     for number, capacity in enumerate(_capacities(largest, least, _PASSES), 1):
         host = replace(settings.tiers[0], capacity_bytes=min(capacity, UNLIMITED))
         alone = replace(settings, tiers=(host,), engines=1, pool=pool, prefill_tokens_per_second=0.0)
-        results = Simulation(model, alone, replayed.unit_tokens).run(requests(f"curve, pass {number}"))
-        before = None
+        one, before = passes.begin(f"curve, pass {number}", model, alone), None
         if settings.hints is not None:
-            same = Simulation(model, replace(alone, hints=None), replayed.unit_tokens)
-            before = same.run(requests(f"curve without hints, pass {number}")).hit_rate
-        found.append(CurvePoint(capacity, results.hit_rate, before))
-    return found
+            name = f"curve without hints, pass {number}"
+            before = passes.begin(name, model, replace(alone, hints=None))
+        begun.append((capacity, one, before))
+    return [
+        CurvePoint(
+            capacity,
+            passes.result(one).results.hit_rate,
+            None if before is None else passes.result(before).results.hit_rate,
+        )
+        for capacity, one, before in begun
+    ]
 
 
 def _capacities(largest: int, least: int, most: int = 0) -> list[int]:

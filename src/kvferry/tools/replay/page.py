@@ -20,7 +20,7 @@ _LABELS = 6
 
 def page(found: Outcome) -> str:
     """Return the HTML page of a replay."""
-    name = f"{found.simulation.model.name} on {found.trace}"
+    name = f"{found.replayed.model.name} on {found.trace}"
     return _page(name, found.curve, partial(show, found))
 
 

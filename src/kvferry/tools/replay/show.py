@@ -10,6 +10,7 @@ from statistics import median_low
 from typing import Any, TypeVar
 
 from kvferry.common.units import counted, format_age, format_bytes, format_count, format_seconds
+from kvferry.tiers import FLEET
 from kvferry.tools.replay.clients import (
     HintWorth,
     TenantOutcome,
@@ -21,8 +22,8 @@ from kvferry.tools.replay.clients import (
 )
 from kvferry.tools.replay.curve import CurvePoint, curve_as_json
 from kvferry.tools.replay.lookup import TierCounts
-from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings
-from kvferry.tools.replay.simulation import Simulation, Times
+from kvferry.tools.replay.replayed import Replayed, TierOutcome, Times
+from kvferry.tools.replay.settings import ReplaySettings
 from kvferry.tools.replay.sizing import Sizing
 from kvferry.tools.replay.trace.base import ONLY_LENGTHS
 from kvferry.tools.replay.wear import TierWear, wear_as_json
@@ -77,62 +78,31 @@ _CHOICES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierOutcome:
-    """The outcome of a replay for one kind of tier, over all engines."""
-
-    name: str
-    # Capacity of one such tier in bytes; None for no limit, 0 if it stores nothing.
-    capacity_bytes: int | None
-    tiers: int  # number of such tiers: one per engine, or 1 if all engines share it
-    hit_tokens: int
-    # Numbers of chunks and bytes, over all such tiers. Requests that are not counted are included.
-    counts: TierCounts
-    group_counts: tuple[TierCounts, ...]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a replay that has ended or was interrupted."""
 
-    simulation: Simulation
+    replayed: Replayed
     trace: str
     complete: bool
     curve: tuple[CurvePoint, ...] = ()  # hit rate by capacity of host memory; empty if it was not computed
     wear: tuple[TierWear, ...] = ()  # of each tier in storage; with an admission filter also without it
-    without_hints: Simulation | None = None  # the same replay without hints, if there are any
+    without_hints: Replayed | None = None  # the same replay without hints, if there are any
     tells_prefixes: bool = True  # False if the trace has only lengths, so that its hit rate means nothing
 
     @cached_property
-    def tiers(self) -> tuple[TierOutcome, ...]:
-        return tuple(map(self._tier, range(len(self.simulation.tiers))))
-
-    @cached_property
     def worth(self) -> HintWorth | None:
-        return None if self.without_hints is None else HintWorth(self.simulation, self.without_hints)
+        return None if self.without_hints is None else HintWorth(self.replayed, self.without_hints)
 
     @cached_property
     def tenants(self) -> tuple[TenantOutcome, ...]:
-        return tenants_of(self.simulation, self.without_hints)
-
-    def _tier(self, number: int) -> TierOutcome:
-        setting, same = self.simulation.settings.tiers[number], self.simulation.tiers[number]
-        counts = zip(*(tier.counts for tier in same), strict=True)
-        groups = tuple(map(TierCounts.sum, counts))
-        return TierOutcome(
-            name=setting.kind,
-            capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
-            tiers=len(same),
-            hit_tokens=self.simulation.results.tier_tokens[number],
-            counts=TierCounts.sum(groups),
-            group_counts=groups,
-        )
+        return tenants_of(self.replayed, self.without_hints)
 
 
 def show(found: Outcome, report: Report) -> None:
     """Print the outcome of a replay."""
-    simulation, results = found.simulation, found.simulation.results
-    model, settings = simulation.model, simulation.settings
+    replayed, results = found.replayed, found.replayed.results
+    model, settings = replayed.model, replayed.settings
     if not found.complete:
         report.text("Interrupted: these are the numbers of the requests so far.")
     each = ", each" * (settings.engines > 1)
@@ -152,7 +122,7 @@ def show(found: Outcome, report: Report) -> None:
         show_worth(found.worth, report)
     report.text()
     report.heading("Chunks")
-    report.table(_CHUNKS, [_chunks(tier) for tier in found.tiers])
+    report.table(_CHUNKS, [_chunks(tier) for tier in found.replayed.tiers])
     if settings.engines > 1:
         _show_engines(found, report)
     if found.tenants and found.tells_prefixes:
@@ -169,7 +139,7 @@ def show(found: Outcome, report: Report) -> None:
 
 
 def _show_waits(found: Outcome, report: Report) -> None:
-    results = found.simulation.results
+    results = found.replayed.results
     report.heading("Time to the first token, without decoding")
     waits = [("with the tiers", results.waits), ("without tiers", results.waits_without_tiers)]
     if found.without_hints is not None:
@@ -197,7 +167,7 @@ def _show_wear(found: Outcome, report: Report) -> None:
             for row in found.wear
         ],
     )
-    if any(tier.tiers > 1 for tier in found.tiers):
+    if any(tier.tiers > 1 for tier in found.replayed.tiers):
         report.text("What is written is that of one tier, on average.")
 
 
@@ -211,20 +181,20 @@ def lifetime(years: float) -> str:
 
 
 def _show_hits(found: Outcome, report: Report) -> None:
-    simulation, results = found.simulation, found.simulation.results
-    has_own, prompt = simulation.settings.pool.blocks > 0, max(results.prompt_tokens, 1)
+    replayed, results = found.replayed, found.replayed.results
+    has_own, prompt = replayed.settings.pool.blocks > 0, max(results.prompt_tokens, 1)
     own = f", the engine's own prefix cache {results.local_hit_rate:.1%}" * has_own
     report.heading(f"Tiers save {results.tier_hit_rate:.1%} of the prompt tokens from being computed{own}")
     report.note(
         f"Together {results.hit_rate:.1%}, or {results.unit_hit_rate:.1%} of the trace's units of "
-        f"{simulation.unit_tokens:,} tokens."
+        f"{replayed.unit_tokens:,} tokens."
     )
     places = [("the engine's prefix cache", results.local_tokens)] * has_own
-    places += [(tier.name, tier.hit_tokens) for tier in found.tiers]
+    places += [(tier.name, tier.hit_tokens) for tier in found.replayed.tiers]
     places.append(("computed", results.prompt_tokens - results.hit_tokens))
     rows = [(name, f"{tokens / prompt:.1%}", format_count(tokens)) for name, tokens in places]
     report.table(_PLACES, rows, last_is_total=True)
-    groups = simulation.model.groups
+    groups = replayed.model.groups
     if len(groups) == 1:
         return
     report.text()
@@ -240,15 +210,14 @@ def _show_hits(found: Outcome, report: Report) -> None:
 
 def _show_engines(found: Outcome, report: Report) -> None:
     """Print how evenly requests, hits and reads are spread over the engines."""
-    simulation = found.simulation
-    engines, fleet = simulation.engines, simulation.fleet
+    engines = found.replayed.engines
     rows = [_spread("requests", [one.requests for one in engines], format_count)]
     if found.tells_prefixes:
         rates = [one.hit_tokens / max(one.prompt_tokens, 1) for one in engines]
         rows.append(_spread("tokens not computed", rates, "{:.1%}".format))
-    if fleet is not None:
-        rows.append(_spread("read from others", fleet.read_bytes, format_bytes))
-        rows.append(_spread("others read", fleet.sent_bytes, format_bytes))
+    if any(tier.kind == FLEET for tier in found.replayed.settings.tiers):
+        rows.append(_spread("read from others", [one.read_bytes for one in engines], format_bytes))
+        rows.append(_spread("others read", [one.sent_bytes for one in engines], format_bytes))
     report.text()
     report.table(_ENGINES, rows)
 
@@ -384,16 +353,15 @@ def as_json(found: Outcome) -> dict[str, Any]:
     Sizes are in bytes, times in seconds, lengths in tokens, and rates are shares from 0 to 1. Hits are None
     if the trace has only lengths.
     """
-    simulation = found.simulation
-    results, settings = simulation.results, simulation.settings
-    prompt, fleet = max(results.prompt_tokens, 1), simulation.fleet
-    known = found.tells_prefixes
+    replayed = found.replayed
+    results, settings = replayed.results, replayed.settings
+    prompt, known = max(results.prompt_tokens, 1), found.tells_prefixes
 
     # With lengths alone every prompt looks new, and a hit rate of 0 would be wrong.
     def told(value: float) -> float | None:
         return value if known else None
 
-    labels, waits = [group.label for group in simulation.model.groups], None
+    labels, waits = [group.label for group in replayed.model.groups], None
     if len(results.waits):
         waits = {
             name: _quantiles(times) if times else None
@@ -401,11 +369,11 @@ def as_json(found: Outcome) -> dict[str, Any]:
         }
     return {
         "trace": found.trace,
-        "unit_tokens": simulation.unit_tokens,
+        "unit_tokens": replayed.unit_tokens,
         "complete": found.complete,
         "why_no_hit_rate": None if known else f"the trace {ONLY_LENGTHS}",
-        "model": simulation.model.name,
-        "chunk_tokens": simulation.model.chunk_tokens,
+        "model": replayed.model.name,
+        "chunk_tokens": replayed.model.chunk_tokens,
         "engines": settings.engines,
         "engine_blocks": settings.pool.blocks,
         "engine_blocks_source": settings.pool.source,
@@ -434,7 +402,7 @@ def as_json(found: Outcome) -> dict[str, Any]:
                 "hit_tokens": told(one.hit_tokens),
                 "hit_rate": told(one.hit_tokens / prompt),
             }
-            for one in found.tiers
+            for one in found.replayed.tiers
         ],
         "groups": [
             {"label": label, "hit_rate": told(tokens / prompt)}
@@ -445,10 +413,10 @@ def as_json(found: Outcome) -> dict[str, Any]:
                 "requests": one.requests,
                 "prompt_tokens": one.prompt_tokens,
                 "hit_tokens": told(one.hit_tokens),
-                "read_bytes": fleet.read_bytes[number] if fleet else 0,
-                "sent_bytes": fleet.sent_bytes[number] if fleet else 0,
+                "read_bytes": one.read_bytes,
+                "sent_bytes": one.sent_bytes,
             }
-            for number, one in enumerate(simulation.engines)
+            for one in replayed.engines
         ],
         "by_tenant": tenants_as_json(found.tenants) if known else [],
         "hints": worth_as_json(found.worth),

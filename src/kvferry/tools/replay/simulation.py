@@ -10,26 +10,25 @@ find its chunks, and the next turn of its session is scheduled. Without a speed
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
-from math import ceil, exp, inf, isfinite, log
+from math import inf, isfinite
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers import EVICTION_POLICIES, FLEET, EvictionPolicy, FairEviction
+from kvferry.tiers import EVICTION_POLICIES, FLEET, EvictionPolicy, FairEviction, TenantUsage
 from kvferry.tools.replay.arrivals import Arrivals, Arrived
 from kvferry.tools.replay.content import tenant_digest
 from kvferry.tools.replay.engine import EngineCache, Hit, Running, SimulatedEngine
 from kvferry.tools.replay.fleet import FleetMemory, OthersMemory, SharedHostMemory
 from kvferry.tools.replay.hinting import EngineHints
 from kvferry.tools.replay.hints import ClientHints, SessionName, session_name
-from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier
-from kvferry.tools.replay.settings import ReplaySettings, RouteName, ServedModel, TierSetting
+from kvferry.tools.replay.lookup import ReadableTier, SimulatedTier, TierCounts
+from kvferry.tools.replay.replayed import EngineOutcome, Replayed, Results, TierOutcome, Times
+from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings, RouteName, ServedModel, TierSetting
 from kvferry.tools.replay.tiers import SimulatedTiers
 from kvferry.tools.replay.trace.base import TraceRequest
 
@@ -42,11 +41,6 @@ _LEAST_SHARE = 0.3
 _MOST_AHEAD = 4
 # An engine of a replay computes fewer tokens than a number of so many bits can count.
 _TOKEN_BITS = 44
-
-# Classes of times are 2 % wide, so memory is bounded and quantiles are at most 1 % off.
-_STEP = log(1.02)
-_LEAST_SECONDS = 1e-6
-
 
 # Numbers of requests that wait or run at each engine, int64 of shape (engines,).
 Queues: TypeAlias = npt.NDArray[np.int64]
@@ -117,139 +111,6 @@ def route_named(name: RouteName, engines: int, seed: int) -> Route:
     return lambda _, queues: chance.randrange(len(queues))
 
 
-class Times:
-    """A histogram of times in seconds.
-
-    >>> times = Times()
-    >>> for number in range(1, 101):
-    ...     times.add(number)
-    >>> round(times.quantile(0.5)), round(times.mean, 1), len(times)
-    (50, 50.5, 100)
-    """
-
-    def __init__(self) -> None:
-        self._classes: Counter[int] = Counter()
-        self._sum, self._count = 0.0, 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, seconds: float) -> None:
-        """Add a time. Times below a microsecond count as a microsecond."""
-        self._classes[round(log(max(seconds, _LEAST_SECONDS)) / _STEP)] += 1
-        self._sum += seconds
-        self._count += 1
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self._count if self._count else 0.0
-
-    def quantile(self, share: float) -> float:
-        """Return the time in seconds that a share (0 to 1) of all times does not exceed; 0 without times."""
-        left = max(ceil(share * self._count), 1)
-        for number in sorted(self._classes):
-            left -= self._classes[number]
-            if left <= 0:
-                return exp(number * _STEP)
-        return 0.0
-
-
-@dataclass(slots=True)
-class TenantResults:
-    """Sums over the counted requests of a tenant, or of all that have one label."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / max(self.prompt_tokens, 1)
-
-
-@dataclass(slots=True, kw_only=True)
-class Results:
-    """Sums over the counted requests of a replay. Tokens are tokens of prompts."""
-
-    tier_tokens: list[int]  # tokens that each tier provided, host memory first
-    tier_bytes: list[int]
-    group_tokens: list[int]  # tokens of the longest prefix that each group alone could use
-    requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    local_tokens: int = 0  # tokens that engines had in their own prefix caches
-    # Tokens whose full-attention KV was at hand, but that were computed again because a window or a snapshot
-    # was missing at their end.
-    lost_tokens: int = 0
-    # `units`, `unit_hits`: number of units of the trace in all prompts, and of those that were not computed.
-    units: int = 0
-    unit_hits: int = 0
-    # `first_arrival`, `last_arrival`: seconds from the start of the trace to the first and the last counted
-    # arrival.
-    first_arrival: float = 0.0
-    last_arrival: float = 0.0
-    waits: Times = field(default_factory=Times)  # times from arrival to the first token
-    # The same if the engines had no tiers. Empty if requests arrived when others had ended, because without
-    # tiers they would have arrived later.
-    waits_without_tiers: Times = field(default_factory=Times)
-    # By label; without ``--tenants``, by the names in the trace. Empty if the trace names no tenants.
-    by_tenant: dict[str, TenantResults] = field(default_factory=partial(defaultdict, TenantResults))
-
-    @property
-    def seconds(self) -> float:
-        return self.last_arrival - self.first_arrival
-
-    @property
-    def hit_tokens(self) -> int:
-        return self.local_tokens + sum(self.tier_tokens)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed; 0 without requests."""
-        return self.hit_tokens / max(self.prompt_tokens, 1)
-
-    @property
-    def local_hit_rate(self) -> float:
-        """Share of the prompt tokens that engines had in their own prefix caches; 0 without requests."""
-        return self.local_tokens / max(self.prompt_tokens, 1)
-
-    @property
-    def tier_hit_rate(self) -> float:
-        """Share of the prompt tokens that tiers provided; 0 without requests."""
-        return sum(self.tier_tokens) / max(self.prompt_tokens, 1)
-
-    @property
-    def unit_hit_rate(self) -> float:
-        """Share of the trace's units that were not computed; 0 without requests."""
-        return self.unit_hits / self.units if self.units else 0.0
-
-    def add(self, request: TraceRequest, hit: Hit) -> None:
-        prompt, unit = request.prompt_tokens, request.unit_tokens
-        found = hit.found
-        if not self.requests:
-            self.first_arrival = request.arrival
-        self.last_arrival = request.arrival
-        self.requests += 1
-        self.prompt_tokens += prompt
-        self.output_tokens += request.output_tokens
-        self.local_tokens += hit.local_tokens
-        self.lost_tokens += max(hit.attention_tokens - found, 0)
-        # An incomplete last unit is a hit only if the whole prompt was found.
-        self.units += -(-prompt // unit)
-        self.unit_hits += -(-found // unit) if found == prompt else found // unit
-        for number, tokens in enumerate(hit.tier_tokens):
-            self.tier_tokens[number] += tokens
-            self.tier_bytes[number] += hit.tier_bytes[number]
-        for number, tokens in enumerate(hit.group_tokens):
-            self.group_tokens[number] += tokens
-
-    def add_tenant(self, label: str, request: TraceRequest, hit: Hit) -> None:
-        found = self.by_tenant[label]
-        found.requests += 1
-        found.prompt_tokens += request.prompt_tokens
-        found.hit_tokens += hit.found
-
-
 class Simulation:
     """A replay in progress, at first with idle engines and empty caches.
 
@@ -290,11 +151,6 @@ class Simulation:
         self._prefetches: list[tuple[float, float, SessionName]] = []
         self._engine_of: dict[SessionName, SimulatedEngine] = {}  # engine of each session's last request
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first to the last arrival, also of requests that are not counted."""
-        return 0.0 if self._first_arrival is None else self._last_arrival - self._first_arrival
-
     def run(self, requests: Iterable[TraceRequest]) -> Results:
         """Replay requests and all turns that follow them in the order of their arrival, and return the sums.
 
@@ -321,6 +177,49 @@ class Simulation:
             if arrivals.depend_on_ends:
                 self.results.waits_without_tiers = Times()
         return self.results
+
+    def replayed(self) -> Replayed:
+        """Return the outcome so far."""
+        return Replayed(
+            model=self.model,
+            settings=self.settings,
+            unit_tokens=self.unit_tokens,
+            seconds=self._last_arrival - self._first_arrival if self._first_arrival is not None else 0.0,
+            results=self.results,
+            tiers=tuple(map(self._tier_outcome, range(len(self.tiers)))),
+            engines=tuple(map(self._engine_outcome, self.engines)),
+        )
+
+    def _tier_outcome(self, number: int) -> TierOutcome:
+        setting, same = self.settings.tiers[number], self.tiers[number]
+        groups = tuple(map(TierCounts.sum, zip(*(tier.counts for tier in same), strict=True)))
+        usages: dict[str, list[TenantUsage]] = {}
+        for tier in same:
+            for label, usage in tier.tenants.items():
+                usages.setdefault(label, []).append(usage)
+        return TierOutcome(
+            name=setting.kind,
+            capacity_bytes=None if setting.capacity_bytes == UNLIMITED else setting.capacity_bytes,
+            tiers=len(same),
+            hit_tokens=self.results.tier_tokens[number],
+            counts=TierCounts.sum(groups),
+            group_counts=groups,
+            tenants={
+                label: TenantUsage(sum(one.used_bytes for one in each), sum(one.evicted for one in each))
+                for label, each in usages.items()
+            },
+        )
+
+    def _engine_outcome(self, engine: SimulatedEngine) -> EngineOutcome:
+        fleet = self.fleet
+        return EngineOutcome(
+            requests=engine.requests,
+            prompt_tokens=engine.prompt_tokens,
+            hit_tokens=engine.hit_tokens,
+            read_bytes=fleet.read_bytes[engine.number] if fleet else 0,
+            sent_bytes=fleet.sent_bytes[engine.number] if fleet else 0,
+            retained_bytes=engine.hints.most_retained if engine.hints else 0,
+        )
 
     def _arrive(self, arrived: Arrived) -> None:
         """Queue a request at the engine that the route chooses."""

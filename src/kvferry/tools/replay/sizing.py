@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import sqrt
 
 from kvferry.common.errors import ConfigError
 from kvferry.tools.plan.kept import settings_with_more_snapshots
-from kvferry.tools.replay.curve import CurvePoint, Requests, hit_rate_curve
+from kvferry.tools.replay.curve import CurvePoint, hit_rate_curve
+from kvferry.tools.replay.passes import Passes
+from kvferry.tools.replay.replayed import Replayed
 from kvferry.tools.replay.settings import UNLIMITED, ReplaySettings, ServedModel, TierSetting
-from kvferry.tools.replay.simulation import Simulation
 from kvferry.tools.replay.wear import ENDURANCE_YEARS
 
 # Ratio of the limits of a range below which it is not narrowed further.
@@ -53,14 +53,14 @@ class Sizing:
     question: SizeQuestion
     prefill_tokens_per_second: float  # tokens that an engine computes per second; 0 if unknown
     model: ServedModel
-    ceiling: Simulation
+    ceiling: Replayed  # with unlimited host memory
     curve: tuple[CurvePoint, ...]
     # Smallest capacity that is known to reach the target; None if no capacity does, 0 if the engine's prefix
     # cache reaches it alone.
     enough: int | None
     too_little: int  # largest capacity that is known to miss it; 0 if every capacity reaches it
     # Replay with a disk of `enough` bytes behind host memory; None if `enough` is None or 0.
-    with_disk: Simulation | None
+    with_disk: Replayed | None
     # Alternative settings of an engine with recurrent state, the present ones first; else empty.
     choices: tuple[EngineChoice, ...]
 
@@ -75,7 +75,7 @@ class Sizing:
         """Bytes written to the disk each second; 0 without a disk, or if the trace has no times."""
         if self.with_disk is None or not (seconds := self.with_disk.results.seconds):
             return 0.0
-        return sum(counts.stored_bytes for counts in self.with_disk.tiers[1][0].counts) / seconds
+        return self.with_disk.tiers[1].counts.stored_bytes / seconds
 
     @property
     def disk_years(self) -> float | None:
@@ -91,23 +91,21 @@ class Sizing:
         return self.prefill_tokens_per_second * self.bytes_per_token or None
 
 
-def size(
-    requests: Requests, model: ServedModel, given: ReplaySettings, question: SizeQuestion, unit_tokens: int
-) -> Sizing:
+def size(passes: Passes, model: ServedModel, given: ReplaySettings, question: SizeQuestion) -> Sizing:
     """Find the smallest host memory or disk that reaches a hit rate. The replays leave time out."""
 
-    def replayed(of: ServedModel, name: str, *capacities: int) -> Simulation:
+    def settings(*capacities: int) -> ReplaySettings:
         tiers = (
             TierSetting(kind=kind, capacity_bytes=capacity, shared=False, bytes_per_second=1.0)
             for kind, capacity in zip(("host", "file"), capacities, strict=False)
         )
-        settings = replace(given, tiers=tuple(tiers), prefill_tokens_per_second=0.0)
-        simulation = Simulation(of, settings, unit_tokens)
-        simulation.run(requests(name))
-        return simulation
+        return replace(given, tiers=tuple(tiers), prefill_tokens_per_second=0.0)
 
-    ceiling = replayed(model, "unlimited memory", UNLIMITED)
-    curve = hit_rate_curve(lambda _: requests("capacities"), ceiling)
+    others = [
+        passes.begin("engine settings", other, settings(UNLIMITED)) for other in _with_more_snapshots(model)
+    ]
+    ceiling = passes.run("unlimited memory", model, settings(UNLIMITED))
+    curve = hit_rate_curve(passes, ceiling)
     reaching = [point.capacity_bytes for point in curve if point.hit_rate >= question.target]
     alone = ceiling.results.local_hit_rate >= question.target
     enough = 0 if alone else min(reaching, default=None)
@@ -117,12 +115,13 @@ def size(
         while too_little and enough > _CLOSE * too_little:
             # The curve's capacities lie at equal factors, so the range is halved by factors too.
             middle = round(sqrt(enough * too_little))
-            if replayed(model, "capacity", middle).results.hit_rate >= question.target:
+            if passes.run("capacity", model, settings(middle)).results.hit_rate >= question.target:
                 enough = middle
             else:
                 too_little = middle
         host = question.host_bytes or max(enough // 16, 64 * max(g.chunk_bytes for g in model.groups))
-        with_disk = replayed(model, "disk", host, enough)
+        with_disk = passes.run("disk", model, settings(host, enough))
+    choices = [ceiling, *map(passes.result, others)] if model.state is not None else []
     return Sizing(
         question=question,
         prefill_tokens_per_second=given.prefill_tokens_per_second,
@@ -132,24 +131,24 @@ def size(
         enough=enough,
         too_little=too_little,
         with_disk=with_disk,
-        choices=tuple(_choices(model, ceiling, replayed)),
+        choices=tuple(map(_choice, choices)),
     )
 
 
-def _choices(
-    model: ServedModel, ceiling: Simulation, replayed: Callable[[ServedModel, str, int], Simulation]
-) -> Iterable[EngineChoice]:
+def _with_more_snapshots(model: ServedModel) -> list[ServedModel]:
+    """Return a model with recurrent state under other settings of its engine; nothing for other models."""
     if model.state is None:
-        return
-    yield _choice(ceiling)
-    for steps in dict.fromkeys(settings_with_more_snapshots(model.form.steps)):
-        if steps == model.form.steps:
-            continue  # the ceiling has them
-        other = replace(model, form=replace(model.form, steps=steps))
-        yield _choice(replayed(other, "engine settings", UNLIMITED))
+        return []
+    own = model.form.steps
+    return [
+        replace(model, form=replace(model.form, steps=steps))
+        for steps in dict.fromkeys(settings_with_more_snapshots(own))
+        if steps != own
+    ]
 
 
-def _choice(simulation: Simulation) -> EngineChoice:
-    steps = simulation.model.form.steps
-    stored = sum(counts.stored_bytes for counts in simulation.tiers[0][0].counts)
-    return EngineChoice(steps.step_tokens, steps.retention, simulation.results.hit_rate, stored)
+def _choice(replayed: Replayed) -> EngineChoice:
+    steps = replayed.model.form.steps
+    return EngineChoice(
+        steps.step_tokens, steps.retention, replayed.results.hit_rate, replayed.tiers[0].counts.stored_bytes
+    )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.common.errors import ConfigError
+from kvferry.tools.replay.replayed import Replayed
 from kvferry.tools.replay.settings import ADMIT_ALL, UNLIMITED, TierSetting
-from kvferry.tools.replay.simulation import Simulation
 
 _SECONDS_PER_DAY = 86_400
 _DAYS_PER_YEAR = 365
@@ -53,26 +53,24 @@ class TierWear:
     hit_rate: float  # of engines and tiers together
 
 
-def wear_of(simulation: Simulation, endurance: Endurance) -> list[TierWear]:
+def wear_of(replayed: Replayed, endurance: Endurance) -> list[TierWear]:
     """Return what a replay wrote to each kind of tier in storage."""
     found = []
-    for setting, same in zip(simulation.settings.tiers, simulation.tiers, strict=True):
-        counts = [count for tier in same for count in tier.counts]
+    for setting, tier in zip(replayed.settings.tiers, replayed.tiers, strict=True):
         if setting.kind in ("host", "fleet"):
             continue
         per_day = None
-        if simulation.seconds:
-            written = sum(count.stored_bytes for count in counts) / len(same)
-            per_day = written / simulation.seconds * _SECONDS_PER_DAY
+        if replayed.seconds:
+            per_day = tier.counts.stored_bytes / tier.tiers / replayed.seconds * _SECONDS_PER_DAY
         total = endurance.bytes_of(setting)
         found.append(
             TierWear(
                 name=setting.kind,
-                admits_all=simulation.settings.admission == ADMIT_ALL,
+                admits_all=replayed.settings.admission == ADMIT_ALL,
                 written_per_day=per_day,
                 years=total / per_day / _DAYS_PER_YEAR if total and per_day else None,
-                declined=sum(count.declined for count in counts),
-                hit_rate=simulation.results.hit_rate,
+                declined=tier.counts.declined,
+                hit_rate=replayed.results.hit_rate,
             )
         )
     return found
