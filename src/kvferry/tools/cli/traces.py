@@ -82,10 +82,10 @@ def _bars(length: float | None) -> Iterator[OnProgress]:
             with lock:
                 if found.number not in tasks:
                     tasks[found.number] = bars.add_task(found.name, total=length, read=0)
+                bars.update(tasks[found.number], completed=found.position, read=found.read)
                 if found.has_ended:
+                    bars.refresh()  # short passes are seen too
                     bars.remove_task(tasks[found.number])
-                else:
-                    bars.update(tasks[found.number], completed=found.position, read=found.read)
 
         yield show
 

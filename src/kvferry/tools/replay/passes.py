@@ -142,9 +142,10 @@ class Passes:
 def _watched(trace: Trace, number: int, name: str, on_progress: OnProgress) -> Iterator[TraceRequest]:
     read = 0
     try:
-        for read, request in enumerate(trace):
+        for request in trace:
             if read % _EVERY == 0:
                 on_progress(Progress(number, name, read, trace.position()))
+            read += 1
             yield request
     finally:
         on_progress(Progress(number, name, read, trace.position(), has_ended=True))
