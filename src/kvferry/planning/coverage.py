@@ -260,12 +260,15 @@ def longest_prefixes(
     if chunked.tokens <= local:
         after = 0
 
-    rows = list(zip(groups, held, strict=True))
-    each = [_last_end(group, chunked, row, first, after) for group, row in rows]
-    common, last = min(each), max(each)
-    while first <= common < last:  # the groups that can continue later may not be able to continue here
-        last = common
-        common = min([_last_end(group, chunked, row, first, last + 1) for group, row in rows])
+    each = [_last_end(group, chunked, row, first, after) for group, row in zip(groups, held, strict=True)]
+    lasts, common = each, min(each)
+    while first <= common < max(lasts):
+        # The groups that can continue later may not be able to continue here.
+        lasts = [
+            last if last == common else _last_end(group, chunked, row, first, common + 1)
+            for last, group, row in zip(lasts, groups, held, strict=True)
+        ]
+        common = min(lasts)
     ends = [min((last + 1) * size, chunked.tokens) if last >= first else local for last in (common, *each)]
     attention = [end for group, end in zip(groups, ends[1:], strict=True) if attends_to_all(group.kind)]
     return Prefixes(ends[0], min(attention, default=local), tuple(ends[1:]))

@@ -160,7 +160,7 @@ def snapshot_positions(prompt: int, start: int, shared: int, first: int, interva
     >>> snapshot_positions(20_000, 0, 0, 1088, 272), snapshot_positions(20_000, 4352, 12_000, 1088, 272)
     ((1088, 2176, 4352, 8704, 17408), (8704, 11968, 17408))
     """
-    if not first:
+    if not first or start + first >= prompt:
         return ()
     # Whatever prefix two prompts share, one of the doubles lies in its second half.
     doubles = (first << n for n in range(max(prompt // first, 1).bit_length()))

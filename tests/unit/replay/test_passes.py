@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -108,6 +110,7 @@ def test_this_process_makes_all_passes_if_no_other_can(monkeypatch: pytest.Monke
     trace = ListedTrace(lambda: requests)
     with Passes(trace, partial(open_trace, "missing.csv"), cores=3) as passes:
         begun = [passes.begin("pass", model(), SETTINGS) for _ in range(3)]
+        wait_for(lambda: "replay-helper" not in {thread.name for thread in threading.enumerate()})
         assert [passes.result(one).results.hit_rate for one in begun] == [0.5] * 3
 
 
@@ -134,7 +137,10 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found_so_far(folder: Path
         env=environment,
         cwd=folder,
     ) as process:
-        wait_for(partial(_spawned, process.pid))
+        for other in wait_for(partial(_spawned, process.pid)):
+            # Else it would print a traceback, if it is not killed before.
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{other}/status").read_text())
+            assert int(blocked, 16) & 1 << signal.SIGINT - 1
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate()
         assert (process.returncode, errors) == (130, "")

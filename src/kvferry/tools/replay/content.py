@@ -104,6 +104,18 @@ class RequestKeys:
             found[at:at] = self.tail(prompt)
         return found
 
+    def in_order_with(self, group: int, numbers: Iterable[int]) -> list[bytes]:
+        """Return those of `in_order` of a prompt of whole chunks without the other chunks of one group.
+
+        Args:
+            numbers: indices of the chunks of `group` that are included. They are different.
+        """
+        others = self.whole[:group] + self.whole[group + 1 :]
+        found = others[0][:] if len(others) == 1 else list(chain.from_iterable(zip(*others, strict=True)))
+        for number in sorted(numbers, reverse=True):
+            found.insert(number * len(others) + group, self.whole[group][number])
+        return found
+
     def of_span(self, first: int, end: int, prompt: int) -> list[bytes]:
         """Return those of `in_order` whose chunks have tokens from `first` up to, and not including, `end`.
 

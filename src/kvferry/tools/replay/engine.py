@@ -81,11 +81,11 @@ class EngineCache:
         entries = self._entries(request.prompt_tokens, keys.computed_tokens, keys, snapshots, shared)
         each, sizes = [key for _, some in entries for key in some], self._sizes
         held = [key for key in each if key in sizes]
-        # The request holds the blocks that it shares, so they are not evicted for its new ones.
-        self._policy.make_newest(held)
         needed = sum(self._running_blocks(group, total) for group in self._model.block_groups)
         needed -= sum(map(sizes.__getitem__, held))
         if (missing := self._used + needed - self._capacity) > 0:
+            # The request holds the blocks that it shares, so they are not evicted for its new ones.
+            self._policy.make_newest(held)
             self._used -= sum(map(sizes.pop, self._policy.evict_bytes(missing)))
         for size, some in entries:
             new = [key for key in some if key not in sizes] if held else some

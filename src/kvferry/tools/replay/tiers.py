@@ -181,12 +181,11 @@ class SimulatedTiers:
 
     def _new(self, run: Run) -> list[bytes]:
         """Return the keys of a run that must be stored in host memory."""
-        new = self.host.lacks(run.keys)
-        if len(self.tiers) == 1 or not new:
-            return new
-        unchanged: Sequence[bytes] = run.keys[: run.unchanged]
-        for tier in self.tiers:
-            if self.has_asked or not tier.is_searched:
+        if len(self.tiers) == 1 or not run.unchanged:
+            return self.host.lacks(run.keys)
+        unchanged = self.host.lacks(run.keys[: run.unchanged])
+        for tier in self.tiers[1:]:
+            if unchanged and (self.has_asked or not tier.is_searched):
                 unchanged = tier.lacks(unchanged)
         return [*unchanged, *self.host.lacks(run.keys[run.unchanged :])]
 
@@ -254,18 +253,18 @@ def store_chunks(
     Return the keys of the chunks that later prompts need.
     """
     size, state = model.chunk_tokens, model.state
-    used = keys.in_order(prompt.tokens if state is None else 0)
     ends = last_prefix_ends(prompt.tokens, size, 0 if state is None else model.block_tokens)
     kept = [
         at
         for at in snapshots
         if at <= prompt.storable and keeps_snapshot(at, size, model.form.snapshot_tokens, ends)
     ]
-    if state is not None:
+    if state is None:
+        used = keys.in_order(prompt.tokens)
+    else:
         # A request passes over the snapshots between the one that it continued from and its own.
         ends_used = [at // size - 1 for at in {*kept, prompt.found} if at and at % size == 0]
-        passed = set(keys.whole[state]).difference(map(keys.whole[state].__getitem__, ends_used))
-        used = [key for key in used if key not in passed]
+        used = keys.in_order_with(state, ends_used)
     storable = [
         () if one.kind is GroupKind.STATE else _storable_chunks(model, group, keys, prompt.found, ends)
         for group, one in enumerate(model.groups)
@@ -282,8 +281,9 @@ def store_chunks(
     generated = prompt.tokens // size  # number of the first chunk with generated tokens
     if model.has_cold_chunks:
         likely = (*ends, prompt.found, prompt.shared_tokens)
-        cold = {key for key, number in _unneeded(model, keys, likely).items() if number < generated}
         unneeded = _unneeded(model, keys, (*likely, stored))
+        before = unneeded if stored in likely else _unneeded(model, keys, likely)
+        cold = {key for key, number in before.items() if number < generated}
     # The steps of a prompt usually leave what a single step would, and one is much faster.
     at_once = not (cold or unneeded)
     if not (at_once and tiers.store_at_once(runs_of(0, max(keys.computed_tokens, prompt.tokens)))):
