@@ -137,12 +137,15 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found_so_far(folder: Path
         env=environment,
         cwd=folder,
     ) as process:
-        for other in wait_for(partial(_spawned, process.pid)):
-            # Else it would print a traceback, if it is not killed before.
-            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{other}/status").read_text())
-            assert int(blocked, 16) & 1 << signal.SIGINT - 1
-        os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate()
-        assert (process.returncode, errors) == (130, "")
-        assert output.startswith("Interrupted: these are the numbers of the requests so far.")
-        assert _spawned(process.pid) == []
+        try:
+            for other in wait_for(partial(_spawned, process.pid)):
+                # Else it would print a traceback, if it is not killed before.
+                (blocked,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{other}/status").read_text())
+                assert int(blocked, 16) & 1 << signal.SIGINT - 1
+            os.killpg(process.pid, signal.SIGINT)
+            output, errors = process.communicate()
+            assert (process.returncode, errors) == (130, "")
+            assert output.startswith("Interrupted: these are the numbers of the requests so far.")
+            assert _spawned(process.pid) == []
+        finally:
+            process.kill()
