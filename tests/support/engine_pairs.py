@@ -209,6 +209,7 @@ def both(
     unit_tokens: int = 1,
     engines: int = 1,
     hint_share: float | None = None,
+    hint_seconds: float = 3600.0,
     tenants: Mapping[str, object] | None = None,
 ) -> Iterator[Both]:
     """Start engines twice, each with tiers of these capacities in bytes. `hint_share` None: no hints."""
@@ -222,10 +223,12 @@ def both(
         policy=policy,
         engines=engines,
         admission=admission,
-        hints=None if hint_share is None else HintSetting((parse_hint("ends_session"),), hint_share),
+        hints=None
+        if hint_share is None
+        else HintSetting((parse_hint("ends_session"),), hint_share, hint_seconds),
         tenants=read_tenants(tenants),
     )
-    more = {} if hint_share is None else {"hint_share": hint_share}
+    more = {} if hint_share is None else {"hint_share": hint_share, "hint_seconds": hint_seconds}
     simulation, served = Simulation(model, settings, unit_tokens), list[ServedEngine]()
     with ExitStack() as started:
         # Two of 8 MiB for each engine would be kept until the next collection of garbage.

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvferry.common.errors import ProtocolError
 from kvferry.common.text import shown
@@ -66,8 +67,11 @@ class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # No prefix that contains an excluded token can be loaded, so later tokens would be stored in vain.
         return min([tokens, *(span.start for span in self.spans if not span.store)])
 
-    def retained(self) -> Iterator[HintSpan]:
-        return (span for span in self.spans if span.store and span.retain_seconds)
+    def retained(self, most_seconds: float) -> Iterator[HintSpan]:
+        """Yield the spans to retain, each for at most `most_seconds`."""
+        for span in self.spans:
+            if span.store and span.retain_seconds:
+                yield replace(span, retain_seconds=min(span.retain_seconds, most_seconds))
 
 
 NO_HINTS = Hints()

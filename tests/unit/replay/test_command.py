@@ -403,6 +403,18 @@ def test_hints_are_shown_beside_the_same_replay_without(table: None) -> None:
     assert all(point["hit_rate_without_hints"] <= point["hit_rate"] for point in found["curve"])
 
 
+@pytest.mark.parametrize(("begin", "found"), [(3590, 0.5), (3601, 0)])
+def test_a_hint_retains_no_longer_than_the_default_of_hint_seconds(
+    folder: Path, begin: int, found: float
+) -> None:
+    flood = "\n".join(f"{begin + n / 10},1024,1,f{n},other" for n in range(50))
+    Path("table.csv").write_text(TABLE.format(flood=flood).replace("9,1024,1,s", f"{begin + 9},1024,1,s"))
+    hint = ("--hint", "retain_seconds=7200", "--hint-share", "0.25")
+    code, output = run(*HINTED, *hint, "--json")
+    assert code == 0, output
+    assert {one["tenant"]: one["hit_rate"] for one in json.loads(output)["by_tenant"]}["acme"] == found
+
+
 def test_weights_of_tenants_decide_whose_chunks_are_evicted(table: None) -> None:
     code, output = run(*HINTED, "--json")
     assert code == 0, output

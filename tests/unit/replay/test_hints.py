@@ -16,7 +16,8 @@ SIZE = simulation().tiers[0][0].chunk_bytes[0]
 
 
 def hinted(*hints: str, share: float = 0.25, turns=()) -> HintSetting:
-    return HintSetting(tuple(map(parse_hint, hints)), share, count_turns("a trace", turns) if turns else {})
+    counted = count_turns("a trace", turns) if turns else {}
+    return HintSetting(tuple(map(parse_hint, hints)), share, 3600.0, counted)
 
 
 def replayed(requests, *hints, chunks=16, tiers=(), share=0.25, **settings):

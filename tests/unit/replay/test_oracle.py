@@ -193,13 +193,21 @@ def check_hinted(pair: Both, turns: list[Turn]) -> None:
 
 # With short windows, an example was found in which another chunk of two was retained.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])
-@given(data=st.data(), steps=STEPS, room=st.integers(0, 20), share=st.sampled_from([0.0, 0.1, 0.25]))
+@given(
+    data=st.data(),
+    steps=STEPS,
+    room=st.integers(0, 20),
+    share=st.sampled_from([0.0, 0.1, 0.25]),
+    seconds=st.sampled_from([2.0, 3600.0]),
+)
 @examples(8)
-def test_hints_retain_and_evict_the_same_chunks_in_both(name, data, steps, room, share):
+def test_hints_retain_and_evict_the_same_chunks_in_both(name, data, steps, room, share, seconds):
     model, rank = of_blocks(name, steps)
     turns = data.draw(conversations(most_tokens=LONGEST, requests=12).flatmap(hinted))
     host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
-    with both(model, rank, host_bytes=host, slow=data.draw(st.sampled_from(SLOW)), hint_share=share) as pair:
+    slow = data.draw(st.sampled_from(SLOW))
+    hints = {"hint_share": share, "hint_seconds": seconds}
+    with both(model, rank, host_bytes=host, slow=slow, **hints) as pair:
         check_hinted(pair, turns)
 
 

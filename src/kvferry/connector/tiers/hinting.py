@@ -103,7 +103,7 @@ class Hinting:
         prompt = request.num_prompt_tokens
         self._sessions.use(session, chunks.all_keys(prompt), chunks)
         spans, needed = [], set(used)
-        for span in hints.retained():
+        for span in hints.retained(self._most_seconds):
             keys = chunks.keys_of_span(span.start, span.end or MAX_TOKENS, prompt)
             spans.append((span, [key for key in keys if key in needed]))
         if not (spans or hints.ends_session):
@@ -217,7 +217,7 @@ class Hinting:
         self._emit(name, HintKind.PREFETCH, _outcome(prefetch.ready, wanted), detail)
 
     def _retain(self, name: str, tenant: bytes, span: HintSpan, keys: Sequence[bytes]) -> None:
-        seconds = min(span.retain_seconds, self._most_seconds)
+        seconds = span.retain_seconds
         here = int(self._cache.host.contains(keys).sum()) if keys else 0
         done = self._retained.retain(tenant, keys, self._clock() + seconds, span.priority)
         why = ""

@@ -254,8 +254,9 @@ def _hints(passes: Passes, options: ReplayOptions) -> HintSetting | None:
         if options.hint_share is not None:
             raise ConfigError("--hint-share is about hints, and there is none; add --hint, or leave it out")
         return None
-    share = ConnectorConfig().hint_share if options.hint_share is None else options.hint_share
-    setting = HintSetting(tuple(map(parse_hint, options.hint)), share)
+    config = ConnectorConfig()
+    share = config.hint_share if options.hint_share is None else options.hint_share
+    setting = HintSetting(tuple(map(parse_hint, options.hint)), share, config.hint_seconds)
     if not setting.needs_sessions:
         return setting
     return replace(setting, turns=count_turns(passes.trace.name, passes.requests("sessions")))

@@ -65,7 +65,7 @@ class EngineHints:
         """Begin without hints. `speeds` are those of the tiers in bytes per second, host memory first."""
         self.retained, self.most_retained = RetainedChunks(tiers.host, setting.share, tenants), 0
         self._model, self._tiers, self._speeds = model, tiers, speeds
-        self._knows_sessions = setting.needs_sessions
+        self._most_seconds, self._knows_sessions = setting.most_seconds, setting.needs_sessions
         # Keys of a session's last request, and the number of its tokens that a later prompt can find.
         self._sessions = Sessions[tuple[RequestKeys, int]]()
         self._now = 0.0
@@ -89,7 +89,7 @@ class EngineHints:
             known = max(request.prompt_tokens, keys.computed_tokens // size * size)
             self._sessions.use(name, keys.in_order(prompt), (keys, known))
         needed = set(used)
-        for span in hints.retained():
+        for span in hints.retained(self._most_seconds):
             some = keys.of_span(span.start, span.end or keys.known_tokens, prompt)
             until = self._now + span.retain_seconds
             self.retained.retain(tenant, [key for key in some if key in needed], until, span.priority)

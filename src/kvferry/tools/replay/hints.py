@@ -97,11 +97,13 @@ class HintSetting:
 
     Attributes:
         share: the setting ``hint_share``.
+        most_seconds: the setting ``hint_seconds``.
         turns: number of requests of each session, if a hint is about sessions.
     """
 
     rules: tuple[HintRule, ...]
     share: float
+    most_seconds: float
     turns: Mapping[SessionName, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
