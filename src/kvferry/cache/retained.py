@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import NamedTuple, Protocol
 
 from kvferry.tiers.host.tier import Slot
@@ -37,7 +38,7 @@ class _Rank(NamedTuple):
 
     priority: int
     until: float
-    place: int  # the later in its prompt, the lower
+    place: int  # the later it was retained, the lower
 
 
 class _Retained(NamedTuple):
@@ -62,9 +63,10 @@ class RetainedChunks:
         self._host, self._tenants = host, tenants or Tenants({})
         self._chunks: dict[bytes, _Retained] = {}
         self._bytes = Counter[bytes]()
+        self._places = count()
         # Heaps with entries of chunks that have been given up or have another rank since.
         self._ranked: dict[bytes, list[tuple[_Rank, bytes]]] = {}
-        self._ends: list[tuple[float, bytes]] = []
+        self._ends: list[tuple[float, int, bytes]] = []  # (until, place, key)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -76,10 +78,10 @@ class RetainedChunks:
         with a lower priority give way. `keys` are in the order of the prompt: the last ones are left out.
         """
         retained = 0
-        for number, key in enumerate(keys):
-            rank = _Rank(priority, until, -number)
+        for key in keys:
+            rank = _Rank(priority, until, -next(self._places))
             if (old := self._chunks.get(key)) is not None:
-                rank = _Rank(max(priority, old.rank.priority), max(until, old.rank.until), -number)
+                rank = _Rank(max(priority, old.rank.priority), max(until, old.rank.until), rank.place)
                 self._add(key, _Retained(old.slot, tenant, rank))
                 retained += 1
             elif (slot := self._host.hold(key)) is not None:
@@ -98,8 +100,9 @@ class RetainedChunks:
 
     def expire(self, now: float) -> None:
         """Give up the chunks whose time has passed."""
+        # By place, so that of a prompt the first chunk counts as the latest used.
         while self._ends and self._ends[0][0] <= now:
-            until, key = heapq.heappop(self._ends)
+            until, _, key = heapq.heappop(self._ends)
             if key in self._chunks and self._chunks[key].rank.until == until:
                 self._give_up(key)
 
@@ -159,7 +162,7 @@ class RetainedChunks:
         self._chunks[key] = one
         ranked = self._ranked.setdefault(one.tenant, [])
         heapq.heappush(ranked, (one.rank, key))
-        heapq.heappush(self._ends, (one.rank.until, key))
+        heapq.heappush(self._ends, (one.rank.until, one.rank.place, key))
         # A chunk that is retained again and again leaves an entry each time.
         most = 2 * len(self._chunks) + _MOST_STALE
         if len(ranked) > most:
@@ -167,7 +170,9 @@ class RetainedChunks:
                 (each.rank, at) for at, each in self._chunks.items() if each.tenant == one.tenant
             )
         if len(self._ends) > most:
-            self._ends[:] = sorted((each.rank.until, at) for at, each in self._chunks.items())
+            self._ends[:] = sorted(
+                (each.rank.until, each.rank.place, at) for at, each in self._chunks.items()
+            )
 
     def _give_up(self, key: bytes) -> None:
         slot, tenant, _ = self._chunks.pop(key)

@@ -106,6 +106,23 @@ def test_the_lowest_priority_of_a_tenant_gives_way_and_equal_ones_stay():
     assert retained.retain(b"a", keys(*here(host, *range(100, 200))[:1]), until=99, priority=0) == 0
 
 
+def test_chunks_of_equal_rank_give_way_from_the_last_to_the_first():
+    host, retained = full()
+    for number in range(10):  # one by one, as prefetches retain them
+        retained.retain(b"a", keys(number), until=10)
+    retained.retain(b"b", keys(*range(20, 40)), until=10)
+    add(host, range(100, 200))
+    assert here(host, *range(10)) == [0, 1, 2, 3, 4]
+
+
+def test_of_chunks_that_expire_together_the_first_counts_as_the_latest_used():
+    host, retained = full()
+    retained.retain(b"a", keys(*range(5)), until=10)
+    retained.expire(now=10)
+    add(host, range(100, 100 + CHUNKS - 2))
+    assert here(host, *range(5)) == [0, 1]
+
+
 def test_a_chunk_keeps_the_later_end_and_the_higher_priority():
     host, retained = full()
     retained.retain(b"a", keys(0), until=50, priority=3)

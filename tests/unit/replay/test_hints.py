@@ -61,12 +61,19 @@ def test_a_span_retains_its_own_chunks_only():
 
 
 def test_hints_of_a_tenant_take_nothing_from_another():
-    mine = prompt(UNIT, 1, at=0.0, tenant="a")
-    theirs = [prompt(UNIT, n, at=1.0, tenant="b") for n in range(10, 30)]
-    again = prompt(UNIT, 1, at=2.0, tenant="a")
-    assert found(replayed([mine, *theirs, again], "retain_seconds=10")) == UNIT
-    # The same flood first: it has filled the share, and gives way.
-    assert found(replayed([*theirs, mine, *theirs, again], "retain_seconds=10")) >= UNIT
+    mine, again = prompt(UNIT, 1, at=2.0, tenant="a"), prompt(UNIT, 1, at=4.0, tenant="a")
+    before, after = flood(10, 20, 1.0, "b"), flood(10, 20, 3.0, "b")
+    assert found(replayed([mine, *after, again], "retain_seconds=10")) == UNIT
+    # The first flood has filled the share, and gives way in half of it.
+    made = replayed([*before, mine, *after, again], "retain_seconds=10")
+    assert made.results.by_tenant["a"].hit_tokens == UNIT
+
+
+def test_a_prompt_is_stored_in_the_room_that_retained_chunks_leave():
+    trace = [prompt(UNIT, 1), *(prompt(2 * UNIT, 2, 3, at=at) for at in (1.0, 2.0))]
+    made = replayed(trace, "retain_seconds=10,prompt_below=2000", chunks=2 * CHUNKS)
+    retained = made.engines[0].hints.most_retained // SIZE
+    assert found(made) == (2 * CHUNKS - retained) * 256
 
 
 def test_tenants_share_no_content():

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from kvferry.geometry import GroupKind
 from kvferry.geometry.canonical import derive as length
+from kvferry.keys.tenant import tenant_of
 from kvferry.tiers.eviction import EVICTION_POLICIES
 from kvferry.tools.models.store import LayerCache
 from kvferry.tools.replay.settings import AdmissionSetting
@@ -55,6 +56,7 @@ STEPS = st.fixed_dictionaries(
         "first_snapshot_tokens": st.sampled_from([0, CHUNK, 2 * CHUNK, 20]),
     }
 )
+LIMITS = st.sampled_from([1.0, 0.5])
 UNITS = st.sampled_from([1, 2, 4, CHUNK])
 
 
@@ -191,8 +193,7 @@ def check_hinted(pair: Both, turns: list[Turn]) -> None:
             assert mine == theirs, turn
 
 
-# With short windows, an example was found in which another chunk of two was retained.
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "short window"])
+@pytest.mark.parametrize("name", MODELS)
 @given(
     data=st.data(),
     steps=STEPS,
@@ -209,6 +210,31 @@ def test_hints_retain_and_evict_the_same_chunks_in_both(name, data, steps, room,
     hints = {"hint_share": share, "hint_seconds": seconds}
     with both(model, rank, host_bytes=host, slow=slow, **hints) as pair:
         check_hinted(pair, turns)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+@given(
+    data=st.data(), name=st.sampled_from(sorted(MODELS)), steps=STEPS, room=st.integers(0, 20), limit=LIMITS
+)
+@examples(8)
+def test_tenants_by_weight_keep_and_retain_the_same_chunks_in_both(policy, data, name, steps, room, limit):
+    model, rank = of_blocks(name, steps)
+    turns = data.draw(conversations(most_tokens=LONGEST, requests=12).flatmap(hinted))
+    host = (LONGEST // CHUNK + 2 + room) * len(model.groups) * PAGE
+    heavy = {"salt_digest": tenant_of("a", None).hex(), "weight": 3}
+    tenants = {"heavy": heavy, "others": {"weight": 1, "limit": limit}}
+    more = {"tenants": tenants, "hint_share": 0.25}
+    # The storage of these engines knows no tenants, so it must have room for all.
+    slow = data.draw(st.sampled_from(SLOW[:4:3]))
+    with both(model, rank, host_bytes=host, policy=policy, slow=slow, **more) as pair:
+        check_hinted(pair, turns)
+
+
+def test_a_prefetch_finds_no_tail_of_a_prompt_with_an_answer_in_both():
+    model, rank = of_blocks("full", {"step_tokens": 1000})
+    first, later = Turn((7,), (8, 9), session="s"), Turn((20,), session="s", at=1.0, prefetched=True)
+    with both(model, rank, host_bytes=20 * PAGE, slow={}, hint_share=0.25) as pair:
+        check_hinted(pair, [first, later])
 
 
 def test_engine_asks_others_for_what_only_a_slower_tier_of_its_own_has():

@@ -66,7 +66,7 @@ class EngineHints:
         self.retained, self.most_retained = RetainedChunks(tiers.host, setting.share, tenants), 0
         self._model, self._tiers, self._speeds = model, tiers, speeds
         self._most_seconds, self._knows_sessions = setting.most_seconds, setting.needs_sessions
-        # Keys of a session's last request, and the number of its tokens that a later prompt can find.
+        # Keys of a session's last request, and the number of its tokens to look up.
         self._sessions = Sessions[tuple[RequestKeys, int]]()
         self._now = 0.0
         self._prefetches = Prefetches(_Reads(tiers), self.retained, lambda: self._now)
@@ -85,9 +85,11 @@ class EngineHints:
         name, tenant = session_name(request), tenant_digest(request.tenant)
         prompt = request.prompt_tokens if self._model.state is None else 0
         if self._knows_sessions:
-            size = keys.chunk_tokens
-            known = max(request.prompt_tokens, keys.computed_tokens // size * size)
-            self._sessions.use(name, keys.in_order(prompt), (keys, known))
+            size, tokens = keys.chunk_tokens, request.prompt_tokens + request.output_tokens
+            # An engine looks all tokens up, so it finds no tail of the prompt if there is an answer.
+            if keys.known_tokens // size < tokens // size:
+                tokens = keys.known_tokens // size * size
+            self._sessions.use(name, keys.in_order(prompt), (keys, tokens))
         needed = set(used)
         for span in hints.retained(self._most_seconds):
             some = keys.of_span(span.start, span.end or keys.known_tokens, prompt)
