@@ -50,7 +50,7 @@ ALL = os.environ.get("KVFERRY_TEST_ALL_CALLS") == "1"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not possible(), reason="processes cannot be traced here"),
-    pytest.mark.timeout(3600 if ALL else 120),
+    pytest.mark.timeout(3600 if ALL else 600),
 ]
 
 
