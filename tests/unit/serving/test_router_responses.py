@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.tools.serving.router.backends import Engines
 from kvferry.tools.serving.router.responses import Responses, with_response_id
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,10 @@ def test_a_response_is_asked_for_at_its_engine_though_that_prefills_now():
 
 @pytest.fixture
 def scene(stage, fake, kv):
-    return stage([fake(hands_over=kv)], [fake() for _ in range(3)])
+    scene = stage([fake(hands_over=kv)], [fake() for _ in range(3)])
+    # An engine that gets a second probe has answered the first, so the router may choose it.
+    wait_for(lambda: all(engine.probes > 1 for engine in scene.decode))
+    return scene
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"background": True}, {"store": True}], ids=str)
