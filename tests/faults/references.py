@@ -91,14 +91,14 @@ FAMILIES = {
             "nemotronh",
             {**_STATES, "max_num_seqs": 16},
             {"num_gpu_blocks_override": 300},
-            {"num_gpu_blocks_override": 70},  # the long prompts together fill them but for some
+            {"num_gpu_blocks_override": 80},
             _STATES,
         ),
         Family(
             "dsv3",
             {"max_num_seqs": 16},
             {"num_gpu_blocks_override": 1600},
-            {"num_gpu_blocks_override": 210},  # likewise
+            {"num_gpu_blocks_override": 210},  # the long prompts together fill them but for some
             exact=False,
         ),
     )
