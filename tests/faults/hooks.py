@@ -123,6 +123,15 @@ def let_go(engine: Any, name: str) -> int:
     return len(orders)
 
 
+def would_overwrite(engine: Any, name: str) -> int:
+    """How many blocks of running requests the reads write that are held back of a request."""
+    found = parts.scheduler(engine)
+    orders = [post.args[0] for post in engine.hooks.held[name]]
+    written = {int(number) for order in orders for table in order.dst_tables for number in table} - {0}
+    tables = [found.kv_cache_manager.get_block_ids(one.request_id) for one in found.running]
+    return len(written & {number for groups in tables for table in groups for number in table})
+
+
 def forget_peers(engine: Any) -> int:
     """Have the engine shake hands anew with all peers; return how many it knew."""
     handshakes = parts.client(engine)._handshakes
