@@ -279,7 +279,7 @@ def test_a_model_is_not_asked_with_spoiled_groups_that_it_does_not_have(tmp_path
     assert own.arguments == ("--seed=1",)
     assert gemma.arguments[-1] == "--seed=1"
     assert nemotron.arguments[-2:] == ("--max-num-batched-tokens=64", "--seed=1")
-    assert qwen.arguments[-2:] == ("--dtype=bfloat16", "--seed=1")
+    assert qwen.arguments[-3:] == ("--dtype=bfloat16", "--block-size=64", "--seed=1")
 
 
 @pytest.mark.parametrize("trained", MODELS.values(), ids=MODELS)

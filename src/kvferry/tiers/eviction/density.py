@@ -11,6 +11,8 @@ return, and evicts where it expects the fewest uses per byte and time. What is d
   before: the next turn of a conversation begins with the turn before it, and then with this one.
 - *Continuations.* A run counts for at least as much as those that continue it, which are useless without it.
 - *Cost.* A token costs more to compute the farther it is from the start, because it attends to all before it.
+- *Running requests.* What a request has found ranks as just used until it ends, and what it stores as far from
+  the start. Otherwise a request would evict its own prefix, where there is room for few prompts only.
 - *Evicted chunks* stay observed, as ghosts. Otherwise a class that is evicted at once would never show when
   its chunks return.
 
@@ -62,7 +64,8 @@ def _use_classes(uses: Ints) -> Ints:
 class HitDensity(EvictionPolicy):
     """Evicts the run with the fewest expected uses per byte and request, weighted with the cost of a token.
 
-    `mark_used` counts a use. A key that is only admitted, touched or unpinned keeps its place.
+    `mark_used` counts a use. A key that is touched ranks as just used until the next one, and counts none.
+    A key that is only admitted or unpinned keeps its place.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -158,6 +161,10 @@ class HitDensity(EvictionPolicy):
     def _touch(self, key: bytes) -> None:
         if key not in self._kept:
             raise KeyError(key)
+        slot = self._slots[key]
+        if self._runs.found_at[slot] < self._now:
+            self._runs.found_at[slot] = self._now
+            self._victims = [one for one in self._victims if one[0] != slot]
 
     def _place(self, key: bytes, size: int) -> None:
         self._place_all((key,), size)
@@ -258,8 +265,10 @@ class HitDensity(EvictionPolicy):
     def _scores(self, slots: Ints) -> Floats:
         """Return the rank of each run, the first to evict lowest."""
         runs = self._runs
-        ages = age_numbers(self._now - runs.used_at[slots])
-        found: Floats = self._densities[runs.classes[slots], ages] * runs.cost[slots]
+        ages, costs = age_numbers(self._now - runs.found_at[slots]), runs.cost[slots]
+        # Where in a prompt new chunks are is not known before its request ends.
+        costs = np.where(runs.is_pending[slots], costs.max(), costs)
+        found: Floats = self._densities[runs.classes[slots], ages] * costs
         return found
 
     def _learn(self, runs: int) -> None:

@@ -14,6 +14,7 @@ class Runs:
         keys: keys in the order of the prompt. Chunks that have left the run may still be among them.
         number: number of runs before this one, which identifies it.
         used_at: time of the last use.
+        found_at: time at which a request last found a chunk, or that of the last use.
         classes: class of the chunks.
         is_pending: True if no request has ended yet that used the chunks.
         cost: cost of a token of the run, relative to the first token of a prompt.
@@ -24,7 +25,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.keys: list[list[bytes]] = []
-        self.number, self.used_at, self.classes = (np.zeros(0, np.int64) for _ in range(3))
+        self.number, self.used_at, self.found_at, self.classes = (np.zeros(0, np.int64) for _ in range(4))
         self.after, self.after_number = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.observed, self.loose = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.is_pending, self.cost = np.zeros(0, np.bool_), np.zeros(0)
@@ -38,7 +39,8 @@ class Runs:
         slot = self._free.pop()
         self._count += 1
         self.keys[slot], self.number[slot] = keys, self._count
-        self.used_at[slot], self.classes[slot] = used_at, of
+        self.used_at[slot] = self.found_at[slot] = used_at
+        self.classes[slot] = of
         self.is_pending[slot], self.cost[slot] = pending, cost
         self.after[slot] = self.after_number[slot] = -1
         return slot

@@ -192,6 +192,35 @@ def test_of_prompts_with_the_same_history_the_longer_one_stays():
     assert {key.split()[0] for key in policy.evict_bytes(10)} == {b"short"}
 
 
+def test_a_request_evicts_nothing_that_it_has_found_for_its_new_chunks():
+    policy = HitDensity(100)
+    for name in (b"a", b"b", b"c", b"d"):
+        stored(policy, keys_of(name, 4))
+    policy.touch_all(keys_of(b"a", 4)[::-1])
+    policy.admit_all([b"a 5", b"a 4"], 1)
+    assert policy.evict_bytes(4) == [b"b %d" % n for n in (3, 2, 1, 0)]
+    policy.mark_used(keys_of(b"a", 6))
+    policy.check_integrity()
+
+
+def test_a_chunk_that_was_to_go_next_stays_if_a_request_finds_it():
+    policies = [HitDensity(100) for _ in range(2)]
+    for policy in policies:
+        for number in range(70):  # of so many runs, two are chosen at a time
+            stored(policy, keys_of(b"%d" % number, 1))
+    first, second = policies[0].evict(), policies[0].evict()
+    assert policies[1].evict() == first
+    policies[1].touch(second)
+    assert second not in [policies[1].evict() for _ in range(20)]
+
+
+def test_new_chunks_stay_like_old_ones_that_are_far_from_the_start():
+    policy = HitDensity(100)
+    stored(policy, keys_of(b"a", 5), tokens=300_000)
+    policy.admit_all(keys_of(b"b", 5)[::-1], 1)
+    assert {key.split()[0] for key in policy.evict_bytes(5)} == {b"a"}
+
+
 def test_a_chunk_that_was_evicted_is_known_when_it_comes_back():
     policy = HitDensity(4)
     for name in (b"a", b"b", b"a", b"b"):
