@@ -105,8 +105,8 @@ _ALL = (
         tells_key=True,
         decays=(-4.6, 2.7),
         is_tied=False,
-        # The gated delta net has no float32 kernel on a CPU. A prompt of 227 tokens must be longer than a block,
-        # at whose end a state can be kept: of 128 tokens, vLLM makes 256 on some processors, of 64 at most 192.
+        # The gated delta net has no float32 kernel on a CPU. A state can be kept at the end of a block, and a
+        # prompt has 227 tokens: of blocks of 128 tokens vLLM makes 256 on some processors, of 64 192 at most.
         engine=("--dtype=bfloat16", "--block-size=64"),
     ),
     Trained(
