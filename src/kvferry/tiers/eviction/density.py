@@ -11,8 +11,8 @@ return, and evicts where it expects the fewest uses per byte and time. What is d
   before: the next turn of a conversation begins with the turn before it, and then with this one.
 - *Continuations.* A run counts for at least as much as those that continue it, which are useless without it.
 - *Cost.* A token costs more to compute the farther it is from the start, because it attends to all before it.
-- *Running requests.* What a request has found ranks as just used until it ends, and what it stores as far
-  from the start. Otherwise a request would evict its own prefix, where there is room for few prompts only.
+- *Running requests.* What a request finds ranks as used then, and what it stores as far from the start.
+  Otherwise a request would evict its own prefix, where there is room for few prompts only.
 - *Evicted chunks* stay observed, as ghosts. Otherwise a class that is evicted at once would never show when
   its chunks return.
 
@@ -64,8 +64,8 @@ def _use_classes(uses: Ints) -> Ints:
 class HitDensity(EvictionPolicy):
     """Evicts the run with the fewest expected uses per byte and request, weighted with the cost of a token.
 
-    `mark_used` counts a use. A key that is touched ranks as just used until the next one, and counts none.
-    A key that is only admitted or unpinned keeps its place.
+    `mark_used` counts a use. A key that is touched ranks as used then, although none is counted. A key that is
+    only admitted or unpinned keeps its place.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
