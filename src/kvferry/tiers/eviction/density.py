@@ -64,8 +64,8 @@ def _use_classes(uses: Ints) -> Ints:
 class HitDensity(EvictionPolicy):
     """Evicts the run with the fewest expected uses per byte and request, weighted with the cost of a token.
 
-    `mark_used` counts a use. A key that is touched ranks as used then, although none is counted. A key that is
-    only admitted or unpinned keeps its place.
+    `mark_used` counts a use. A key that is touched ranks as used then, although none is counted. A key that
+    is only admitted or unpinned keeps its place.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
