@@ -7,8 +7,9 @@ return, and evicts where it expects the fewest uses per byte and time. What is d
 - *Runs.* A request uses a prefix of chunks. Those with the same history stay together in a run, as long as
   no other request uses some of them. Runs are ranked, not chunks, and a run is evicted from its last chunk to
   its first, because later chunks are useless without the earlier ones.
-- *Classes* say how many requests have used a chunk, and how much of the request's prefix had been used
-  before: the next turn of a conversation begins with the turn before it, and then with this one.
+- *Classes* say how many requests have used a chunk, and which turn of a conversation the last of them was: a
+  request whose new chunks follow those of turn n is turn n + 1. Many conversations end after the first turn,
+  and some after as many as an application allows.
 - *Continuations.* A run counts for at least as much as those that continue it, which are useless without it.
 - *Cost.* A token costs more to compute the farther it is from the start, because it attends to all before it.
 - *Running requests.* What a request finds ranks as used then, and what it stores as far from the start.
@@ -32,8 +33,10 @@ from kvferry.tiers.eviction.base import ByteQueue, EvictionPolicy
 from kvferry.tiers.eviction.return_times import Floats, Ints, ReturnTimes, age_numbers
 from kvferry.tiers.eviction.runs import Runs
 
-# Number of classes: by uses, at powers of two; by the share of the request's chunks that were used before.
-_USES, _HABITS = 7, 5
+# Number of classes: by uses, at powers of two; by the turn of the last request (`_turn_class`).
+_USES, _TURNS = 7, 12
+# Turns up to this one have a class each.
+_OWN_CLASS = 8
 
 # Distance from the start at which attention takes as long as everything else of a forward pass: 30,500 tokens
 # for Llama-3.1-8B, 53,400 for Llama-3.1-70B, 14,800 for DeepSeek-V3.
@@ -61,6 +64,16 @@ def _use_classes(uses: Ints) -> Ints:
     return found
 
 
+def _turn_class(turn: int) -> int:
+    """Return the class of a turn, counted from 1.
+
+    >>> [_turn_class(turn) for turn in (1, 2, 8, 9, 16, 17, 5000)]
+    [0, 1, 7, 8, 8, 9, 11]
+    """
+    doublings = max(0, (turn - 1).bit_length() - (_OWN_CLASS - 1).bit_length())
+    return min(turn - 1 if not doublings else _OWN_CLASS - 1 + doublings, _TURNS - 1)
+
+
 class HitDensity(EvictionPolicy):
     """Evicts the run with the fewest expected uses per byte and request, weighted with the cost of a token.
 
@@ -71,10 +84,11 @@ class HitDensity(EvictionPolicy):
     def __init__(self, capacity_bytes: int) -> None:
         self._kept, self._ghosts = ByteQueue(), ByteQueue()
         super().__init__(capacity_bytes, [self._kept], [self._ghosts])
-        self._runs, self._times = Runs(), ReturnTimes(_USES, _HABITS)
+        self._runs, self._times = Runs(), ReturnTimes(_USES, _TURNS)
         # Of the keys in both queues: slot of the run, and number of requests that used the chunk.
         self._slots: dict[bytes, int] = {}
         self._uses: dict[bytes, int] = {}
+        self._turns: dict[bytes, int] = {}  # turn of the first request that ended with the chunk
         # Number of requests so far, at the last observation of all runs, and at the last change of densities.
         self._now = self._observed_at = 0
         self._densities = self._times.densities(1.0)
@@ -95,8 +109,7 @@ class HitDensity(EvictionPolicy):
         uses = _array(map(self._uses.__getitem__, kept)) + again
         self._uses.update(zip(kept, uses.tolist(), strict=True))
         self._passed.difference_update(kept)
-        classes = _use_classes(uses) * _HABITS
-        classes += int((_HABITS - 1) * np.count_nonzero(uses > 1) / len(kept))
+        classes = _use_classes(uses) * _TURNS + _turn_class(self._turn(kept))
         loose = _array(self._kept.sizes(kept, with_pinned=False))
         self._runs.leave(slots, sizes, loose)
         ends = np.flatnonzero(np.diff(classes)) + 1
@@ -112,6 +125,16 @@ class HitDensity(EvictionPolicy):
             if after >= 0:
                 self._runs.after[slot], self._runs.after_number[slot] = after, self._runs.number[after]
             after = slot
+
+    def _turn(self, keys: Sequence[bytes]) -> int:
+        """Return which turn of a conversation a request with these chunks is. Note it for new chunks."""
+        before = [turn for key in keys if (turn := self._turns.get(key)) is not None]
+        turn = max(before, default=0)
+        if len(before) < len(keys):
+            turn += 1
+            for key in keys:
+                self._turns.setdefault(key, turn)
+        return turn
 
     def pin(self, key: bytes) -> None:
         super().pin(key)
@@ -136,14 +159,14 @@ class HitDensity(EvictionPolicy):
             else:
                 self._runs.keys[self._slots[key]].remove(key)
             self._leave_runs([key], *sizes)
-            del self._uses[key]
+            self._drop_history(key)
         return super().remove(key)
 
     def check_integrity(self) -> None:
         super().check_integrity()
         runs, known = self._runs, {*self._kept, *self._ghosts}
-        if self._slots.keys() != known or self._uses.keys() != known:
-            raise AssertionError("other keys have runs and uses than those in the queues")
+        if self._slots.keys() != known or self._uses.keys() != known or not self._turns.keys() <= known:
+            raise AssertionError("other keys have runs, uses and turns than those in the queues")
         observed, loose = np.zeros_like(runs.observed), np.zeros_like(runs.loose)
         for key, slot in self._slots.items():
             is_kept = key in self._kept
@@ -180,7 +203,7 @@ class HitDensity(EvictionPolicy):
         for key in keys:
             self._uses.setdefault(key, 1)
         self._kept.push_all(keys, size)
-        classes = _use_classes(_array(map(self._uses.__getitem__, keys))) * _HABITS
+        classes = _use_classes(_array(map(self._uses.__getitem__, keys))) * _TURNS
         for of, each in groupby(zip(classes.tolist(), keys, strict=True), itemgetter(0)):
             self._append([key for _, key in each], size, of)
 
@@ -301,4 +324,8 @@ class HitDensity(EvictionPolicy):
         if ghosts:
             self._leave_runs(ghosts, _array(map(self._ghosts.remove, ghosts)))
             for key in ghosts:
-                del self._uses[key]
+                self._drop_history(key)
+
+    def _drop_history(self, key: bytes) -> None:
+        del self._uses[key]
+        self._turns.pop(key, None)

@@ -40,14 +40,14 @@ class ReturnTimes:
     """Sums over the chunks of each class, and the hit density of each class and age.
 
     Args:
-        uses, habits: number of classes. The class of a chunk is ``use * habits + habit``. Classes with the
-            same `use` are similar, so each learns from the others.
+        uses, turns: number of classes. The class of a chunk is ``use * turns + turn``. Classes with the same
+            `use` are similar, so each learns from the others.
     """
 
-    def __init__(self, uses: int, habits: int) -> None:
-        self._shape = uses, habits, _AGES
-        self._returned = np.zeros(uses * habits * _AGES)
-        self._observed = np.zeros(uses * habits * _AGES)
+    def __init__(self, uses: int, turns: int) -> None:
+        self._shape = uses, turns, _AGES
+        self._returned = np.zeros(uses * turns * _AGES)
+        self._observed = np.zeros(uses * turns * _AGES)
 
     def add_returned(self, classes: Ints, ages: Ints, sizes: Ints | Floats) -> None:
         """Add bytes that were used at these ages: arrays of shape (chunks,)."""
@@ -74,12 +74,12 @@ class ReturnTimes:
         # Source: J. C. Gittins, "Bandit processes and dynamic allocation indices", Journal of the Royal
         # Statistical Society B 41(2), 1979. With a fixed price for a byte and request, it is best to keep a
         # chunk as long as this index is above the price.
-        of_habit, at_habit = (sums.reshape(self._shape) for sums in (self._returned, self._observed))
-        of_use = of_habit.sum(1) + chunk_bytes
-        hazards = of_use / (at_habit.sum(1) + chunk_bytes * _PRIOR_AGES * _STARTS)
+        of_turn, at_turn = (sums.reshape(self._shape) for sums in (self._returned, self._observed))
+        of_use = of_turn.sum(1) + chunk_bytes
+        hazards = of_use / (at_turn.sum(1) + chunk_bytes * _PRIOR_AGES * _STARTS)
         shared = _SHARED_RETURNS * chunk_bytes
-        returned = (of_habit + shared).reshape(-1, _AGES)
-        observed = (at_habit + (shared / hazards)[:, None]).reshape(-1, _AGES)
+        returned = (of_turn + shared).reshape(-1, _AGES)
+        observed = (at_turn + (shared / hazards)[:, None]).reshape(-1, _AGES)
         # Sums from age `first` up to age `last`, at [class, first, last].
         kept = [np.cumsum(sums, axis=1) for sums in (returned, observed)]
         gained, spent = (

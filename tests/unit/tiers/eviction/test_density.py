@@ -135,6 +135,17 @@ def keys_of(name, chunks):
     return [b"%s %d" % (name, n) for n in range(chunks)]
 
 
+def chats_of_three_turns(rounds):
+    """Twenty users in random order. Each turn adds three chunks. After the third a new chat begins."""
+    chance, names = random.Random(0), count()
+    chats = [(b"chat %d" % next(names), 0) for _ in range(20)]
+    for _ in range(rounds):
+        user = chance.randrange(20)
+        name, turn = chats[user]
+        yield turn, keys_of(name, 3 * (turn + 1))
+        chats[user] = (name, turn + 1) if turn < 2 else (b"chat %d" % next(names), 0)
+
+
 def chats_and_questions(rounds):
     """Ten users whose prompts grow with each turn, and after each turn three questions, asked once."""
     chance, asked = random.Random(0), count()
@@ -282,3 +293,12 @@ def test_density_is_the_best_ratio_of_returned_to_observed_bytes(sums):
             spent += observed[use, habit, age] + 8 * chunk / hazard
             best = max(best, gained / spent)
         assert found[use * 2 + habit, first] == pytest.approx(best)
+
+
+def test_a_chat_that_has_had_its_last_turn_goes_first():
+    def found(policy):
+        return sum(stored(policy, keys) for turn, keys in chats_of_three_turns(1500) if turn)
+
+    # All chats together have 90 chunks at most that will be used.
+    density, lru = (found(policy(100)) for policy in (HitDensity, LRU))
+    assert density > 1.1 * lru
